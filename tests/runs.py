@@ -56,20 +56,20 @@ def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dic
         "accuracy": accuracy,
         "accuracy_of_round": number,
         "test_loss": 0.25,
-        "clients": {},
-        "server": {},
+        "client_metrics": {},
+        "server_metrics": {},
         "trained": [0, 1],
-        "notes": [],
+        "warnings": [],
         "failures": [],
-        "bytes_up": {"payload": 200, "ours": 220, "total": 400},
-        "bytes_down": {"payload": 600, "ours": 620, "total": 800},
+        "bytes_up": {"payload": 200, "application": 220, "total": 400},
+        "bytes_down": {"payload": 600, "application": 620, "total": 800},
         "scalars": {"up": 12, "down": 20},
         "peak_mb": 512.0,
         **more,
     }
     seconds = {"open": 0.1, "fit": 1.0, "evaluate": 0.2, "save": 0.1}
     line["seconds"] = {"total": 2.0, "aggregate": 0.1, "clients": seconds, **more.get("seconds", {})}
-    for name in {"accuracy", "validation", "other"} & set(line):
+    for name in {"accuracy", "validation", "other_accuracy"} & set(line):
         line[name] = _with_statistics(line[name])
     if final := more.get("final"):
         scores = {name: _with_statistics(final[name]) for name in ("accuracy", "validation") if name in final}
@@ -96,7 +96,7 @@ def _with_statistics(accuracy: dict[str, dict[str, Any]]) -> dict[str, dict[str,
 def columns(number: int, correct: list[dict[str, int]], tests: int = 4, **more: Any) -> dict[str, Any]:
     """One line of clients.jsonl: a client for each entry of correct, with so many test samples each."""
     many = len(correct)
-    sizes = [{"payload": 100, "ours": 110, "total": 200}] * many
+    sizes = [{"payload": 100, "application": 110, "total": 200}] * many
     return {
         "round": number,
         "client": list(range(many)),
@@ -105,7 +105,7 @@ def columns(number: int, correct: list[dict[str, int]], tests: int = 4, **more: 
         "participations": [number] * many,
         "correct": correct,
         "num_validation": [0] * many,
-        "validated": [{}] * many,
+        "correct_validation": [{}] * many,
         "test_loss": [0.25] * many,
         "metrics": [{}] * many,
         "seconds": [[0.0] * 5] * many,
@@ -164,6 +164,8 @@ def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
     (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
     # By FedProto's paper (K_1 + K)·d + (K_2 + K)·d = (2 + 3)·4 + (1 + 3)·4 scalars travel in a round.
     (path / "partition.json").write_text(
-        json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": [], "majority": 0.7512, "paper_scalars": 36.0})
+        json.dumps(
+            {"counts": [[5, 3, 0], [0, 0, 8]], "warnings": [], "majority": 0.7512, "paper_scalars": 36.0}
+        )
     )
     return path

@@ -329,7 +329,7 @@ def test_show(tmp_path: Path) -> None:
 def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
     keys = {"new-clients": 1, "new-client-rounds": 1, "num-server-rounds": 2}
     run = write_run(
-        tmp_path / "run", [over(1, entry(1, 0.5, 0.5)), entry(2, 0.5, 0.5, notes=["held back"])], **keys
+        tmp_path / "run", [over(1, entry(1, 0.5, 0.5)), entry(2, 0.5, 0.5, warnings=["held back"])], **keys
     )
     (run / "partition.json").write_text(json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": []}))
     lines = pbfl("show", run).stdout.splitlines()
@@ -369,7 +369,7 @@ def test_the_noise_is_told_of_the_client_for_whom_it_is_worth_least() -> None:
 
 def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:
     def sizes(payload: int) -> dict[str, int]:
-        return {"payload": payload, "ours": payload + 20, "total": payload + 40}
+        return {"payload": payload, "application": payload + 20, "total": payload + 40}
 
     def seconds(total: float) -> dict[str, Any]:
         return {"total": total, "clients": {"fit": total, "evaluate": 1.0}}
@@ -904,21 +904,21 @@ def test_who_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("partition.json", b"{", "is damaged (Expecting"),
-        ("partition.json", b"[]", "is damaged: it does not hold a JSON object"),
+        ("partition.json", b"{", "is damaged, or was written by another version: content: Invalid JSON"),
+        ("partition.json", b"[]", "is damaged, or was written by another version: content: "),
         ("partition.json", b'{"counts": 5}', "is damaged, or was written by another version: counts: "),
         (
             "partition.json",
             b'{"majority": "most"}',
             "is damaged, or was written by another version: majority: ",
         ),
-        ("run.json", b"\xff", "is damaged ('utf-8' codec"),
+        ("run.json", b"\xff", "is damaged, or was written by another version: content: Invalid JSON"),
         ("rounds.jsonl", b"\xff\n", ", line 1 is damaged, or was written by another version: content: "),
         ("rounds.jsonl", b"null\n", ", line 1 is damaged, or was written by another version: content: "),
         (
             "run.json",
             b'{"configuration": 5, "experiment": "x"}',
-            "is damaged: it lacks 'configuration'",
+            "is damaged, or was written by another version: configuration: ",
         ),
     ],
 )

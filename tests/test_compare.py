@@ -339,7 +339,7 @@ def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path)
     validated = ({"global": {"weighted": share}} for share in (0.5, 0.25))
     lines = [entry(n, 0.5, 0.75 / n, validation=held_out) for n, held_out in enumerate(validated, start=1)]
     lines[1]["accuracy"]["global"] |= {"balanced": 0.3125, "macro_f1": 0.1875}
-    write_run(first.directory, [lines[0], {**lines[1], "other": entry(1, 0.5, 0.125)["accuracy"]}],
+    write_run(first.directory, [lines[0], {**lines[1], "other_accuracy": entry(1, 0.5, 0.125)["accuracy"]}],
               **first.requested.values)  # fmt: skip
     (first.directory / "new-clients.jsonl").write_text(json.dumps(entry(3, 0.5, 0.875, after=2)) + "\n")
     write_run(second.directory, [entry(n, 0.5, 0.5) for n in (1, 2)], **second.requested.values)

@@ -383,7 +383,9 @@ def test_the_table_has_new_clients_and_the_other_moment(tmp_path: Path) -> None:
     other = entry(1, 0.5, 0.125)["accuracy"]
     for run in runs:
         write_run(
-            run.directory, [entry(1, 0.5, 0.75, other=other)], **{**run.requested.values, "feature-dim": 512}
+            run.directory,
+            [entry(1, 0.5, 0.75, other_accuracy=other)],
+            **{**run.requested.values, "feature-dim": 512},
         )
     line = json.dumps(entry(2, 0.5, 0.625, after=1))
     (runs[1].directory / "new-clients.jsonl").write_text(line + "\n")

@@ -5,7 +5,7 @@
     from pbfl_flwr.flower.api import Resources, RunDirectory, federate
 
     federate("runs/mine", {"method": "fedproto"}, num_clients=20, resources=Resources(workers=2))
-    RunDirectory("runs/mine").rounds()
+    RunDirectory("runs/mine").round_records()
 """
 
 from pbfl_flwr.flower.engines.grid import federate, federate_app

@@ -59,7 +59,6 @@ from pbfl_flwr.util.locks import Lock
 
 ERROR, NEW_CLIENTS, WAITING, RESULT = "error.txt", "new-clients.jsonl", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
-ENDED = "ended-after"  # key of run.json after early stopping
 SERVER_LOCK, STATES_REMOVED = ".server.lock", "clients-removed.txt"
 FILES = (
     "run.json",
@@ -219,23 +218,6 @@ class RunDirectory:
     def _update(self, changes: Mapping[str, Any]) -> None:
         self._write("run.json", self.record().model_copy(update=changes))
 
-    def read(self) -> dict[str, Any]:
-        """Return run.json.
-
-        Raises:
-            PbflError: if the directory holds no run.
-        """
-        file = self.path / "run.json"
-        if not file.exists():
-            error = self.path / ERROR
-            reason = error.read_text(encoding="utf-8").strip() if error.exists() else ""
-            why = f"; a run that was started there failed: {reason}" if reason else ""
-            raise PbflError(f"'{self.path}' is not a run directory: it has no run.json{why}")
-        found = read_object(file)
-        if not isinstance(found.get("configuration"), dict) or not isinstance(found.get("experiment"), str):
-            raise DamagedState(f"{file} is damaged: it lacks 'configuration' or 'experiment'")
-        return found
-
     def record(self) -> RunRecord:
         """Return run.json.
 
@@ -243,7 +225,13 @@ class RunDirectory:
             PbflError: if the directory holds no run.
             DamagedState: if the file is damaged or of another version.
         """
-        return RunRecord.from_json(self.read(), self.path / "run.json")
+        file = self.path / "run.json"
+        if not file.exists():
+            error = self.path / ERROR
+            reason = error.read_text(encoding="utf-8").strip() if error.exists() else ""
+            why = f"; a run that was started there failed: {reason}" if reason else ""
+            raise PbflError(f"'{self.path}' is not a run directory: it has no run.json{why}")
+        return RunRecord.from_json(file.read_bytes(), file)
 
     def round_records(self) -> list[RoundRecord]:
         """Return the lines of rounds.jsonl.
@@ -276,7 +264,7 @@ class RunDirectory:
             DamagedState: if the file is damaged or of another version.
         """
         file = self.path / "partition.json"
-        return PartitionRecord.from_json(read_object(file) if file.exists() else {}, file)
+        return PartitionRecord.from_json(file.read_bytes() if file.exists() else {}, file)
 
     def check_states(self) -> None:
         """Check that the clients' states were not removed; without them all clients would start from scratch.
@@ -290,14 +278,6 @@ class RunDirectory:
                 "reported, but not resumed or exported"
             )
 
-    def rounds(self) -> list[dict[str, Any]]:
-        """Return the lines of rounds.jsonl."""
-        return _lines(self.path / "rounds.jsonl")
-
-    def client_rounds(self) -> list[dict[str, Any]]:
-        """Return the lines of clients.jsonl."""
-        return _lines(self.path / "clients.jsonl")
-
     def add_round(self, record: RoundRecord, clients: ClientsRecord) -> None:
         """Append a round to both histories; it is on disk when this returns.
 
@@ -306,14 +286,6 @@ class RunDirectory:
         """
         self._append("clients.jsonl", clients)
         self._append("rounds.jsonl", record)
-
-    def new_client_lines(self, after: int) -> list[dict[str, Any]]:
-        """Return the rounds of the new clients that trained after round ``after`` of the run.
-
-        Raises:
-            DamagedState: if new-clients.jsonl is damaged.
-        """
-        return [line for line in _lines(self.path / NEW_CLIENTS) if line.get("after") == after]
 
     def add_new_clients(self, record: NewClientsRecord) -> None:
         """Append a round of the new clients; it is on disk when this returns.
@@ -339,47 +311,22 @@ class RunDirectory:
         """Write partition.json."""
         self._write("partition.json", partition)
 
-    def partition_counts(self) -> list[list[int]] | None:
-        """Return the samples of each class on each client, None if unknown."""
-        return self.partition().counts
-
-    def majority(self) -> float | None:
-        """Return the accuracy of always predicting a client's most frequent training class, None if unknown."""
-        return self.partition().majority
-
-    def new_client_majority(self) -> float | None:
-        """Return the same for the new clients, None if there are none."""
-        return self.partition().new_client_majority
-
-    def paper_scalars(self) -> float | None:
-        """Return the scalars sent per round by all clients according to the paper's formula, None if unknown."""
-        return self.partition().paper_scalars
-
-    def data(self) -> str | None:
-        """Return the hash of the dataset's samples, None if unknown."""
-        return self.partition().data
-
     def truncate(self, done: int) -> None:
         """Remove rounds after ``done`` from the histories; no checkpoint was written for them."""
-        for name in ("rounds.jsonl", "clients.jsonl", NEW_CLIENTS):
-            lines = _lines(self.path / name)
-            kept = [entry for entry in lines if entry.get("after", entry["round"]) <= done]
-            if (self.path / name).exists():
-                write_atomically(
-                    self.path / name, "".join(json.dumps(entry) + "\n" for entry in kept).encode()
-                )
+        self._truncate("rounds.jsonl", [record.round for record in self.round_records()], done)
+        self._truncate("clients.jsonl", [record.round for record in self.client_records()], done)
+        new_clients = _records(self.path / NEW_CLIENTS, NewClientsRecord)
+        self._truncate(NEW_CLIENTS, [record.after for record in new_clients], done)
+
+    def _truncate(self, name: str, numbers: Sequence[int], done: int) -> None:
+        """Remove the lines whose number is greater than ``done``, and an incomplete last one."""
+        file = self.path / name
+        if file.exists():
+            lines = zip(numbers, numbered_lines(file.read_bytes()), strict=True)
+            write_atomically(file, b"".join(line + b"\n" for number, (_, line) in lines if number <= done))
 
     def _write(self, name: str, record: Record) -> None:
         write_atomically(self.path / name, (json.dumps(record.to_json(), indent=1) + "\n").encode())
-
-
-def last_round(about: Mapping[str, Any]) -> int:
-    """Return the number of a run's last round: num-server-rounds, or the round of early stopping.
-
-    Args:
-        about: content of run.json.
-    """
-    return int(about.get(ENDED, about["configuration"]["num-server-rounds"]))
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -389,37 +336,17 @@ def read_object(file: Path) -> dict[str, Any]:
         DamagedState: if the file does not hold one.
     """
     try:
-        found = json.loads(file.read_bytes().decode())
+        content = json.loads(file.read_bytes().decode())
     except (ValueError, RecursionError) as error:
         raise DamagedState(f"{file} is damaged ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DamagedState(f"{file} is damaged: it does not hold a JSON object")
-    return found
+    return content
 
 
 def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
     """Return the numbers with None in place of NaN and infinity, which JSON does not support."""
     return {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a JSONL file; an incomplete last line belongs to an unfinished round.
-
-    Raises:
-        DamagedState: if a complete line is not JSON, or not of a round.
-    """
-    if not file.exists():
-        return []
-    found = []
-    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            entry = json.loads(line.decode())
-        except (ValueError, RecursionError) as error:
-            raise DamagedState(f"{file}, line {number} is damaged ({error})") from None
-        if not isinstance(entry, dict) or not isinstance(entry.get("round"), int):
-            raise DamagedState(f"{file}, line {number} is damaged: it is not a round")
-        found.append(entry)
-    return found
 
 
 def _records(file: Path, kind: type[RecordT]) -> list[RecordT]:

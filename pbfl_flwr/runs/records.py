@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
+from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
 
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import DamagedState
@@ -21,7 +21,7 @@ VERSION = 1
 class Record(BaseModel):
     """Base of all records: immutable, read from and written to JSON by field name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, ser_json_inf_nan="null")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="null")
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | bytes, source: object) -> Self:
@@ -47,7 +47,7 @@ class Record(BaseModel):
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object, without optional fields that hold their default."""
-        return self.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+        return self.model_dump(mode="json", exclude_defaults=True)
 
 
 class Accuracy(Record):
@@ -109,7 +109,7 @@ class Bytes(Record):
     """
 
     payload: int
-    application: int = Field(alias="ours")
+    application: int
     total: int
 
 
@@ -167,14 +167,14 @@ class RoundRecord(Scores):
 
     round: int
     accuracy_of_round: int
-    other_accuracy: dict[str, Accuracy] = Field({}, alias="other")
+    other_accuracy: dict[str, Accuracy] = {}
     test_loss: float | None
-    client_metrics: dict[str, float | None] = Field(alias="clients")
-    server_metrics: dict[str, float | None] = Field(alias="server")
+    client_metrics: dict[str, float | None]
+    server_metrics: dict[str, float | None]
     trained: list[int]
     late: list[LateUpload] = []
     ages: list[int] | None = None
-    warnings: list[str] = Field(alias="notes")
+    warnings: list[str]
     failures: list[Failure]
     bytes_up: Bytes
     bytes_down: Bytes
@@ -224,8 +224,8 @@ class ClientsRecord(Record):
     participations: list[int]
     correct: list[dict[str, int]]
     num_validation: list[int]
-    correct_validation: list[dict[str, int]] = Field(alias="validated")
-    correct_other: list[dict[str, int]] = Field([], alias="other")
+    correct_validation: list[dict[str, int]]
+    correct_other: list[dict[str, int]] = []
     by_class: list[dict[str, Any]] = []
     other_by_class: list[dict[str, Any]] = []
     test_loss: list[float]
@@ -324,7 +324,7 @@ class RunRecord(Record):
     clients: list[ClientRecord]
     malicious: list[int] = []
     joined: list[str] = []
-    ended_after: int | None = Field(None, alias="ended-after")
+    ended_after: int | None = None
 
     @property
     def last_round(self) -> int:
@@ -347,7 +347,7 @@ class PartitionRecord(Record):
     """
 
     counts: list[list[int]] | None = None
-    warnings: list[str] = Field([], alias="notes")
+    warnings: list[str] = []
     majority: float | None = None
     new_client_majority: float | None = None
     paper_scalars: float | None = None

@@ -7,7 +7,7 @@ the record and sinks are copies for convenience, so a sink that fails during a r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from pbfl_flwr.config import comma_list
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.runs.records import NewClientsRecord, Record, RoundRecord, RunRecord
 
 Metrics = dict[str, float]
 
@@ -30,7 +31,7 @@ class Sink(Protocol):
         """Flush and close."""
 
 
-OpenSink = Callable[[Path, Mapping[str, Any]], Sink]
+OpenSink = Callable[[Path, RunRecord], Sink]
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Entry:
 
     def open_sink(self) -> OpenSink:
         """Import the sink's module, and with it the library, and return its ``open_sink``."""
-        found: OpenSink = import_module(self.module).open_sink
-        return found
+        open_sink: OpenSink = import_module(self.module).open_sink
+        return open_sink
 
 
 SINKS: dict[str, Entry] = {
@@ -93,46 +94,38 @@ class Sinks:
     Args:
         sinks: the run-config key, a comma list.
         run_dir: the run's directory.
-        about: what run.json holds.
+        about: content of run.json.
 
     Raises:
         PbflError: if one of them cannot be opened; before round 1.
     """
 
-    def __init__(self, sinks: str, run_dir: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, sinks: str, run_dir: Path, about: RunRecord) -> None:
         check(sinks)
         self._open: dict[str, Sink] = {}
         for name in names(sinks):
             try:
                 self._open[name] = SINKS[name].open_sink()(run_dir, about)
             except Exception as error:  # third-party libraries may raise anything
-                raise PbflError(f"sinks = '{sinks}': {name} cannot be opened: {_said(error)}") from error
+                raise PbflError(f"sinks = '{sinks}': {name} cannot be opened: {_text(error)}") from error
 
-    def log(self, line: Mapping[str, Any]) -> list[str]:
-        """Log a round in all sinks.
-
-        Args:
-            line: an entry of rounds.jsonl.
+    def log(self, record: RoundRecord) -> list[str]:
+        """Log a round of the run, or of its new clients, in all sinks.
 
         Returns:
             A warning for every sink that failed, which is then dropped.
         """
-        return self._hand_on(steps(line))
+        entries = [new_client_step(record)] if isinstance(record, NewClientsRecord) else steps(record)
 
-    def log_new_client_round(self, line: Mapping[str, Any]) -> list[str]:
-        """Log a round of the new clients, an entry of new-clients.jsonl; returns warnings as :meth:`log` does."""
-        return self._hand_on([new_client_lines_step(line)])
+        def log_all(sink: Sink) -> None:
+            for step, metrics in entries:
+                sink.log(step, metrics)
+
+        return self._each(log_all)
 
     def close(self) -> list[str]:
         """Close all; returns warnings as :meth:`log` does."""
         return self._each(lambda sink: sink.close())
-
-    def _hand_on(self, entries: Sequence[tuple[int, Metrics]]) -> list[str]:
-        def hand_on(sink: Sink) -> None:
-            for step, metrics in entries:
-                sink.log(step, metrics)
-
-        return self._each(hand_on)
 
     def _each(self, do: Callable[[Sink], None]) -> list[str]:
         warnings = []
@@ -141,61 +134,61 @@ class Sinks:
                 do(sink)
             except Exception as error:  # a full disk or a lost server must not end the run
                 del self._open[name]
-                warnings.append(f"sink {name} failed and is not used any more: {_said(error)}")
+                warnings.append(f"sink {name} failed and is not used any more: {_text(error)}")
         return warnings
 
 
-def steps(line: Mapping[str, Any]) -> list[tuple[int, Metrics]]:
+def steps(record: RoundRecord) -> list[tuple[int, Metrics]]:
     """Return (step, metrics) of a round, steps ascending; a step is a number of finished rounds.
 
-    If clients are scored before training, a line's accuracies and loss belong to the previous step, and the last line
-    holds the last step's accuracies as "final".
-
-    Args:
-        line: an entry of rounds.jsonl.
+    If clients are scored before training, a record's accuracies and loss belong to the previous step, and the last
+    record holds the last step's accuracies as ``final``.
     """
-    found: dict[int, Metrics] = {}
-    scored = int(line["accuracy_of_round"])
-    for key in ("accuracy", "validation"):
-        found.setdefault(scored, {}).update(_flat(key, line.get(key, {})))
-        found.setdefault(line["round"], {}).update(_flat(key, line.get("final", {}).get(key, {})))
-    found[scored].update(_flat("test-loss", line["test_loss"]))
-    other = 2 * int(line["round"]) - 1 - scored  # the moment that is not the primary predictor's
-    found.setdefault(other, {}).update(_flat("other-moment", line.get("other", {})))
-    rest = {
-        "clients": line["clients"],
-        "server": line["server"],
-        "bytes/up": line["bytes_up"],
-        "bytes/down": line["bytes_down"],
-        "scalars": line["scalars"],
-        "seconds": line["seconds"],
-        "peak-mb": line["peak_mb"],
-        **({"gpu-mb": line["gpu_mb"]} if "gpu_mb" in line else {}),
-        "trained": len(line["trained"]),
-        "failures": len(line["failures"]),
-    }
-    for name, value in rest.items():
-        found[line["round"]].update(_flat(name, value))
-    return sorted((step, metrics) for step, metrics in found.items() if metrics)
+    scored = record.accuracy_of_round
+    other = 2 * record.round - 1 - scored  # the moment that is not the primary predictor's
+    entries: list[tuple[int, str, Any]] = [
+        (scored, "accuracy", record.accuracy),
+        (scored, "validation", record.validation),
+        (scored, "test-loss", record.test_loss),
+        (other, "other-moment", record.other_accuracy),
+        (record.round, "clients", record.client_metrics),
+        (record.round, "server", record.server_metrics),
+        (record.round, "bytes/up", record.bytes_up),
+        (record.round, "bytes/down", record.bytes_down),
+        (record.round, "scalars", record.scalars),
+        (record.round, "seconds", record.seconds),
+        (record.round, "peak-mb", record.peak_mb),
+        (record.round, "gpu-mb", record.gpu_mb or None),
+        (record.round, "trained", len(record.trained)),
+        (record.round, "failures", len(record.failures)),
+    ]
+    if record.final is not None:
+        entries.append((record.round, "accuracy", record.final.accuracy))
+        entries.append((record.round, "validation", record.final.validation))
+    by_step: dict[int, Metrics] = {}
+    for step, name, value in entries:
+        by_step.setdefault(step, {}).update(_flat(name, value))
+    return sorted((step, metrics) for step, metrics in by_step.items() if metrics)
 
 
-def new_client_lines_step(line: Mapping[str, Any]) -> tuple[int, Metrics]:
+def new_client_step(record: NewClientsRecord) -> tuple[int, Metrics]:
     """Return (step, metrics) of a round of the new clients.
 
     The step is that of the run's last round, since the run may be continued and steps must not decrease; the metrics'
     names contain the number of rounds that the new clients have trained.
-
-    Args:
-        line: an entry of new-clients.jsonl.
     """
-    after = int(line["after"])
+    scored = [(record.accuracy_of_round, record.accuracy)]
+    if record.final is not None:
+        scored.append((record.round, record.final.accuracy))
     metrics: Metrics = {}
-    for number, scored in ((line["accuracy_of_round"], line), (line["round"], line.get("final", {}))):
-        metrics.update(_flat(f"new-clients/{int(number) - after}/accuracy", scored.get("accuracy", {})))
-    return after, metrics
+    for number, accuracy in scored:
+        metrics.update(_flat(f"new-clients/{number - record.after}/accuracy", accuracy))
+    return record.after, metrics
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Record):
+        value = value.model_dump()
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flat(f"{name}/{key}", inner)
@@ -203,5 +196,5 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield name, float(value)
 
 
-def _said(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

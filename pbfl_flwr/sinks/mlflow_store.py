@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
+from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.sinks import Metrics
 
 TAG = "pbfl.experiment"
@@ -22,9 +21,9 @@ EXPERIMENT = "pbfl-flwr"
 
 
 class Mlflow:
-    """One MLflow run, found on resumption by a tag with the run's experiment id."""
+    """One MLflow run, resumed by a tag with the run's experiment id."""
 
-    def __init__(self, run_dir: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, about: RunRecord) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -32,14 +31,14 @@ class Mlflow:
         self._client = MlflowClient(uri)
         experiment = self._client.get_experiment_by_name(EXPERIMENT)
         place = experiment.experiment_id if experiment else self._client.create_experiment(EXPERIMENT)
-        mine = self._client.search_runs([place], f"tags.`{TAG}` = '{about['experiment']}'")
-        if mine:
-            self._run = mine[0].info.run_id
+        resumed = self._client.search_runs([place], f"tags.`{TAG}` = '{about.experiment}'")
+        if resumed:
+            self._run = resumed[0].info.run_id
             self._client.update_run(self._run, "RUNNING")
             return
-        tags = {TAG: str(about["experiment"])}
+        tags = {TAG: about.experiment}
         self._run = self._client.create_run(place, tags=tags, run_name=run_dir.name).info.run_id
-        settings = [Param(key, str(value)) for key, value in about["configuration"].items()]
+        settings = [Param(key, str(value)) for key, value in about.configuration.items()]
         self._client.log_batch(self._run, params=settings)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -53,6 +52,6 @@ class Mlflow:
         self._client.set_terminated(self._run)
 
 
-def open_sink(run_dir: Path, about: Mapping[str, Any]) -> Mlflow:
+def open_sink(run_dir: Path, about: RunRecord) -> Mlflow:
     """Return the run's MLflow run; a resumed run continues it."""
     return Mlflow(run_dir, about)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.sinks import Metrics
 
 FOLDER = "tensorboard"
@@ -17,7 +18,7 @@ FOLDER = "tensorboard"
 class TensorBoard:
     """Event-file writer; TensorBoard reads all event files of the folder as one run."""
 
-    def __init__(self, folder: Path, configuration: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, configuration: Mapping[str, Scalar]) -> None:
         new = not folder.exists()
         self._writer = SummaryWriter(str(folder))
         if new:
@@ -34,6 +35,6 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_sink(run_dir: Path, about: Mapping[str, Any]) -> TensorBoard:
+def open_sink(run_dir: Path, about: RunRecord) -> TensorBoard:
     """Return the run's writer."""
-    return TensorBoard(run_dir / FOLDER, about["configuration"])
+    return TensorBoard(run_dir / FOLDER, about.configuration)

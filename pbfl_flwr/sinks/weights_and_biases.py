@@ -7,25 +7,24 @@ id, which the sync joins.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import wandb
 
+from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.sinks import Metrics
 
 
 class WeightsAndBiases:
     """One wandb run."""
 
-    def __init__(self, run_dir: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, about: RunRecord) -> None:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "pbfl-flwr"),
-            id=str(about["experiment"]),
+            id=about.experiment,
             name=run_dir.name,
             dir=str(run_dir),
-            config=dict(about["configuration"]),
+            config=dict(about.configuration),
             mode="online" if os.environ.get("WANDB_MODE") == "online" else "offline",
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),
@@ -40,6 +39,6 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_sink(run_dir: Path, about: Mapping[str, Any]) -> WeightsAndBiases:
+def open_sink(run_dir: Path, about: RunRecord) -> WeightsAndBiases:
     """Return the run's wandb run; a resumed run continues it."""
     return WeightsAndBiases(run_dir, about)

@@ -79,7 +79,7 @@ def test_show_prints_nothing_of_it_without_the_key(tmp_path: Path) -> None:
 
 
 def test_the_last_scoring_and_the_other_moment(tmp_path: Path) -> None:
-    early = line() | {"accuracy_of_round": 0, "other": line(balanced=0.75)["accuracy"]}
+    early = line() | {"accuracy_of_round": 0, "other_accuracy": line(balanced=0.75)["accuracy"]}
     early["final"] = {"accuracy": line(balanced=1.0)["accuracy"], "failures": []}
     path = write_run(tmp_path / "run", [early])
     about = json.loads((path / "run.json").read_text())

@@ -114,7 +114,7 @@ def test_what_a_run_says_of_its_rounds(tmp_path: Path) -> None:
 
     assert told("rounds.jsonl") == ["a: 2 clients (cnn4 x2) on cpu; inputs 1x16x16, K = 3, d = 4"]
     slow, quick = {"total": 60.0}, {"total": 10.0}
-    lines = [entry(n, 0.25, 0.5, seconds=slow if n < 7 else quick, notes=["late"]) for n in range(1, 10)]
+    lines = [entry(n, 0.25, 0.5, seconds=slow if n < 7 else quick, warnings=["late"]) for n in range(1, 10)]
     lines[8] |= {"failures": [{"client": 1, "reason": "boom"}, {"client": 0, "reason": "boom"}]}
     found = told("rounds.jsonl", *lines)
     assert found[-2].endswith("10.0 s  left 0:30")  # three rounds, the median of the last five is 10 s

@@ -480,8 +480,10 @@ def test_the_first_of_equally_good_rounds_is_the_best_one_and_the_scoring_at_the
 
 
 def test_the_other_moment_is_the_last_one_that_was_scored() -> None:
-    after = [entry(number, 0.5, 0.5, other={"global": {"weighted": number / 8}}) for number in (1, 2, 3)]
-    del after[2]["other"]
+    after = [
+        entry(number, 0.5, 0.5, other_accuracy={"global": {"weighted": number / 8}}) for number in (1, 2, 3)
+    ]
+    del after[2]["other_accuracy"]
     before = [{**line, "accuracy_of_round": line["round"] - 1} for line in after]
     # Scored after the training of round 2, and before it what round 1 came to.
     for lines, number in ((after, 1), (before, 2)):

@@ -37,7 +37,7 @@ def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
 
 def test_a_run_in_the_middle(tmp_path: Path) -> None:
     failure = {"client": 1, "reason": "boom"}
-    lines = [entry(1, 0.5, None), entry(2, 0.25, 0.75, failures=[failure], notes=["classes held back"])]
+    lines = [entry(1, 0.5, None), entry(2, 0.25, 0.75, failures=[failure], warnings=["classes held back"])]
     run = write_run(tmp_path / "run", lines, **{"num-server-rounds": 5})
     view = watch.snapshot(run, time.time())
     assert view.state == "running"
@@ -60,7 +60,7 @@ def test_a_run_in_the_middle(tmp_path: Path) -> None:
 
 def test_the_pace_is_that_of_the_last_rounds_and_a_note_is_said_once(tmp_path: Path) -> None:
     slow, quick = {"total": 60.0}, {"total": 10.0}
-    lines = [entry(n, 0.5, 0.5, seconds=slow if n < 7 else quick, notes=["slow"]) for n in range(1, 10)]
+    lines = [entry(n, 0.5, 0.5, seconds=slow if n < 7 else quick, warnings=["slow"]) for n in range(1, 10)]
     run = write_run(tmp_path / "run", lines, **{"num-server-rounds": 12})
     text = shown(watch.snapshot(run, time.time()))
     assert "9 of 12 rounds, 0:10 per round, 0:30 left" in text  # the median of 60, 60, 10, 10, 10

@@ -12,8 +12,9 @@ import pytest
 from pbfl_flwr import sinks
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.records import NewClientsRecord
 from tests.flower.inprocess import federation
-from tests.runs import entry
+from tests.runs import entry, rounds_of
 
 
 def run(tmp_path: Path, names: str, rounds: int = 2, resume: bool = False) -> Path:
@@ -25,14 +26,14 @@ def run(tmp_path: Path, names: str, rounds: int = 2, resume: bool = False) -> Pa
 
 def accuracies(run_dir: Path, predictor: str = "head") -> dict[int, float]:
     return {
-        line["accuracy_of_round"]: line["accuracy"][predictor]["weighted"]
-        for line in RunDirectory(run_dir).rounds()
+        record.accuracy_of_round: record.accuracy[predictor].weighted
+        for record in RunDirectory(run_dir).round_records()
     }
 
 
 def test_figures_stand_at_the_step_they_belong_to() -> None:
-    line = entry(3, 0.5, 0.25, server={"margin": 2.0, "lost": None})
-    ((step, figures),) = sinks.steps(line)
+    (record,) = rounds_of(entry(3, 0.5, 0.25, server_metrics={"margin": 2.0, "lost": None}))
+    ((step, figures),) = sinks.steps(record)
     assert step == 3
     assert figures["accuracy/head/weighted"] == 0.5
     assert figures["accuracy/global/std"] == 0.125
@@ -43,7 +44,7 @@ def test_figures_stand_at_the_step_they_belong_to() -> None:
     assert "server/lost" not in figures
 
     before = entry(3, 0.5, 0.25, accuracy_of_round=2, final={"accuracy": {"head": {"weighted": 0.75}}})
-    (first, early), (second, late) = sinks.steps(before)
+    (first, early), (second, late) = sinks.steps(rounds_of(before)[0])
     assert (first, second) == (2, 3)
     assert early["accuracy/head/weighted"] == 0.5
     assert late["accuracy/head/weighted"] == 0.75
@@ -53,16 +54,12 @@ def test_figures_stand_at_the_step_they_belong_to() -> None:
 
 
 def test_new_clients_stand_at_the_last_round_under_the_number_of_their_own() -> None:
-    after = {
-        "round": 7,
-        "after": 5,
-        "accuracy_of_round": 7,
-        "accuracy": {"head": {"weighted": 0.5, "clients": 2}},
-    }
-    figures = {"new-clients/2/accuracy/head/weighted": 0.5, "new-clients/2/accuracy/head/clients": 2.0}
-    assert sinks.new_client_lines_step(after) == (5, figures)
-    before = {**after, "accuracy_of_round": 6, "final": {"accuracy": {"head": {"weighted": 0.75}}}}
-    step, figures = sinks.new_client_lines_step(before)
+    step, figures = sinks.new_client_step(NewClientsRecord.from_json(entry(7, 0.5, None, after=5), "a line"))
+    expected = {"weighted": 0.5, "mean": 0.5, "std": 0.125, "worst": 0.375, "clients": 2.0}
+    assert (step, figures) == (5, {f"new-clients/2/accuracy/head/{name}": n for name, n in expected.items()})
+    final = {"accuracy": {"head": {"weighted": 0.75}}}
+    before = entry(7, 0.5, None, after=5, accuracy_of_round=6, final=final)
+    step, figures = sinks.new_client_step(NewClientsRecord.from_json(before, "a line"))
     assert step == 5
     assert figures["new-clients/1/accuracy/head/weighted"] == 0.5
     assert figures["new-clients/2/accuracy/head/weighted"] == 0.75
@@ -87,9 +84,9 @@ def test_a_run_hands_on_what_its_new_clients_did(tmp_path: Path, monkeypatch: py
     keys: dict[str, Any] = {"num-clients": 3, "num-server-rounds": 2, "models": "cnn4", "sinks": "kept"}
     federation(tmp_path, on_disk=True, **keys, new_clients=1, new_client_rounds=2).run()
     assert [step for step, _ in kept.steps] == [1, 2, 2, 2, -1]
-    lines = RunDirectory(tmp_path / "run").new_client_lines(2)
-    for number, (line, (_, figures)) in enumerate(zip(lines, kept.steps[2:4], strict=True), start=1):
-        assert figures[f"new-clients/{number}/accuracy/head/weighted"] == line["accuracy"]["head"]["weighted"]
+    records = RunDirectory(tmp_path / "run").new_client_records(2)
+    for number, (record, (_, figures)) in enumerate(zip(records, kept.steps[2:4], strict=True), start=1):
+        assert figures[f"new-clients/{number}/accuracy/head/weighted"] == record.accuracy["head"].weighted
 
 
 def test_unknown_sinks_and_missing_libraries_are_named_before_anything_starts(
@@ -136,11 +133,12 @@ def test_a_sink_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "brittle_sink", module)
     monkeypatch.setitem(sinks.SINKS, "brittle", sinks.Entry("brittle_sink", "json", "none"))
     run_dir = run(tmp_path, "brittle", rounds=4)
-    notes = [
-        [note for note in line["notes"] if note.startswith("sink")] for line in RunDirectory(run_dir).rounds()
+    warnings = [
+        [warning for warning in record.warnings if warning.startswith("sink")]
+        for record in RunDirectory(run_dir).round_records()
     ]
     said = "sink brittle failed and is not used any more: OSError: No space left on device"
-    assert notes == [[], [], [said], []]
+    assert warnings == [[], [], [said], []]
     assert brittle.steps == [1]
 
 
@@ -150,7 +148,7 @@ def test_a_sink_that_cannot_be_opened_ends_the_run_before_round_1(
     monkeypatch.setitem(sinks.SINKS, "absent", sinks.Entry("no_such_module_at_all", "json", "none"))
     with pytest.raises(PbflError, match="absent cannot be opened: ModuleNotFoundError"):
         run(tmp_path, "absent")
-    assert RunDirectory(tmp_path / "run").rounds() == []
+    assert RunDirectory(tmp_path / "run").round_records() == []
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -223,5 +221,5 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             if "accuracy/head/weighted" in values:
                 found[int(values["_step"])] = float(values["accuracy/head/weighted"])
-    assert ids == {f"run-{RunDirectory(run_dir).read()['experiment']}"}
+    assert ids == {f"run-{RunDirectory(run_dir).record().experiment}"}
     assert found == pytest.approx(accuracies(run_dir))

@@ -171,7 +171,7 @@ class Recorder:
                 checkpoint.save_best(self.run, state, after, score[1], self._primary_predictor)
         checkpoint.save(self.run, finished.state, broadcast, number, self._fingerprint)
         if self._sinks is not None:
-            self._warn(self._sinks.log(record.to_json()))
+            self._warn(self._sinks.log(record))
 
     def mark_early_stop(self, after: int) -> None:
         """Record that early stopping ends the run after this round.
@@ -191,7 +191,7 @@ class Recorder:
         self._flush_states()
         self.run.add_new_clients(record)
         if self._sinks is not None:
-            self._warn(self._sinks.log_new_client_round(record.to_json()))
+            self._warn(self._sinks.log(record))
 
     def _flush_states(self) -> None:
         """Flush the state files that simulated clients saved in this round; devices flush their own.
@@ -227,7 +227,7 @@ class Recorder:
             self._warn(self._sinks.close())
 
     def _open_sinks(self) -> None:
-        self._sinks = Sinks(self._settings.run.sinks, self.run.path, self.run.read())
+        self._sinks = Sinks(self._settings.run.sinks, self.run.path, self.run.record())
 
     def _warn(self, warnings: list[str]) -> None:
         for warning in warnings:

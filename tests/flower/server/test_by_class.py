@@ -24,7 +24,7 @@ from pbfl_flwr.flower.server.rounds import Exchange, clients_record, on_validati
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import RoundRecord
-from pbfl_flwr.sinks import new_client_lines_step, steps
+from pbfl_flwr.sinks import new_client_step, steps
 from pbfl_flwr.training.class_metrics import ByClass, balanced_accuracy, macro_f1, recalls, statistics
 from pbfl_flwr.training.evaluation import evaluate
 from tests.flower.inprocess import SPLITS, Federation, altered, federation, numbers, raises, same_tensors
@@ -241,7 +241,7 @@ def test_a_run_has_them_wherever_it_has_accuracies(tmp_path: Path, method: str) 
         assert all(set(score.to_json()) >= SCORES for score in place.values())
     assert not any(SCORES & set(score.to_json()) for score in off.strategy.history[-1].accuracy.values())
     tested = [sum(test.get(label, 0) for _, test in SPLITS[:4]) for label in range(10)]
-    figures = {name: value for _, step in steps(last.to_json()) for name, value in step.items()}
+    figures = {name: value for _, step in steps(last) for name, value in step.items()}
     for name, score in last.accuracy.items():
         assert score.tested == tested
         each = [
@@ -253,7 +253,7 @@ def test_a_run_has_them_wherever_it_has_accuracies(tmp_path: Path, method: str) 
         assert correct / sum(tested) == pytest.approx(score.weighted)
         assert figures[f"accuracy/{name}/macro_f1"] == pytest.approx(last.latest.accuracy[name].macro_f1)
         assert not any("by_class" in known or "tested" in known for known in figures)
-    assert any(known.endswith("head/balanced_mean") for known in new_client_lines_step(new.to_json())[1])
+    assert any(known.endswith("head/balanced_mean") for known in new_client_step(new)[1])
     columns = run.directory.client_rounds()[-1]
     pooled = [0] * 10
     for counts, n in zip(columns["by_class"], columns["num_test"], strict=True):
