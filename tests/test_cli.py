@@ -331,7 +331,7 @@ def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "run", [over(1, entry(1, 0.5, 0.5)), entry(2, 0.5, 0.5, warnings=["held back"])], **keys
     )
-    (run / "partition.json").write_text(json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": []}))
+    (run / "partition.json").write_text(json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "warnings": []}))
     lines = pbfl("show", run).stdout.splitlines()
     assert lines[0] == str(run)
     assert lines[1].startswith(
@@ -496,7 +496,7 @@ def test_runs_are_made_though_nobody_reads_their_lines(tmp_path: Path) -> None:
     ]
     assert unread("sweep", *words, "--set", "seed=0,1", "--out", tmp_path / "sweep") == (0, "")
     for seed in (0, 1):
-        assert len(RunDirectory(tmp_path / "sweep" / f"all-seed{seed}").rounds()) == 2
+        assert len(RunDirectory(tmp_path / "sweep" / f"all-seed{seed}").round_records()) == 2
     assert (tmp_path / "sweep" / "table.md").exists()
 
 

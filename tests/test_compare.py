@@ -684,11 +684,11 @@ def test_a_signal_ends_runs_side_by_side_and_the_same_command_goes_on(
     assert process.returncode == 130
     assert "run the same command to continue" in said
     assert nothing_is_left(tmp_path)
-    done = max(len(RunDirectory(run).rounds()) for run in runs)
+    done = max(len(RunDirectory(run).round_records()) for run in runs)
     process = begun(done + 1)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    assert all(len(RunDirectory(run).rounds()) == done + 1 for run in runs)
+    assert all(len(RunDirectory(run).round_records()) == done + 1 for run in runs)
     assert "A-seed0: round 1/" not in said
 
 

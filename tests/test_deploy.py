@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.records import RoundRecord
 from tests.flower.inprocess import InProcessGrid
 from tests.test_engine import MARK, left_behind
 
@@ -82,14 +83,15 @@ def finish(deployment: Deployment, run_id: str) -> str:
     return status
 
 
-def results(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def results(rounds: Sequence[RoundRecord]) -> list[tuple[object, ...]]:
     """What must not depend on the way in which messages travel; of the bytes, those that are ours."""
     return [
-        {
-            **{key: line[key] for key in ("round", "trained", "accuracy", "test_loss", "clients", "scalars")},
-            **{key: (line[key]["payload"], line[key]["ours"]) for key in ("bytes_up", "bytes_down")},
-        }
-        for line in rounds
+        (
+            *(record.round, record.trained, record.accuracy, record.test_loss, record.client_metrics),
+            *(record.scalars, record.bytes_up.payload, record.bytes_up.application),
+            *(record.bytes_down.payload, record.bytes_down.application),
+        )
+        for record in rounds
     ]
 
 
@@ -137,13 +139,11 @@ def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
     assert [(member["architecture"], member["simulated"]) for member in about["clients"]] == [
         (model, False) for model in MODELS
     ]
-    rounds = RunDirectory(run_dir).rounds()
-    assert [line["trained"] for line in rounds] == [[0, 1, 2]] * 2
+    rounds = RunDirectory(run_dir).round_records()
+    assert [record.trained for record in rounds] == [[0, 1, 2]] * 2
     # Ten float32 rows of d = 32 each.
-    assert all(line["bytes_up"]["payload"] > 3 * 4 * 10 * 32 for line in rounds)
-    assert results(rounds) == results(
-        [record.to_json() for record in in_process(tmp_path / "again", brought).history]
-    )
+    assert all(record.bytes_up.payload > 3 * 4 * 10 * 32 for record in rounds)
+    assert results(rounds) == results(in_process(tmp_path / "again", brought).history)
     same_sum(masked, in_process(tmp_path / "in-clear", brought, one_round))
 
 

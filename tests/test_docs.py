@@ -158,7 +158,7 @@ def test_the_library_page_is_a_script_that_runs(
     assert torch.allclose(names["combined"].values, names["means"])
     assert names["drawn"].shape == (5 * 16, 16)
     assert "did you mean 'batch-size'?" in capsys.readouterr().out
-    assert [line["round"] for line in names["run"].rounds()] == [1, 2]
+    assert [line.round for line in names["run"].round_records()] == [1, 2]
     assert (names["restored"] != 0).sum() == 5 * 4
     assert names["baseline"].method.name == "fedgh"
     strategy = TinyProto(base="fedtgp", cps_dim=8, state_dir=str(tmp_path / "state"), **names["common"])

@@ -72,7 +72,7 @@ def resume(
     try:
         tensors, metadata = load_tensors(file)
     except FileNotFoundError:
-        if (finished := len(run.rounds())) > 1:  # a round's line is written before its checkpoint
+        if (finished := len(run.round_records())) > 1:  # a round's line is written before its checkpoint
             raise DamagedState(f"{file} is missing, but the history holds {finished} rounds") from None
         run.truncate(0)
         return None

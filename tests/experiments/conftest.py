@@ -65,7 +65,7 @@ def hostile_run(three_runs: list[Path], tmp_path: Path) -> Path:
     shutil.copytree(three_runs[2], path)
     file = path / "run.json"
     text = file.read_text()
-    text = text.replace('"name": ""', '"name": "</td><script>window.hurt = 1</script>"', 1)
+    text = text.replace('"client": 0,', '"client": 0, "name": "</td><script>window.hurt = 1</script>",', 1)
     text = text.replace('"0",', '"$\\\\frac{<img src=x onerror=window.hurt=1>",')
     file.write_text(text)
     rounds = (path / "rounds.jsonl").read_text()

@@ -12,11 +12,12 @@ from pbfl_flwr.experiments import catalogue, disclosure, show
 from pbfl_flwr.experiments import console as output
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES
+from pbfl_flwr.runs.directory import RunDirectory
 from tests.runs import entry, pbfl, write_run
 
 MARKDOWN = """**Two runs**
 
-| run | primary_predictor | last | best |
+| run | predictor | last | best |
 |---|---|---:|---:|
 | FedProto | global | 35.53 ± 1.86 | 36.10 ± 1.20 |
 | a\\|b | local | 51.32 ± 7.44 | 52.63 ± 7.44 |
@@ -66,10 +67,10 @@ def test_a_wide_table_becomes_blocks_in_a_terminal_and_stays_markdown_in_a_pipe(
     lines = printed(console)
     assert max(map(len, lines)) <= 40
     assert [line.split() for line in lines if line.startswith(("FedProto", "a|b", "run"))] == [
-        ["run", "primary_predictor", "last"],
+        ["run", "predictor", "last"],
         ["FedProto", "global", "35.53", "±", "1.86"],
         ["a|b", "local", "51.32", "±", "7.44"],
-        ["run", "primary_predictor", "best"],
+        ["run", "predictor", "best"],
         ["FedProto", "global", "36.10", "±", "1.20"],
         ["a|b", "local", "52.63", "±", "7.44"],
     ]
@@ -96,7 +97,7 @@ def test_every_command_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.
     for topic in catalogue.ROWS:
         catalogue.show_rows(topic, "", console)
     disclosure.show(disclosure.about(parse({})), console)
-    head, rows = show.client_rows(about, [])
+    head, rows = show.client_rows(RunDirectory(run).record(), [])
     output.print_blocks(console, head, rows, words=2)
     lines = printed(console)
     assert [line for line in lines if len(line) > 80] == []

@@ -53,8 +53,8 @@ def test_a_federation_of_two_code_versions_says_so_once(said: str | None, tmp_pa
     times = [line.warnings.count(expected) for line in found.strategy.history]
     assert times == ([1, 0] if said else [0, 0])
     assert all(
-        client.get("code_version", "") == (code_version() if said is None else said)
-        for client in found.directory.read()["clients"]
+        client.code_version == (code_version() if said is None else said)
+        for client in found.directory.record().clients
     )
 
 

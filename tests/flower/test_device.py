@@ -220,4 +220,4 @@ def test_what_torch_held_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert line.gpu_mb == 1.5
     reported = Report(4, 3, 1, {"head": 1}, metrics={}, gpu_mb=1.5)
     assert Report.from_record(reported.to_record()) == reported
-    assert steps(line.to_json())[-1][1]["gpu-mb"] == 1.5
+    assert steps(line)[-1][1]["gpu-mb"] == 1.5

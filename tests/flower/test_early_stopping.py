@@ -12,7 +12,7 @@ from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.experiments.running import configuration, watch
 from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.runs.directory import ENDED, RunDirectory, last_round
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.early_stopping import (
     best_round,
     early_stop_warning,
@@ -95,16 +95,16 @@ def test_a_run_ends_by_itself_and_is_finished(tmp_path: Path) -> None:
     said = [note for note in run.strategy.history[-1].warnings if "patience" in note]
     assert said == ["no better score on test data for 2 rounds, since round 1: the run ends early (patience)"]
     assert not any("patience" in note for entry in run.strategy.history[:2] for note in entry.warnings)
-    there = run.directory
-    about = there.read()
-    assert about[ENDED] == last_round(about) == 3
-    assert there.result()
-    assert watch.snapshot(there.path, 0.0).state == "finished"
-    assert watch.snapshot(there.path, 0.0).wanted == 3
-    shown = pbfl("show", there.path)
+    directory = run.directory
+    about = directory.record()
+    assert about.ended_after == about.last_round == 3
+    assert directory.result()
+    assert watch.snapshot(directory.path, 0.0).state == "finished"
+    assert watch.snapshot(directory.path, 0.0).wanted == 3
+    shown = pbfl("show", directory.path)
     assert shown.exit_code == 0
     assert "resume with" not in shown.stdout
-    assert json.loads(pbfl("show", there.path, "--format", "json").stdout)["rounds"] == {
+    assert json.loads(pbfl("show", directory.path, "--format", "json").stdout)["rounds"] == {
         "done": 3,
         "wanted": 3,
     }
@@ -121,8 +121,8 @@ def test_the_last_round_has_its_last_scoring(tmp_path: Path) -> None:
 def test_fewer_rounds_that_a_caller_asks_for_are_no_end_by_patience(tmp_path: Path) -> None:
     run = federation(tmp_path, num_server_rounds=4, on_disk=True, **DETERMINISTIC)
     run.strategy.start(run.grid, num_rounds=2)
-    assert ENDED not in run.directory.read()
-    assert last_round(run.directory.read()) == 4
+    assert run.directory.record().ended_after is None
+    assert run.directory.record().last_round == 4
     assert run.directory.result() == ""
 
 
@@ -138,7 +138,7 @@ def test_without_patience_or_with_better_rounds_all_are_made(tmp_path: Path) -> 
     assert len(ended(tmp_path / "a", rounds=4, patience=0).strategy.history) == 4
     run = ended(tmp_path / "b", rounds=4, patience=4)
     assert len(run.strategy.history) == 4
-    assert ENDED not in run.directory.read()
+    assert run.directory.record().ended_after is None
     assert run.directory.result()
 
 
@@ -148,7 +148,7 @@ def test_it_goes_on_when_it_is_told_to_and_comes_to_the_same(tmp_path: Path) -> 
     assert len(parts.strategy.history) == 3
     again = ended(tmp_path / "parts", rounds=5, patience=0, resume=True)
     assert len(again.strategy.history) == 5
-    assert ENDED not in again.directory.read()
+    assert again.directory.record().ended_after is None
     alone = ended(tmp_path / "alone", rounds=5, patience=0)
     assert again.directory.result() == alone.directory.result() != whole.directory.result()
 
@@ -158,21 +158,21 @@ def test_a_run_that_is_resumed_as_it_was_ends_where_it_ended(tmp_path: Path) -> 
     result = first.directory.result()
     again = ended(tmp_path, rounds=12, resume=True)
     assert len(again.strategy.history) == 3
-    assert again.directory.read()[ENDED] == 3
+    assert again.directory.record().ended_after == 3
     assert again.directory.result() == result
 
 
 def test_one_that_was_killed_before_it_wrote_that_down_ends_there_too(tmp_path: Path) -> None:
     first = ended(tmp_path)
     result = first.directory.result()
-    about = first.directory.read()
-    del about[ENDED]
+    about = first.directory.record().to_json()
+    del about["ended_after"]
     (first.directory.path / "run.json").write_text(json.dumps(about))
     first.directory.remove_result()
     assert watch.snapshot(first.directory.path, 0.0).state != "finished"
     again = ended(tmp_path, resume=True)
     assert len(again.strategy.history) == 3
-    assert again.directory.read()[ENDED] == 3
+    assert again.directory.record().ended_after == 3
     assert again.directory.result() == result
 
 
@@ -180,7 +180,7 @@ def test_what_is_complete(tmp_path: Path) -> None:
     path = ended(tmp_path).directory.path
 
     def complete(**keys: Any) -> bool:
-        changed = {**RunDirectory(path).read()["configuration"], **keys}
+        changed = {**RunDirectory(path).record().configuration, **keys}
         return configuration.is_complete(path, parse(changed, SECTIONS))
 
     assert complete()

@@ -44,7 +44,7 @@ def run(tmp_path: Path, rounds: int, best: int = 0, **keys: Any) -> Federation:
 
 def home(found: Federation) -> Path:
     path: Path = found.directory.path
-    return path / "clients" / str(found.directory.read()["experiment"])
+    return path / "clients" / found.directory.record().experiment
 
 
 def store(found: Federation, client: int) -> Path:
@@ -108,9 +108,9 @@ def test_a_better_round_takes_its_place(tmp_path: Path) -> None:
 def test_who_did_not_train_in_the_best_round_keeps_what_it_had_then(tmp_path: Path) -> None:
     found = run(tmp_path, 6, best=3, fraction_train=0.4)
     trained: dict[int, list[int]] = {client: [] for client in CLIENTS}
-    for line in found.directory.rounds():
-        for client in line["trained"]:
-            trained[client].append(line["round"])
+    for record in found.directory.round_records():
+        for client in record.trained:
+            trained[client].append(record.round)
     for client, rounds in trained.items():
         if not (before := [number for number in rounds if number <= 3]):
             continue
@@ -147,7 +147,7 @@ def test_which_round_is_the_best(tmp_path: Path) -> None:
     found = run(tmp_path, 2, best=1)
     path = found.directory.path
     lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
-    primary_predictor = found.directory.read()["primary_predictor"]
+    primary_predictor = found.directory.record().primary_predictor
     for line, score in zip(lines, (0.9, 0.2), strict=True):
         line["accuracy"][primary_predictor] = {**line["accuracy"]["head"], "weighted": score}
     (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

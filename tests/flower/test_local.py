@@ -207,8 +207,8 @@ def test_secure_aggregation_goes_through_its_stages(workers: int, tmp_path: Path
     """What a client keeps from stage to stage is in Flower's context, whichever process runs it."""
     keys = {**KEYS, "num-server-rounds": 1, "secure-aggregation": True}
     federate(tmp_path / "run", keys, 3, Resources(workers=workers))
-    (line,) = RunDirectory(tmp_path / "run").rounds()
-    assert (line["trained"], line["failures"]) == ([0, 1, 2], [])
+    (record,) = RunDirectory(tmp_path / "run").round_records()
+    assert (record.trained, record.failures) == ([0, 1, 2], [])
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_workers_work_where_the_output_of_the_command_is_closed(tmp_path: Path) 
     command = [sys.executable, "-m", "pbfl_flwr.cli", "run", *options]
     done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=300)
     assert done.returncode == 0
-    assert [line["trained"] for line in RunDirectory(tmp_path / "run").rounds()] == [[0, 1, 2]] * 2
+    assert [line.trained for line in RunDirectory(tmp_path / "run").round_records()] == [[0, 1, 2]] * 2
 
 
 def test_a_crew_that_cannot_be_complete_leaves_nobody(

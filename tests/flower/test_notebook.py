@@ -66,8 +66,8 @@ def test_networks_and_data_may_change_between_two_runs(tmp_path: Path, cell: Mod
         keys = {**KEYS, "models": "a_cell:build", "dataset": "npz", "data-dir": str(file)}
         run = RunDirectory(tmp_path / f"{width}-{classes}")
         federate(run.path, keys, 3, Resources(workers=1))
-        (client, *_) = run.read()["clients"]
-        found.append((client["parameters"][0], client["task"]["num_classes"], run.data()))
+        (client, *_) = run.record().clients
+        found.append((client.parameters[0], client.task.num_classes, run.partition().data))
     assert [(body, classes) for body, classes, _ in found] == [(56, 2), (80, 2), (80, 3)]
     assert found[0][2] == found[1][2] != found[2][2]
 
@@ -101,7 +101,7 @@ def test_a_run_leaves_the_process_as_it_was(workers: int, tmp_path: Path) -> Non
 def test_paths_may_be_text_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     federate("runs/mine", KEYS, 3, Resources(workers=1))
-    assert len(RunDirectory("runs/mine").rounds()) == 1
+    assert len(RunDirectory("runs/mine").round_records()) == 1
     assert (tmp_path / "runs" / "mine" / "clients").is_dir()
 
 
@@ -143,7 +143,7 @@ def test_a_strategy_and_a_client_app_run_in_this_process(tmp_path: Path) -> None
     )
     result = federate_app(strategy, make_client_app(tiny_data, strategy.settings))
     assert sorted(result.train_metrics_clientapp) == [1, 2]
-    assert [line["failures"] for line in RunDirectory(tmp_path).rounds()] == [[], []]
+    assert [line.failures for line in RunDirectory(tmp_path).round_records()] == [[], []]
     assert strategy.history[-1].trained == [*range(len(SPLITS))]
 
 
@@ -215,7 +215,7 @@ def test_the_number_of_clients_is_said_once_or_twice_alike(tmp_path: Path) -> No
     assert not (tmp_path / "other").exists()
     keys = {key: value for key, value in KEYS.items() if key != "num-clients"}
     federate(tmp_path / "run", keys, 3, Resources(workers=1))
-    assert len(RunDirectory(tmp_path / "run").read()["clients"]) == 3
+    assert len(RunDirectory(tmp_path / "run").record().clients) == 3
 
 
 def test_relative_parts_of_pythonpath_are_found_by_processes_elsewhere(

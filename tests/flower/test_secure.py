@@ -242,11 +242,14 @@ def test_an_earlier_upload_is_not_summed_again(tmp_path: Path) -> None:
 def test_the_last_scoring_is_in_clear_and_outside_the_protocol(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"evaluate_moment": "before", "fraction_train": 0.8}
     found = federation(tmp_path, on_disk=True, secure_aggregation=True, **keys).run()
-    first, second = found.directory.rounds()
-    assert "final" not in first
-    assert second["final"]["accuracy"]["head"]["clients"] == NUM_CLIENTS
-    assert second["final"]["failures"] == []
-    assert found.directory.client_rounds()[1]["final"]["client"] == list(range(NUM_CLIENTS))
+    first, second = found.directory.round_records()
+    assert first.final is None
+    assert second.final is not None
+    assert second.final.accuracy["head"].clients == NUM_CLIENTS
+    assert second.final.failures == []
+    columns = found.directory.client_records()[1].final
+    assert columns is not None
+    assert columns.client == list(range(NUM_CLIENTS))
 
 
 def test_a_client_refuses_to_answer_in_clear(tmp_path: Path) -> None:

@@ -323,7 +323,7 @@ def test_names_that_cannot_be_flushed_end_the_run(tmp_path: Path, monkeypatch: p
     run = federation(tmp_path, on_disk=True, num_server_rounds=1)
     with pytest.raises(UnsavedState, match=r"may be lost at a power failure \(Input/output error\)$"):
         run.run()
-    assert not run.directory.rounds()
+    assert not run.directory.round_records()
 
 
 def test_weights_that_were_sent_as_they_were_trained_are_kept_once(client: ClientStore) -> None:

@@ -149,7 +149,7 @@ def test_who_came_first_stays_and_so_does_who_joined_when_the_run_goes_on(tmp_pa
     alone = begun(tmp_path, nodes[2:], {1: [0]}, num_clients=4, num_server_rounds=3, resume=True)
     assert alone.strategy.roster is not None
     assert alone.strategy.roster.names == {0: "b", 1: "m", 2: "z"}
-    assert [line["trained"] for line in alone.directory.rounds()] == [[0, 1], [0, 1, 2], [2]]
+    assert [line.trained for line in alone.directory.round_records()] == [[0, 1], [0, 1, 2], [2]]
     assert [failure.name for failure in alone.strategy.history[2].failures] == ["b", "m"]
 
 
@@ -238,7 +238,7 @@ def test_who_joins_is_written_down_before_it_is_asked(tmp_path: Path) -> None:
     known: list[int] = []
 
     def look(message: Message, answer: Answer) -> Message:
-        known.append(len(RunDirectory(tmp_path / "run").read()["clients"]))
+        known.append(len(RunDirectory(tmp_path / "run").record().clients))
         return answer()
 
     begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, num_server_rounds=2, faults={(2, 2): look})
@@ -260,9 +260,9 @@ def test_who_joined_in_a_round_that_was_not_finished_is_in_its_line(tmp_path: Pa
     with pytest.raises(Killed):
         begun(tmp_path, nodes, arrivals, faults={(1 + at, 1 + at): kill})
     resumed = begun(tmp_path, nodes, {1: range(2 + at), 3: [3]}, resume=True)
-    lines = resumed.directory.rounds()
-    assert [line.get("joined", []) for line in lines] == [[], ["c"], ["d"]]
-    said = [note for line in lines for note in line["notes"] if "joined" in note]
+    records = resumed.directory.round_records()
+    assert [record.joined for record in records] == [[], ["c"], ["d"]]
+    said = [warning for record in records for warning in record.warnings if "joined" in warning]
     assert said == ["client c has joined the run", "client d has joined the run"]
 
 
@@ -332,9 +332,9 @@ def test_who_joins_during_the_last_round_is_scored(tmp_path: Path) -> None:
     assert line.final is not None
     assert line.final.accuracy["head"].clients == 3
     assert "client c has joined the run" in line.warnings
-    assert "client c has joined the run" in RunDirectory(tmp_path / "run").rounds()[0]["notes"]
-    assert RunDirectory(tmp_path / "run").rounds()[0]["joined"] == ["c"]
-    assert len(RunDirectory(tmp_path / "run").read()["clients"]) == 3
+    assert "client c has joined the run" in RunDirectory(tmp_path / "run").round_records()[0].warnings
+    assert RunDirectory(tmp_path / "run").round_records()[0].joined == ["c"]
+    assert len(RunDirectory(tmp_path / "run").record().clients) == 3
 
 
 def member(client: int | str, **said: Any) -> ClientRecord:

@@ -82,32 +82,33 @@ def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCa
     keys: dict[str, Any] = {"validation_share": 0.3, "evaluate_moment": "before", **ATTACK}
     found = federation(tmp_path, on_disk=True, data=None, max_samples=300, partition="iid", **keys).run()
     directory = found.directory
-    about, line = directory.read(), directory.rounds()[-1]
+    about, record = directory.record(), directory.round_records()[-1]
     liars = list(malicious(found.strategy.settings))
-    assert about["malicious"] == liars
+    assert about.malicious == liars
     who = ", ".join(map(str, liars))
     announced = (
         f"attack sign-flip: clients {who} send falsified prototypes; accuracies are those of the other "
         "clients"
     )
     assert announced in caplog.text
-    assert announced in show.settings_line(directory.record(), 2)
-    assert line["trained"] == list(range(NUM_CLIENTS)), "their uploads are aggregated all the same"
-    every = directory.client_rounds()[-1]
-    assert every["client"] == every["final"]["client"] == list(range(NUM_CLIENTS))
-    for scored, entry, columns in (
-        ("num_test", line["accuracy"], every),
-        ("num_validation", line["validation"], every),
-        ("num_test", line["final"]["accuracy"], every["final"]),
-        ("num_validation", line["final"]["validation"], every["final"]),
+    assert announced in show.settings_line(about, 2)
+    assert record.trained == list(range(NUM_CLIENTS)), "their uploads are aggregated all the same"
+    every = directory.client_records()[-1]
+    assert record.final is not None
+    assert every.final is not None
+    assert every.client == every.final.client == list(range(NUM_CLIENTS))
+    honest = [client for client in range(NUM_CLIENTS) if client not in liars]
+    for accuracy, correct, samples in (
+        (record.accuracy, every.correct, every.num_test),
+        (record.validation, every.correct_validation, every.num_validation),
+        (record.final.accuracy, every.final.correct, every.final.num_test),
+        (record.final.validation, every.final.correct_validation, every.final.num_validation),
     ):
-        correct = columns["correct" if scored == "num_test" else "validated"]
-        honest = [client for client in range(NUM_CLIENTS) if client not in liars]
-        expected = sum(correct[i]["head"] for i in honest) / sum(columns[scored][i] for i in honest)
-        assert entry["head"]["weighted"] == pytest.approx(expected)
-        assert entry["head"]["clients"] == 3
-    losses = [(every["test_loss"][i], every["num_test"][i]) for i in range(NUM_CLIENTS) if i not in liars]
-    assert line["test_loss"] == pytest.approx(sum(a * n for a, n in losses) / sum(n for _, n in losses))
+        expected = sum(correct[i]["head"] for i in honest) / sum(samples[i] for i in honest)
+        assert accuracy["head"].weighted == pytest.approx(expected)
+        assert accuracy["head"].clients == 3
+    losses = [(every.test_loss[i], every.num_test[i]) for i in honest]
+    assert record.test_loss == pytest.approx(sum(a * n for a, n in losses) / sum(n for _, n in losses))
     # What always answering the largest class scores is over the same clients.
     right = tested = 0
     for client in honest:
@@ -116,14 +117,13 @@ def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCa
         known = torch.cat([data.train.labels, data.validation.labels])
         right += int((data.test.labels == known.bincount().argmax()).sum())
         tested += len(data.test)
-    assert directory.majority() == pytest.approx(right / tested)
-    record = Record.load(directory.path)
-    assert set(record.accuracies()) == set(range(NUM_CLIENTS)) - set(liars)
+    assert directory.partition().majority == pytest.approx(right / tested)
+    assert set(Record.load(directory.path).accuracies()) == set(range(NUM_CLIENTS)) - set(liars)
 
 
 def test_without_an_attack_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
-    assert "malicious" not in found.directory.read()
+    assert found.directory.record().malicious == []
     assert "attack" not in caplog.text
     assert "attack" not in show.settings_line(found.directory.record(), 1)
 

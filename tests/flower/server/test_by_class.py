@@ -254,25 +254,25 @@ def test_a_run_has_them_wherever_it_has_accuracies(tmp_path: Path, method: str) 
         assert figures[f"accuracy/{name}/macro_f1"] == pytest.approx(last.latest.accuracy[name].macro_f1)
         assert not any("by_class" in known or "tested" in known for known in figures)
     assert any(known.endswith("head/balanced_mean") for known in new_client_step(new)[1])
-    columns = run.directory.client_rounds()[-1]
+    columns = run.directory.client_records()[-1]
     pooled = [0] * 10
-    for counts, n in zip(columns["by_class"], columns["num_test"], strict=True):
+    for counts, n in zip(columns.by_class, columns.num_test, strict=True):
         assert sum(counts["tested"]) == n
         for label, count in zip(counts["classes"], counts["tested"], strict=True):
             pooled[label] += count
     assert pooled == tested
-    assert all(columns["other_by_class"])
+    assert all(columns.other_by_class)
 
 
 def test_liars_count_for_nothing(tmp_path: Path) -> None:
     attack: dict[str, Any] = {"attack.kind": "sign-flip"}
     run = federation(tmp_path, per_class=True, on_disk=True, **attack).run()
-    (liar,) = run.directory.read()["malicious"]
+    (liar,) = run.directory.record().malicious
     tested = [
         sum(split[1].get(label, 0) for n, split in enumerate(SPLITS) if n != liar) for label in range(10)
     ]
     assert run.strategy.history[-1].accuracy["head"].tested == tested
-    assert run.directory.client_rounds()[-1]["by_class"][liar]
+    assert run.directory.client_records()[-1].by_class[liar]
 
 
 def test_a_malformed_one_costs_its_client_alone(tmp_path: Path) -> None:
@@ -309,9 +309,9 @@ def test_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
 
 def test_who_failed_and_is_asked_again_says_the_same(tmp_path: Path) -> None:
     run = federation(tmp_path, per_class=True, faults={(1, 1): raises}, on_disk=True).run()
-    first, second = run.directory.client_rounds()
-    assert 1 not in first["client"]
-    assert second["by_class"][second["client"].index(1)]["classes"]
+    first, second = run.directory.client_records()
+    assert 1 not in first.client
+    assert second.by_class[second.client.index(1)]["classes"]
 
 
 def test_under_secure_aggregation_reports_are_as_in_clear(tmp_path: Path) -> None:
@@ -332,6 +332,6 @@ def test_it_needs_clients_that_say_how_they_score() -> None:
 
 def test_the_lines_are_json(tmp_path: Path) -> None:
     run = federation(tmp_path, per_class=True, on_disk=True, num_server_rounds=1).run()
-    (line,) = run.directory.rounds()
-    assert line == json.loads(json.dumps(run.strategy.history[0].to_json(), allow_nan=False))
-    assert set(line["accuracy"]) <= set(PREDICTORS)
+    (record,) = run.directory.round_records()
+    assert json.loads(json.dumps(record.to_json(), allow_nan=False)) == run.strategy.history[0].to_json()
+    assert set(record.accuracy) <= set(PREDICTORS)

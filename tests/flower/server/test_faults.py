@@ -167,7 +167,7 @@ def test_stop_ends_the_run_at_the_first_failure_and_it_can_go_on(tmp_path: Path)
     assert text.startswith("round 2: client 3 failed: ZeroDivisionError: boom in the middle of the round")
     assert "failure-policy is 'stop'. Rounds up to 1 are kept and can be resumed" in text
     assert "\n" not in text
-    assert [line["round"] for line in found.directory.rounds()] == [1]
+    assert [line.round for line in found.directory.round_records()] == [1]
     # The policy may change when the run goes on; what is repeated gives the same bits.
     resumed = federation(tmp_path / "a", on_disk=True, resume=True, num_server_rounds=3).run()
     assert resumed.fingerprint == federation(tmp_path / "b", num_server_rounds=3).run().fingerprint
@@ -189,7 +189,7 @@ def test_a_round_that_ended_the_run_counts_once_when_it_is_started_again(
     found.run()
     whole = federation(tmp_path / "b", "fedtgp", **keys).run()
     assert found.fingerprint == whole.fingerprint
-    assert [line["round"] for line in found.directory.rounds()] == [1, 2]
+    assert [line.round for line in found.directory.round_records()] == [1, 2]
 
 
 # Late answers -----------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def test_ages_are_in_the_history_and_survive_a_resume(tmp_path: Path) -> None:
     quiet = {(3, number): silent for number in (2, 3)}
     federation(tmp_path, on_disk=True, faults=quiet, num_server_rounds=2).run()
     resumed = federation(tmp_path, on_disk=True, faults=quiet, num_server_rounds=3, resume=True).run()
-    ages = [line["ages"] for line in resumed.directory.rounds()]
+    ages = [record.ages or [] for record in resumed.directory.round_records()]
     assert [line[6] for line in ages] == [0, 1, 2]
     assert [line[9] for line in ages] == [-1, -1, -1]
     assert [line[0] for line in ages] == [0, 0, 0]
@@ -636,7 +636,10 @@ def test_a_killed_server_goes_on_bit_for_bit(tmp_path: Path, owner: Any, name: s
     assert states(resumed) == states(whole)
     volatile = ("seconds", "peak_mb")
     lines, expected = (
-        [{k: v for k, v in line.items() if k not in volatile} for line in found.directory.rounds()]
+        [
+            {k: v for k, v in record.to_json().items() if k not in volatile}
+            for record in found.directory.round_records()
+        ]
         for found in (resumed, whole)
     )
     assert lines == expected

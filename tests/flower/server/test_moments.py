@@ -41,10 +41,10 @@ def test_the_other_moment_is_what_a_run_that_reports_it_reports(
 
 def test_who_is_only_scored_is_scored_once(tmp_path: Path) -> None:
     found = federation(tmp_path, both_moments=True, fraction_train=0.4, on_disk=True).run()
-    for line, columns in zip(found.strategy.history, found.directory.client_rounds(), strict=True):
+    for line, columns in zip(found.strategy.history, found.directory.client_records(), strict=True):
         assert line.accuracy["head"].clients == 5
         assert line.other_accuracy["head"].clients == 2
-        scored = dict(zip(columns["client"], columns["other"], strict=True))
+        scored = dict(zip(columns.client, columns.correct_other, strict=True))
         assert {client for client, correct in scored.items() if correct} == set(line.trained)
 
 
@@ -60,7 +60,7 @@ def test_tables_name_the_moment_and_its_round(tmp_path: Path) -> None:
         rows = [line.replace("│", " ").split() for line in console.export_text().splitlines()]
         assert [*said.split(), str(at), *figures] in rows
         assert (at, last) == scores(history)["head"].other
-        columns = dict(steps(history[-1].to_json()))
+        columns = dict(steps(history[-1]))
         assert columns[at]["other-moment/head/weighted"] == last.weighted
     sheet = accuracy_sheet(load([after.directory.path]))
     at = sheet.columns.index("at the other moment")

@@ -116,7 +116,7 @@ def test_stopped_among_their_rounds_the_run_goes_on_there(tmp_path: Path) -> Non
     stopped = federation(tmp_path, on_disk=True, faults={(4, 4): pull}, **NEW)
     with pytest.raises(Stopped):
         stopped.run()
-    assert len(stopped.directory.new_client_lines(2)) == 1
+    assert len(stopped.directory.new_client_records(2)) == 1
     assert watch.snapshot(stopped.directory.path, 0.0).state != "finished"
     found = again(tmp_path).run()
     assert asked(found, "train") == {4: {3, 4}, 5: {3, 4}}
@@ -140,7 +140,7 @@ def test_a_torn_line_of_theirs_is_made_again(tmp_path: Path) -> None:
     with (stopped.directory.path / "new-clients.jsonl").open("a") as file:
         file.write('{"round": 4, "aft')
     again(tmp_path).run()
-    assert [line["round"] for line in stopped.directory.new_client_lines(2)] == [3, 4, 5]
+    assert [line.round for line in stopped.directory.new_client_records(2)] == [3, 4, 5]
 
 
 def test_a_round_of_theirs_that_ended_the_run_is_made_again(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
     sheet = summary_sheet(load([path]))
     assert sheet.columns[-1] == "new clients"
     assert sheet.rows[0][-1] == f"{100 * last:.2f}"
-    counts = RunDirectory(path).partition_counts()
+    counts = RunDirectory(path).partition().counts
     assert counts is not None
     assert len(counts) == 4
     traffic = [line.bytes_up.payload for line in found.strategy.history]

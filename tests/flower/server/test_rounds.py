@@ -105,4 +105,4 @@ def test_what_nobody_reports_is_none() -> None:
     done = replace(exchange(), outcome=Outcome({}, {2: Report(9, 0)}, up={2: Traffic()}))
     record = round_record(done, RoundSummary("after", {}, [], 0.0, 1.0))
     assert (record.test_loss, record.client_metrics, record.accuracy) == (None, {}, {})
-    assert not {"validation", "other", "late", "ages", "final"} & set(record.to_json())
+    assert not {"validation", "other_accuracy", "late", "ages", "final"} & set(record.to_json())

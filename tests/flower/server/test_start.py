@@ -64,7 +64,7 @@ def test_every_client_begins_with_the_kept_body(
             if not name.startswith("head."):
                 assert torch.equal(state[name], tensor), name
     assert torch.equal(begun[0]["head.weight"], begun[1]["head.weight"]) is not own
-    digests = {member["weights"] for member in run.directory.read()["clients"]}
+    digests = {client.weights for client in run.directory.record().clients}
     assert len(digests) == 1
     assert digests != {""}
 

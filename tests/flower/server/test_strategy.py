@@ -462,7 +462,7 @@ def test_too_few_replies_end_the_run_with_the_reasons(tmp_path: Path) -> None:
     assert text.startswith("round 2: 3 valid replies, min-replies is 4: client 0: ZeroDivisionError: boom")
     assert "client 1: the node was switched off" in text
     assert "\n" not in text
-    assert [line["round"] for line in found.directory.rounds()] == [1]
+    assert [line.round for line in found.directory.round_records()] == [1]
 
 
 def test_more_replies_than_clients_cannot_be_asked_for(tmp_path: Path) -> None:
@@ -893,24 +893,24 @@ def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -
     )
     found.grid = InProcessGrid(make_client_app(), found.config, 3)
     found.run()
-    written = found.directory.partition_counts()
+    written = found.directory.partition().counts
     assert written is not None
     assert written == check_data(found.strategy.settings.data, 3).counts.tolist()
     assert sum(sum(counts) for counts in written) == 1797
     # FedProto's paper: client i sends K_i rows and gets K, of d numbers each.
     rows = sum(sum(count > 0 for count in counts) + 10 for counts in written)
-    assert found.directory.paper_scalars() == rows * found.strategy.settings.models.feature_dim
+    assert found.directory.partition().paper_scalars == rows * found.strategy.settings.models.feature_dim
     right = tested = 0
     for number in range(3):
         data = client_data(found.strategy.settings.data, 3, number)
         right += int((data.test.labels == data.train.labels.mode().values).sum())
         tested += len(data.test)
-    assert found.directory.majority() == pytest.approx(right / tested)
+    assert found.directory.partition().majority == pytest.approx(right / tested)
     # An app's own data is not the configured partition, and nothing is claimed about it.
     own = federation(tmp_path / "b", "local", on_disk=True, num_server_rounds=1).run()
-    assert own.directory.partition_counts() is None
-    assert own.directory.majority() is None
-    assert own.directory.paper_scalars() is None
+    assert own.directory.partition().counts is None
+    assert own.directory.partition().majority is None
+    assert own.directory.partition().paper_scalars is None
 
 
 def test_a_run_does_not_go_on_with_other_samples(tmp_path: Path) -> None:
@@ -947,7 +947,7 @@ def test_a_run_that_was_killed_while_it_began_begins_again(
         federation(tmp_path, on_disk=True, data=None, **keys).run()
     found = federation(tmp_path, on_disk=True, data=None, **keys).run()
     assert written[:3] == ["partition.json", "partition.json", "run.json"]
-    assert found.directory.majority() is not None
+    assert found.directory.partition().majority is not None
 
 
 def test_what_nobody_foresaw_is_written_down_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1089,7 +1089,7 @@ def test_a_strategy_that_cannot_be_made_says_why_in_an_empty_directory_alone(tmp
     with pytest.raises(
         PbflError, match=r"it has no run.json; a run that was started there failed: .* sends Weights"
     ):
-        RunDirectory(run).read()
+        RunDirectory(run).record()
     (run / ERROR).unlink()
     (run / "run.json").write_text("{}")
     with pytest.raises(PbflError, match="sends Weights, which"):

@@ -53,7 +53,7 @@ def test_a_round_in_which_all_nodes_were_lost_is_asked_again_and_trained_once(
     faults = outage(times, code, number=1) | outage(times, code)  # every round has its own tries
     found = federation(tmp_path / "lost", on_disk=True, faults=faults).run()
     assert found.fingerprint == whole.fingerprint
-    assert [line["round"] for line in found.directory.rounds()] == [1, 2]
+    assert [line.round for line in found.directory.round_records()] == [1, 2]
     said = "round repeated because too many nodes were unreachable"
     assert [line.warnings.count(said) for line in found.strategy.history] == [1, 1]
     assert [line.failures for line in found.strategy.history] == [[], []]
@@ -78,7 +78,7 @@ def test_nodes_that_are_lost_again_and_again_end_the_run(tmp_path: Path) -> None
         RunEnded, match="round 2: 0 valid replies, min-replies is 1: client 0: Error: Node Unavailable"
     ):
         found.run()
-    assert [line["round"] for line in found.directory.rounds()] == [1]
+    assert [line.round for line in found.directory.round_records()] == [1]
     asked = [client for client, number, kind in found.grid.asked if number == 2 and kind == "train"]
     assert len(asked) == NUM_CLIENTS * (MAX_REPEATS + 1)
     resumed = federation(tmp_path, on_disk=True, resume=True).run()
