@@ -23,10 +23,9 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show
 from pbfl_flwr.experiments.comparing import compare, reproduce
 from pbfl_flwr.experiments.console import clock, kilobytes
-from pbfl_flwr.experiments.results import scores
+from pbfl_flwr.experiments.results import resume_command, scores
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.running.live_log import round_line
-from pbfl_flwr.experiments.running.runner import resume_command
 from pbfl_flwr.flower.deploy.superlink import toml
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS

@@ -16,8 +16,7 @@ from rich.console import Console
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.comparing import compare, comparison_table
-from pbfl_flwr.experiments.running import parallel_runs
+from pbfl_flwr.experiments.comparing import compare, comparison_table, parallel_runs
 from pbfl_flwr.experiments.running.configuration import RequestedKeys
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.engines.placement import Resources, Slot
@@ -648,7 +647,7 @@ def test_a_signal_ends_runs_side_by_side_and_the_same_command_goes_on(
 ) -> None:
     (tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
     code = (
-        "from pbfl_flwr.cli import main; from pbfl_flwr.experiments.running import parallel_runs; "
+        "from pbfl_flwr.cli import main; from pbfl_flwr.experiments.comparing import parallel_runs; "
         "from pbfl_flwr.flower.engines.placement import Resources, Slot; "
         "parallel_runs.fitting_slots = lambda wanted, *_: [Slot(1)] * wanted; main()"
     )

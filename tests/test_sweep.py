@@ -15,8 +15,7 @@ from rich.console import Console
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.comparing import compare, comparison_table, sweep
-from pbfl_flwr.experiments.running import parallel_runs
+from pbfl_flwr.experiments.comparing import compare, comparison_table, parallel_runs, sweep
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot
 from pbfl_flwr.util.memory import available_memory
 from tests.runs import entry, pbfl, write_run
@@ -251,7 +250,7 @@ subprocess.Popen([sys.executable, "-c", {helper!r}, sys.argv[1]]).wait()
 import sys
 from pathlib import Path
 from rich.console import Console
-from pbfl_flwr.experiments.running import parallel_runs
+from pbfl_flwr.experiments.comparing import parallel_runs
 from pbfl_flwr.experiments.comparing import sweep
 from pbfl_flwr.flower.engines.placement import Slot
 runs = sweep.plans(sweep.read(None, ["seed=0,1"]), Path("out").absolute())

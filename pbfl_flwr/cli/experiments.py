@@ -200,8 +200,7 @@ def compare(
     """Run several configurations on the same data and print one table; run again to resume."""
     from pbfl_flwr.config import comma_list
     from pbfl_flwr.experiments.comparing import compare as comparison
-    from pbfl_flwr.experiments.comparing import comparison_table
-    from pbfl_flwr.experiments.running import parallel_runs
+    from pbfl_flwr.experiments.comparing import comparison_table, parallel_runs
     from pbfl_flwr.flower.engines.placement import Resources
 
     console = screen()

@@ -77,9 +77,8 @@ def reproduce(
 ) -> None:
     """Reproduce a published table and print it next to the paper's values; run again to resume."""
     from pbfl_flwr.config import comma_list
-    from pbfl_flwr.experiments.comparing import compare, reproduction_table
+    from pbfl_flwr.experiments.comparing import compare, parallel_runs, reproduction_table
     from pbfl_flwr.experiments.comparing import reproduce as reproduction
-    from pbfl_flwr.experiments.running import parallel_runs
     from pbfl_flwr.flower.engines.placement import Resources
 
     console = screen()

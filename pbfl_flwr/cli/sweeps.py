@@ -57,9 +57,8 @@ def sweep(
     dry_run: DryRun = False,
 ) -> None:
     """Run every combination of values and print one table; run again to resume."""
-    from pbfl_flwr.experiments.comparing import compare, comparison_table
+    from pbfl_flwr.experiments.comparing import compare, comparison_table, parallel_runs
     from pbfl_flwr.experiments.comparing import sweep as sweeping
-    from pbfl_flwr.experiments.running import parallel_runs
     from pbfl_flwr.flower.engines.placement import Resources
 
     console = screen()

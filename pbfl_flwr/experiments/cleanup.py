@@ -27,8 +27,7 @@ from safetensors import SafetensorError, safe_open
 from pbfl_flwr.data import cache
 from pbfl_flwr.errors import PbflError, abbreviate
 from pbfl_flwr.experiments.console import kilobytes
-from pbfl_flwr.experiments.results import new_client_rounds
-from pbfl_flwr.experiments.running.runner import NODES
+from pbfl_flwr.experiments.results import NODES, new_client_rounds
 from pbfl_flwr.flower.deploy.superlink import LOG
 from pbfl_flwr.runs.directory import FILES, SERVER_LOCK, STATES_REMOVED, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK

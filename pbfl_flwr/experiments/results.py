@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from statistics import fmean
 from typing import Literal
 
@@ -38,6 +39,7 @@ NEUTRAL = frozenset(
     }
 )
 LONGEST_LABEL = 40
+NODES = "nodes.json"  # the SuperNodes' configuration in the run directory, from pbfl deploy local
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,25 @@ def new_client_rounds(about: RunRecord) -> int:
     """Return the number of rounds that new clients train after the run's last round; 0 without new clients."""
     config = about.configuration
     return int(config["new-client-rounds"]) if config.get("new-clients") else 0
+
+
+def simulated(about: RunRecord) -> bool:
+    """Whether a run is a simulation; devices have data that the simulation engine has not."""
+    return all(client.simulated for client in about.clients)
+
+
+def resume_command(run_dir: Path, about: RunRecord) -> str:
+    """Return the command that resumes a run.
+
+    Args:
+        run_dir: its directory.
+        about: content of run.json.
+    """
+    if simulated(about):
+        return f"pbfl run --resume {quote(str(run_dir))}"
+    if (run_dir / NODES).exists():
+        return f"pbfl deploy local --resume {quote(str(run_dir))}"
+    return f"flwr run, with the same configuration, run-dir='{run_dir}' and resume=true"
 
 
 def honest(about: RunRecord) -> frozenset[int]:

@@ -22,10 +22,10 @@ from pbfl_flwr.experiments.results import (
     other_moment,
     partial_coverage,
     participants,
+    resume_command,
     scores,
     series,
 )
-from pbfl_flwr.experiments.running.runner import resume_command
 from pbfl_flwr.runs.directory import ERROR, RunDirectory
 from pbfl_flwr.runs.records import Accuracy, ClientsRecord, NewClientsRecord, RoundRecord, RunRecord
 

@@ -17,7 +17,7 @@ from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
 from pbfl_flwr.data.own.windows import mixed_up
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
-from pbfl_flwr.experiments.running.runner import resume_command, simulated
+from pbfl_flwr.experiments.results import resume_command, simulated
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method, privacy_notes
 from pbfl_flwr.models.registry import architecture_of, architectures, check_named

@@ -14,8 +14,9 @@ from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import own_data
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.console import say
+from pbfl_flwr.experiments.results import NODES
 from pbfl_flwr.experiments.running import configuration
-from pbfl_flwr.experiments.running.runner import NODES, follow_run
+from pbfl_flwr.experiments.running.runner import follow_run
 from pbfl_flwr.flower.client.device import share_of_cores
 from pbfl_flwr.flower.deploy.local_federation import Deployment, check, complete, node_config
 from pbfl_flwr.flower.engines.placement import Resources

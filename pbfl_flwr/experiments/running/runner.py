@@ -21,10 +21,8 @@ from pbfl_flwr.flower.deploy.processes import HANGUPS, forget_lost_terminal
 from pbfl_flwr.flower.deploy.superlink import ENDED, Engine, ManagedSuperLink
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused
-from pbfl_flwr.runs.records import RunRecord
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
-NODES = "nodes.json"  # the SuperNodes' configuration in the run directory, from pbfl deploy local
 POLL_SECONDS = 0.3
 
 
@@ -137,25 +135,6 @@ def _failed(run_dir: Path, reason: str, console: Console, resume_with: str) -> i
     if present := len(RunDirectory(run_dir).round_records()):
         say(console, f"{present} rounds are saved; resume with: {resume_with}")
     return FAILED
-
-
-def simulated(about: RunRecord) -> bool:
-    """Whether a run is a simulation; devices have data that the simulation engine has not."""
-    return all(client.simulated for client in about.clients)
-
-
-def resume_command(run_dir: Path, about: RunRecord) -> str:
-    """Return the command that resumes a run.
-
-    Args:
-        run_dir: its directory.
-        about: content of run.json.
-    """
-    if simulated(about):
-        return f"pbfl run --resume {quote(str(run_dir))}"
-    if (run_dir / NODES).exists():
-        return f"pbfl deploy local --resume {quote(str(run_dir))}"
-    return f"flwr run, with the same configuration, run-dir='{run_dir}' and resume=true"
 
 
 def follow_run(

@@ -25,9 +25,9 @@ from pbfl_flwr.experiments.results import (
     coverage_lines,
     new_client_rounds,
     partial_coverage,
+    resume_command,
     scores,
 )
-from pbfl_flwr.experiments.running.runner import resume_command
 from pbfl_flwr.experiments.show import failure_lines, settings_line
 from pbfl_flwr.runs.directory import ERROR, NEW_CLIENTS, WAITING, RunDirectory
 from pbfl_flwr.runs.locks import abandoned
