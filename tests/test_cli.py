@@ -917,7 +917,7 @@ def test_who_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
         (
             "run.json",
             b'{"configuration": 5, "experiment": "x"}',
-            "is damaged, or was written by another version: configuration: ",
+            "is damaged, or was written by another version: version: ",
         ),
     ],
 )

@@ -95,7 +95,7 @@ def test_names_are_in_the_books(tmp_path: Path) -> None:
     assert {m["name"]: m["client"] for m in about["clients"]} == {"Ada": 0, "bob.3": 1, "zoe": 2}
     lines = [json.loads(line) for line in (tmp_path / "run/rounds.jsonl").read_text().splitlines()]
     assert lines[1]["failures"] == [{"client": 2, "name": "zoe", "reason": "x"}]
-    assert list(failure_lines(lines)) == ["client zoe failed in round 2: x"]
+    assert list(failure_lines(fed.directory.round_records())) == ["client zoe failed in round 2: x"]
     text = StringIO()
     show_run(tmp_path / "run", Console(width=200, file=text))
     shown = text.getvalue()
