@@ -1,4 +1,4 @@
-"""Forward and backward pass of single convolutions: torch's layers against the arranged ones (models/arrangement.py).
+"""Forward and backward pass of single convolutions: torch's layers against those of models/cpu_convolutions.py.
 
     python benchmarks/convolutions.py [--batch 32] [--out convolutions.json]
 
@@ -20,7 +20,7 @@ import torch
 from machine import introduce, write
 from torch import Tensor, nn
 
-from pbfl_flwr.models import cpu_convolutions as arrangement
+from pbfl_flwr.models import cpu_convolutions
 from pbfl_flwr.models.build import optimize_layout
 from pbfl_flwr.training.allocator import keep_freed_memory
 
@@ -75,7 +75,7 @@ def compare(conv: nn.Conv2d, side: int, batch: int) -> tuple[float, float]:
     inputs = torch.randn(batch, conv.in_channels, side, side).contiguous(memory_format=torch.channels_last)
     inputs.requires_grad_()
     plain = milliseconds(conv.to(memory_format=torch.channels_last), inputs)
-    with patch.object(arrangement, "FEW_PIXELS", side * side):  # every map is below the threshold
+    with patch.object(cpu_convolutions, "FEW_PIXELS", side * side):  # every map is below the threshold
         return plain, milliseconds(optimize_layout(nn.Sequential(conv), "channels-last"), inputs)
 
 
@@ -98,11 +98,11 @@ def main() -> int:
     ]
     cases += [(f"pointwise {a} to {b}", side, nn.Conv2d(a, b, 1, bias=False)) for a, b, side in POINTWISE]
     introduce(1)
-    print(f"{'convolution':<26}{'map':>8}{'library, ms':>14}{'arranged, ms':>14}{'ratio':>8}")
+    print(f"{'convolution':<26}{'map':>8}{'library, ms':>14}{'optimised, ms':>14}{'ratio':>8}")
     found = []
     for name, side, conv in cases:
         plain, ours = compare(conv, side, chosen.batch)
-        found.append({"convolution": name, "side": side, "library": plain, "arranged": ours})
+        found.append({"convolution": name, "side": side, "library": plain, "optimised": ours})
         print(f"{name:<26}{f'{side}x{side}':>8}{plain:>14.2f}{ours:>14.2f}{plain / ours:>8.1f}", flush=True)
     write(chosen.out, 1, batch=chosen.batch, rows=found)
     return 0

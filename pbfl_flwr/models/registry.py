@@ -61,14 +61,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         "16x16 pixels.",
     ),
     "efficientnet-b0": Architecture(
-        "efficientnet",
+        "torchvision_bodies",
         "EfficientNet-B0 of torchvision, no pretrained weights; last layer 1280, 4,007,548 body parameters.",
     ),
     "fasttext": Architecture(
         "text", "FastText for token ids: mean embedding over all positions, padding included, hidden layer d."
     ),
     "googlenet": Architecture(
-        "googlenet",
+        "torchvision_bodies",
         "GoogLeNet of torchvision, no auxiliary heads; at least 15x15 pixels; last layer 1024, "
         "5,599,904 body parameters.",
     ),
@@ -107,7 +107,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         " plotted.",
     ),
     "mobilenet-v2": Architecture(
-        "mobilenet",
+        "torchvision_bodies",
         "MobileNetV2 of torchvision, no pretrained weights; last layer 1280, 2,223,872 body parameters.",
     ),
     "resnet4": Architecture("resnet", "ResNet-4: stem and one residual block of width 64; last layer 64."),
@@ -145,7 +145,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "ResNet-152 of torchvision, no pretrained weights; last layer 2048, 58,143,808 body parameters.",
     ),
     "shufflenet-v2": Architecture(
-        "shufflenet",
+        "torchvision_bodies",
         "ShuffleNetV2 x1.0 of torchvision, no pretrained weights; last layer 1024, 1,253,604 body "
         "parameters.",
     ),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import cpu_convolutions as arrangement
+from pbfl_flwr.models import cpu_convolutions
 from pbfl_flwr.models.build import build_model, optimize_layout
 from pbfl_flwr.models.cpu_convolutions import FEW_PIXELS, DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d
 from pbfl_flwr.task import Task
@@ -150,14 +150,14 @@ def test_other_convolutions_stay_the_librarys(conv: nn.Conv2d) -> None:
 )
 def test_every_architecture_stays_the_same_function(name: str) -> None:
     plain = build_model(name, TASK, 0)
-    arranged = optimize_layout(copy.deepcopy(plain), "channels-last")
-    assert list(plain.state_dict()) == list(arranged.state_dict())
-    for ours, theirs in zip(arranged.parameters(), plain.parameters(), strict=True):
+    optimized = optimize_layout(copy.deepcopy(plain), "channels-last")
+    assert list(plain.state_dict()) == list(optimized.state_dict())
+    for ours, theirs in zip(optimized.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     inputs = torch.randn(4, *TASK.input_shape, generator=torch.Generator().manual_seed(1))
     plain.double().eval()
-    arranged.double().eval()
-    torch.testing.assert_close(arranged.features(inputs.double()), plain.features(inputs.double()))
+    optimized.double().eval()
+    torch.testing.assert_close(optimized.features(inputs.double()), plain.features(inputs.double()))
 
 
 def test_the_last_stage_of_a_resnet_is_small() -> None:
@@ -198,12 +198,12 @@ def test_a_step_goes_along_the_gradient_whatever_the_layout(name: str) -> None:
 
 
 def test_a_network_that_was_scored_first_can_be_trained() -> None:
-    arrangement._taps.cache_clear()  # a process that has only scored so far
+    cpu_convolutions._taps.cache_clear()  # a process that has only scored so far
     model = optimize_layout(build_model("mobilenet-v2", TASK, 0), "channels-last").eval()
     with torch.inference_mode():
         model.features(torch.zeros(2, *TASK.input_shape))
     model.features(torch.zeros(2, *TASK.input_shape)).sum().backward()
-    assert arrangement._taps.cache_info().hits > 0
+    assert cpu_convolutions._taps.cache_info().hits > 0
 
 
 def test_reduced_precision_is_not_left_out_in_silence() -> None:

@@ -1,7 +1,7 @@
 """Find the best layout, precision and number of threads for each architecture on this machine; write them as a preset.
 
-    python benchmarks/arrangements.py --models heterogeneous-4 --input 3,32,32 --batch 32 [--preset fast.toml]
-    python benchmarks/arrangements.py --models cnn4 --input 1,28,28 --batch 10 --reduced [--out arrangements.json]
+    python benchmarks/layouts.py --models heterogeneous-4 --input 3,32,32 --batch 32 [--preset fast.toml]
+    python benchmarks/layouts.py --models cnn4 --input 1,28,28 --batch 10 --reduced [--out layouts.json]
 
 Measures a client's round of FedProto (see local_training.py) in as many concurrent processes, each with the given
 number of threads, as fill the cores, in samples per second of the whole machine. An architecture's candidates
