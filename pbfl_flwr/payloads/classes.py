@@ -135,6 +135,12 @@ class Prototypes:
         """Return K_present · width."""
         return self.num_present * int(self.values.shape[1])
 
+    def classes(self, task: Task) -> list[int]:
+        """Return the classes with a row that is not zero; dense uploads have zero rows for absent classes."""
+        present = self.present & (self.values != 0).any(dim=1)
+        labels: list[int] = present.nonzero().flatten().tolist()
+        return labels
+
 
 @dataclass(frozen=True)
 class Logits(Prototypes):

@@ -49,6 +49,10 @@ class Upload(Payload, Protocol):
 
     reveals: ClassVar[tuple[Reveal, ...]]
 
+    def classes(self, task: Task) -> list[int] | None:
+        """Return the classes present in this upload, ascending; None if it is not organised by class."""
+        ...
+
 
 @dataclass(frozen=True)
 class Nothing:
@@ -70,6 +74,10 @@ class Nothing:
     def scalars(self) -> int:
         """Return 0."""
         return 0
+
+    def classes(self, task: Task) -> None:
+        """Return None: nothing is sent."""
+        return None
 
 
 def joined(**parts: Payload) -> dict[str, Tensor]:

@@ -55,6 +55,10 @@ class Weights:
         """Return the number of weights."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
+    def classes(self, task: Task) -> None:
+        """Return None: weights are not organised by class."""
+        return None
+
 
 @dataclass(frozen=True)
 class WeightsAndPrototypes:
@@ -88,6 +92,10 @@ class WeightsAndPrototypes:
     def scalars(self) -> int:
         """Return the scalars of both."""
         return self.weights.scalars() + self.prototypes.scalars()
+
+    def classes(self, task: Task) -> list[int]:
+        """Return the classes that have a prototype; see :meth:`Prototypes.classes`."""
+        return self.prototypes.classes(task)
 
 
 @dataclass(frozen=True)
@@ -173,6 +181,10 @@ class LowRank:
         """Return the number of scalars that travel, in dense tensors and factors."""
         whole = sum(tensor.numel() for tensor in self.dense.values())
         return whole + sum(factors.scalars() for factors in self.factors.values())
+
+    def classes(self, task: Task) -> None:
+        """Return None: weights are not organised by class."""
+        return None
 
 
 def _factors(tensors: Mapping[str, Tensor], name: str) -> Factors:

@@ -17,6 +17,7 @@ from pbfl_flwr.payloads import (
     Prototypes,
     RejectedPayload,
     Weights,
+    WeightsAndPrototypes,
     joined,
     part_of,
     separate,
@@ -154,3 +155,21 @@ def test_lists_that_are_too_long_are_refused_in_a_short_line() -> None:
         with pytest.raises(RejectedPayload) as error:
             kind.from_tensors(tensors, TASK)
         assert len(str(error.value)) < 120
+
+
+def test_uploads_name_the_classes_that_they_contain() -> None:
+    rows = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 2.0], [0.0, 0.0], [0.0, 0.0]])
+    dense = Prototypes(rows, torch.ones(5, dtype=torch.bool))
+    sparse = Prototypes(rows, torch.tensor([True, False, False, False, False]))
+    components = Mixtures(torch.tensor([3, 1, 3]), torch.ones(3), torch.zeros(3, 4), torch.ones(3, 4))
+    weights = Weights({"x": torch.ones(2)}, 1)
+    for upload, classes in (
+        (dense, [0, 2]),
+        (sparse, [0]),
+        (WeightsAndPrototypes(weights, sparse), [0]),
+        (components, [1, 3]),
+        (weights, None),
+        (LowRank({}), None),
+        (Nothing(), None),
+    ):
+        assert upload.classes(TASK) == classes

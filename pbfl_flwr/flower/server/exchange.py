@@ -26,8 +26,7 @@ from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.method import Method
-from pbfl_flwr.methods.gfpl.payload import Mixtures
-from pbfl_flwr.payloads import Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
+from pbfl_flwr.payloads import Payload, RejectedPayload, Upload
 from pbfl_flwr.runs.records import LateUpload
 from pbfl_flwr.task import Task
 
@@ -274,7 +273,7 @@ class Outcome:
 @dataclass(frozen=True)
 class _ValidReply:
     report: Report
-    upload: Payload | None
+    upload: Upload | None
     traffic: Traffic
 
 
@@ -376,10 +375,10 @@ class _Intake:
     def _count(self, client: int, traffic: Traffic) -> None:
         self.outcome.up[client] = self.outcome.up.get(client, Traffic()) + traffic
 
-    def _accept(self, client: int, reply: Message, upload: Payload, age: int) -> None:
+    def _accept(self, client: int, reply: Message, upload: Upload, age: int) -> None:
         outcome, current = self.outcome, self._current
         outcome.scalars_up += upload.scalars()
-        if len(current) < self.task.num_classes and (present := _classes(upload, self.task)) is not None:
+        if len(current) < self.task.num_classes and (present := upload.classes(self.task)) is not None:
             ages = outcome.classes = outcome.classes or {}
             ages.update({label: age for label in present if ages.get(label, age + 1) > age})
             current.update(present if age == 0 else ())
@@ -462,21 +461,8 @@ def read(
     return intake.outcome
 
 
-def _classes(upload: Payload, task: Task) -> list[int] | None:
-    """Return the classes present in an upload, None if it is not organised by class."""
-    table = upload.prototypes if isinstance(upload, WeightsAndPrototypes) else upload
-    if isinstance(table, Prototypes):  # dense uploads have zero rows for absent classes
-        present = table.present & (table.values != 0).any(dim=1)
-    elif isinstance(table, Mixtures):
-        present = table.present(task.num_classes)
-    else:
-        return None
-    labels: list[int] = present.nonzero().flatten().tolist()
-    return labels
-
-
-def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Payload, task: Task) -> Payload:
-    upload: Payload = wire.decode(wire.payload_in(reply.content), method.up, task)
+def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Payload, task: Task) -> Upload:
+    upload: Upload = wire.decode(wire.payload_in(reply.content), method.up, task)
     method.validate(upload, state, task)
     return upload
 

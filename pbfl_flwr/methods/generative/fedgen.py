@@ -94,6 +94,10 @@ class LabelledHead:
         """Return the head's scalars; the papers do not count label counts."""
         return self.weights.scalars()
 
+    def classes(self, task: Task) -> None:
+        """Return None: the head is not organised by class."""
+        return None
+
 
 @dataclass(frozen=True)
 class FedGen(Method[GenerativeState, GeneratorBroadcast, LabelledHead]):

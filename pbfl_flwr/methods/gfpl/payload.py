@@ -122,3 +122,8 @@ class Mixtures:
     def scalars(self) -> int:
         """Return N·(2d + 1)."""
         return self.num_components * (2 * int(self.means.shape[1]) + 1)
+
+    def classes(self, task: Task) -> list[int]:
+        """Return the classes that have a component."""
+        labels: list[int] = self.present(task.num_classes).nonzero().flatten().tolist()
+        return labels
