@@ -152,7 +152,7 @@ class FedFA(SharedWeights):
         def calibrate() -> None:
             if config.calibration_rate:
                 scores: Tensor = model.head(anchors)
-                adam.clear()
+                adam.zero_grad()
                 nn.functional.cross_entropy(scores, every_class).backward()
                 adam.step()
 

@@ -93,7 +93,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         for _ in range(self.epochs):
             for batch in torch.randperm(len(labels), generator=order).split(self.batch_size):
                 logits = nn.functional.linear(vectors[batch], weight, bias)
-                sgd.clear()
+                sgd.zero_grad()
                 torch.autograd.backward(nn.functional.cross_entropy(logits, labels[batch]))
                 sgd.step()
         return Weights({"head.weight": weight.detach(), "head.bias": bias.detach()})

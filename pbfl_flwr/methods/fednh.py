@@ -36,7 +36,7 @@ from pbfl_flwr.payloads import Prototypes, Reveal, Weights, WeightsAndPrototypes
 from pbfl_flwr.prototypes.aggregation import weighted
 from pbfl_flwr.prototypes.class_means import class_sums_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import Part, fit
+from pbfl_flwr.training.loop import ParamGroup, fit
 
 SCALE = ".scale"  # name of s in the payload's weights; a network's own names do not begin with a dot
 
@@ -126,7 +126,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
             logits = scale * F.linear(F.normalize(features, dim=1), rows)
             return {"ce": F.cross_entropy(logits, labels)}
 
-        report = fit(client, loss, parts=[Part((*body.values(), scale))])
+        report = fit(client, loss, param_groups=[ParamGroup((*body.values(), scale))])
         copy_into(shared_parameters(client.model, "head"), _head(scale.detach() * rows))
         values, held, counts = class_sums_of(client, lambda features: F.normalize(features, dim=1)).means()
         sent = Prototypes(F.normalize(values, dim=1), held, counts)

@@ -28,7 +28,15 @@ from pbfl_flwr.methods.fedper import Shared, shared_part
 from pbfl_flwr.methods.sharing import SharedWeights
 from pbfl_flwr.models.build import architectures
 from pbfl_flwr.payloads import Weights
-from pbfl_flwr.training.loop import FitReport, Loss, Part, classification, fit, fixed_features, part
+from pbfl_flwr.training.loop import (
+    FitReport,
+    Loss,
+    ParamGroup,
+    classification,
+    fit,
+    fixed_features,
+    param_group,
+)
 
 
 class Config(Group):
@@ -75,7 +83,14 @@ class HeadThenBody:
                 return {"head-ce": ce(inputs, labels)["ce"]}
             return {"head-ce": nn.functional.cross_entropy(client.model.head(inputs), labels)}
 
-        return fit(client, loss, parts=[Part(private)], source=fixed, epochs=self.head_epochs, phase="head")
+        return fit(
+            client,
+            loss,
+            param_groups=[ParamGroup(private)],
+            source=fixed,
+            epochs=self.head_epochs,
+            phase="head",
+        )
 
     def body_phase(
         self,
@@ -84,9 +99,9 @@ class HeadThenBody:
         extra_modules: Sequence[nn.Module] = (),
     ) -> FitReport:
         """Train the shared part and companion networks with the private part frozen."""
-        shared = Part(tuple(shared_parameters(client.model, self.share).values()))
-        parts = [shared, *(part(module) for module in extra_modules)]
-        return fit(client, loss, parts=parts, extra_modules=extra_modules, phase="body")
+        shared = ParamGroup(tuple(shared_parameters(client.model, self.share).values()))
+        param_groups = [shared, *(param_group(module) for module in extra_modules)]
+        return fit(client, loss, param_groups=param_groups, extra_modules=extra_modules, phase="body")
 
 
 def build(settings: Settings) -> SharedWeights:

@@ -38,7 +38,7 @@ from pbfl_flwr.methods.mutual import (
 from pbfl_flwr.methods.sharing import AveragedWeights, initial
 from pbfl_flwr.payloads import Weights
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import fit, forward, part
+from pbfl_flwr.training.loop import fit, forward, param_group
 
 
 class Config(Group):
@@ -87,8 +87,8 @@ class FML(AveragedWeights):
             }
 
         clip = self.config.max_grad_norm
-        parts = [part(own, max_grad_norm=clip), part(meme, max_grad_norm=clip)]
-        report = fit(client, loss, parts=parts, extra_modules=[meme])
+        param_groups = [param_group(own, max_grad_norm=clip), param_group(meme, max_grad_norm=clip)]
+        report = fit(client, loss, param_groups=param_groups, extra_modules=[meme])
         upload = Weights(parameters_of(meme), len(client.data.train.labels))
         return Update(upload, {**buffers_of(meme), **report.optimizer}, report.metrics())
 

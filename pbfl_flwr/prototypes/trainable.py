@@ -223,26 +223,26 @@ def train_prototypes(
     holders = torch.bincount(labels, minlength=num_classes)
     margin = adaptive_margin(sums / holders.clamp_min(1).unsqueeze(1), holders > 0, margin_cap, margin_of)
     named = dict(network.named_parameters())
-    kept = {
+    momenta = {
         p: {"momentum": state.tensors[MOMENTUM + name].clone()}
         for name, p in named.items()
         if MOMENTUM + name in state.tensors
     }
-    descent = SGD([Group(tuple(named.values()), learning_rate)], momentum, state=kept, fused=False)
+    optimizer = SGD([Group(tuple(named.values()), learning_rate)], momentum, state=momenta, fused=False)
     loss, trained = 0.0, epochs if len(vectors) else 0
     for _ in range(trained):
         loss = 0.0
         for batch in torch.split(torch.randperm(len(vectors), generator=generator), batch_size):
             logits = margin_logits(vectors[batch], network(), labels[batch], margin)
             batch_loss = F.cross_entropy(logits, labels[batch])
-            descent.clear()
+            optimizer.zero_grad()
             torch.autograd.backward(batch_loss)
-            descent.step()
+            optimizer.step()
             loss += float(batch_loss.detach()) * len(batch) / len(vectors)
     tensors = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
     if momentum > 0:
-        kept = descent.state
-        tensors |= {MOMENTUM + name: kept[p]["momentum"].clone() for name, p in named.items() if p in kept}
+        final = optimizer.state
+        tensors |= {MOMENTUM + name: final[p]["momentum"].clone() for name, p in named.items() if p in final}
     with torch.no_grad():
         prototypes = network()
     report = TrainingReport(loss, margin, trained > 0 and loss < CONVERGED_LOSS, trained)

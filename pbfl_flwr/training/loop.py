@@ -52,8 +52,8 @@ class FitReport:
 
     def metrics(self) -> dict[str, float]:
         """Return the losses under their names in the log; also ``idle`` = 1 if there was no step."""
-        found = {f"loss.{name}": value for name, value in self.losses.items()}
-        return found if self.steps else {**found, "idle": 1.0}
+        losses = {f"loss.{name}": value for name, value in self.losses.items()}
+        return losses if self.steps else {**losses, "idle": 1.0}
 
     def then(self, later: FitReport) -> FitReport:
         """Return the combined report of two passes; where both have an entry, the later one is used."""
@@ -82,7 +82,7 @@ def classification(model: SplitModel) -> Loss:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParamGroup:
     """Parameters that are updated together.
 
     Attributes:
@@ -96,16 +96,18 @@ class Part:
     max_grad_norm: float | None = None
 
 
-def part(module: nn.Module, learning_rate: float | None = None, max_grad_norm: float | None = None) -> Part:
-    """Return all parameters of a module as one part."""
-    return Part(tuple(module.parameters()), learning_rate, max_grad_norm)
+def param_group(
+    module: nn.Module, learning_rate: float | None = None, max_grad_norm: float | None = None
+) -> ParamGroup:
+    """Return all parameters of a module as one group."""
+    return ParamGroup(tuple(module.parameters()), learning_rate, max_grad_norm)
 
 
 def fit(
     client: Client,
     loss: Loss,
     *,
-    parts: Sequence[Part] | None = None,
+    param_groups: Sequence[ParamGroup] | None = None,
     extra_modules: Sequence[nn.Module] = (),
     source: tuple[Tensor, Tensor] | None = None,
     draw: Callable[[], tuple[Tensor, ...]] | None = None,
@@ -122,7 +124,7 @@ def fit(
     Args:
         client: its network is changed in place.
         loss: computes the named loss terms of one batch.
-        parts: parameters to update; by default the client's whole network. The others get no gradient, but
+        param_groups: parameters to update; by default the client's whole network. The others get no gradient, but
             BatchNorm statistics are updated in the whole network, as in the references.
         extra_modules: other networks that take part; put into training mode as well.
         source: (features (n, d), labels) on the client's device to train the head on, instead of the client's data.
@@ -137,15 +139,15 @@ def fit(
         Diverged: if a mean loss term or a final weight is not finite.
     """
     settings, data, model = client.training, client.data, client.model
-    chosen = list(parts) if parts is not None else [part(model)]
+    chosen = [param_group(model)] if param_groups is None else list(param_groups)
     share = rate_share(settings, client.round)
     groups = [_group(p, settings, share) for p in chosen if p.parameters]
     if not groups:
         return FitReport(0, 0, {}, {})
     names = _names(model, groups)
-    descent = _descent(settings, groups)
+    optimizer = _optimizer(settings, groups)
     if settings.optimizer_state == "kept":
-        descent.state = _remembered(descent.keeps, names, client.memory)
+        optimizer.state = _remembered(optimizer.state_names, names, client.memory)
     order, changes = client.generator(phase), client.generator(f"{phase} augmentation")
     for network in (model, *extra_modules):
         network.train()
@@ -156,14 +158,14 @@ def fit(
 
     def learn(*batch: Tensor) -> None:
         terms = loss(*batch)
-        descent.clear()
+        optimizer.zero_grad()
         torch.stack(list(terms.values())).sum().backward()
-        descent.step()
+        optimizer.step()
         for name, value in terms.items():
             _add(totals, name, value.detach())
 
     steps = samples = 0
-    with _gradients_of(descent, model):
+    with _gradients_of(optimizer, model):
         for _ in range(settings.local_epochs if epochs is None else epochs):
             if steps == max_steps:
                 break
@@ -186,9 +188,9 @@ def fit(
             if after_epoch is not None:
                 after_epoch()
     losses = {name: float(total) / steps for name, total in totals.items()}
-    _check_finite(losses, descent.parameters, steps)
-    kept = _to_remember(descent.state, names) if settings.optimizer_state == "kept" else {}
-    return FitReport(steps, samples, losses, kept)
+    _check_finite(losses, optimizer.parameters, steps)
+    state = _to_remember(optimizer.state, names) if settings.optimizer_state == "kept" else {}
+    return FitReport(steps, samples, losses, state)
 
 
 def _names(model: SplitModel, groups: Sequence[Group]) -> dict[str, nn.Parameter]:
@@ -196,22 +198,22 @@ def _names(model: SplitModel, groups: Sequence[Group]) -> dict[str, nn.Parameter
     trained = [parameter for group in groups for parameter in group.parameters]
     known = {id(parameter) for parameter in trained}
     names = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in known}
-    own = {id(parameter) for parameter in names.values()}
-    others = (parameter for parameter in trained if id(parameter) not in own)
+    in_network = {id(parameter) for parameter in names.values()}
+    others = (parameter for parameter in trained if id(parameter) not in in_network)
     return names | {f"beside.{place}": parameter for place, parameter in enumerate(others)}
 
 
 @contextmanager
-def _gradients_of(descent: Optimizer, model: SplitModel) -> Iterator[None]:
+def _gradients_of(optimizer: Optimizer, model: SplitModel) -> Iterator[None]:
     """Within the context only trained parameters of the network get gradients; afterwards all gradients are cleared."""
-    trained = {id(parameter) for parameter in descent.parameters}
+    trained = {id(parameter) for parameter in optimizer.parameters}
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
     try:
         for parameter in frozen:
             parameter.requires_grad_(False)
         yield
     finally:
-        descent.clear()
+        optimizer.zero_grad()
         for parameter in frozen:
             parameter.requires_grad_(True)
 
@@ -246,11 +248,13 @@ def rate_share(settings: TrainingSettings, number: int) -> float:
     return decayed * (1 + math.cos(math.pi * (min(number, rounds) - 1) / rounds)) / 2
 
 
-def _group(part: Part, settings: TrainingSettings, share: float) -> Group:
-    """Fill in a part's settings and multiply its rate by ``share``."""
-    rate = (settings.learning_rate if part.learning_rate is None else part.learning_rate) * share
-    bound = settings.max_grad_norm if part.max_grad_norm is None else part.max_grad_norm
-    return Group(tuple(part.parameters), rate, bound)
+def _group(param_group: ParamGroup, settings: TrainingSettings, share: float) -> Group:
+    """Fill in the settings of a group and multiply its rate by ``share``."""
+    rate = (
+        settings.learning_rate if param_group.learning_rate is None else param_group.learning_rate
+    ) * share
+    bound = settings.max_grad_norm if param_group.max_grad_norm is None else param_group.max_grad_norm
+    return Group(tuple(param_group.parameters), rate, bound)
 
 
 def batches(
@@ -271,9 +275,9 @@ def batches(
     index = torch.arange(num_samples) if fixed else torch.randperm(num_samples, generator=order)
     complete = num_samples - num_samples % settings.batch_size
     drop = settings.drop_last == "always" or (settings.drop_last != "never" and complete > 0)
-    kept = index[:complete] if drop else index
-    if len(kept):
-        yield from kept.to(device).split(settings.batch_size)
+    used = index[:complete] if drop else index
+    if len(used):
+        yield from used.to(device).split(settings.batch_size)
 
 
 def complete_batches(client: Client) -> Shard:
@@ -344,7 +348,7 @@ def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
     totals[name].add_(value)
 
 
-def _descent(settings: TrainingSettings, groups: Sequence[Group]) -> Optimizer:
+def _optimizer(settings: TrainingSettings, groups: Sequence[Group]) -> Optimizer:
     if settings.optimizer == "sgd":
         return SGD(groups, settings.momentum, settings.weight_decay)
     return Adam(groups, settings.weight_decay, decoupled=settings.optimizer == "adamw")
@@ -358,15 +362,15 @@ def _remembered(
     kinds: Sequence[str], names: Mapping[str, nn.Parameter], memory: Mapping[str, Tensor]
 ) -> dict[nn.Parameter, dict[str, Tensor]]:
     """Return copies of the optimiser state from ``memory``; moments get the memory layout of their parameter."""
-    kept = {
+    stored = {
         p: {kind: memory[f"{kind}.{name}"] for kind in kinds}
         for name, p in names.items()
         if all(f"{kind}.{name}" in memory for kind in kinds)
     }
-    return {p: {kind: _laid_out(p, tensor) for kind, tensor in state.items()} for p, state in kept.items()}
+    return {p: {kind: _laid_out(p, tensor) for kind, tensor in state.items()} for p, state in stored.items()}
 
 
-def _laid_out(parameter: nn.Parameter, kept: Tensor) -> Tensor:
-    if kept.shape != parameter.shape:  # Adam's step counter
-        return kept.to(parameter.device, copy=True)
-    return torch.zeros_like(parameter).copy_(kept)
+def _laid_out(parameter: nn.Parameter, stored: Tensor) -> Tensor:
+    if stored.shape != parameter.shape:  # Adam's step counter
+        return stored.to(parameter.device, copy=True)
+    return torch.zeros_like(parameter).copy_(stored)

@@ -42,12 +42,12 @@ class Optimizer(ABC):
     Args:
         groups: disjoint groups of parameters.
         weight_decay: of all groups.
-        state: parameter -> the optimiser's state under the names in ``keeps``; parameters may be missing.
+        state: parameter -> the optimiser's state under the names in ``state_names``; parameters may be missing.
         fused: use torch's fused kernels, bit-identical to ``torch.optim`` with ``fused=True``; otherwise to its
             default on a CPU.
     """
 
-    keeps: tuple[str, ...]
+    state_names: tuple[str, ...]
     """Names of the tensors in a parameter's state."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Optimizer(ABC):
     ) -> None:
         self.groups = list(groups)
         self.weight_decay = weight_decay
-        self.state = {parameter: dict(kept) for parameter, kept in (state or {}).items()}
+        self.state = {parameter: dict(tensors) for parameter, tensors in (state or {}).items()}
         self.fused = fused
 
     @property
@@ -63,7 +63,7 @@ class Optimizer(ABC):
         """All parameters, group by group."""
         return [parameter for group in self.groups for parameter in group.parameters]
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         """Set all gradients to None."""
         for parameter in self.parameters:
             parameter.grad = None
@@ -74,14 +74,14 @@ class Optimizer(ABC):
         for group in self.groups:
             if group.max_grad_norm > 0:
                 nn.utils.clip_grad_norm_(group.parameters, group.max_grad_norm)
-            moved = {p: p.grad for p in group.parameters if p.grad is not None}
-            if moved:
-                fused = self.fused and next(iter(moved)).device.type in FUSED
-                self._move(list(moved), list(moved.values()), group.learning_rate, fused)
+            updated = {p: p.grad for p in group.parameters if p.grad is not None}
+            if updated:
+                fused = self.fused and next(iter(updated)).device.type in FUSED
+                self._update(list(updated), list(updated.values()), group.learning_rate, fused)
 
     @abstractmethod
-    def _move(
-        self, moved: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
+    def _update(
+        self, updated: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
     ) -> None:
         """Update the given parameters of a group (at least one)."""
 
@@ -97,7 +97,7 @@ class SGD(Optimizer):
         fused: see :class:`Optimizer`.
     """
 
-    keeps = ("momentum",)
+    state_names = ("momentum",)
 
     def __init__(
         self,
@@ -111,15 +111,15 @@ class SGD(Optimizer):
         super().__init__(groups, weight_decay, state, fused)
         self.momentum = momentum
 
-    def _move(
-        self, moved: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
+    def _update(
+        self, updated: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
     ) -> None:
         if self.momentum:  # b starts at zero
-            self.state.update({p: {"momentum": torch.zeros_like(p)} for p in moved if p not in self.state})
+            self.state.update({p: {"momentum": torch.zeros_like(p)} for p in updated if p not in self.state})
         sgd(
-            list[Tensor](moved),
+            list[Tensor](updated),
             gradients,
-            [self.state[p]["momentum"] for p in moved] if self.momentum else [],
+            [self.state[p]["momentum"] for p in updated] if self.momentum else [],
             fused=fused,
             foreach=False,
             weight_decay=self.weight_decay,
@@ -142,7 +142,7 @@ class Adam(Optimizer):
         fused: see :class:`Optimizer`.
     """
 
-    keeps = ("step", "exp_avg", "exp_avg_sq")
+    state_names = ("step", "exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -156,19 +156,19 @@ class Adam(Optimizer):
         super().__init__(groups, weight_decay, state, fused)
         self.decoupled = decoupled
 
-    def _move(
-        self, moved: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
+    def _update(
+        self, updated: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
     ) -> None:
-        self.state.update({p: _init_state(p, fused) for p in moved if p not in self.state})
-        kept = [self.state[parameter] for parameter in moved]
+        self.state.update({p: _init_state(p, fused) for p in updated if p not in self.state})
+        states = [self.state[parameter] for parameter in updated]
         (adamw if self.decoupled else adam)(
-            list[Tensor](moved),
+            list[Tensor](updated),
             gradients,
-            [of["exp_avg"] for of in kept],
-            [of["exp_avg_sq"] for of in kept],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             [],
-            [of["step"] for of in kept],
-            foreach=not fused and any(parameter.is_cuda for parameter in moved),
+            [state["step"] for state in states],
+            foreach=not fused and any(parameter.is_cuda for parameter in updated),
             fused=fused,
             amsgrad=False,
             beta1=0.9,

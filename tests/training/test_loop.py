@@ -21,7 +21,7 @@ from pbfl_flwr.training.evaluation import evaluate
 from pbfl_flwr.training.loop import (
     Diverged,
     FitReport,
-    Part,
+    ParamGroup,
     _check_finite,
     batches,
     classification,
@@ -29,7 +29,7 @@ from pbfl_flwr.training.loop import (
     each_feature,
     fit,
     forward,
-    part,
+    param_group,
     rate_share,
 )
 
@@ -279,12 +279,12 @@ def test_what_a_report_says() -> None:
 def test_frozen_parts_keep_their_bits() -> None:
     who = client(weight_decay=0.1, momentum=0.9)
     before = weights(who.model)
-    fit(who, classification(who.model), parts=[part(net(who).head)])
+    fit(who, classification(who.model), param_groups=[param_group(net(who).head)])
     assert changed(before, who.model) == {"head.weight", "head.bias"}
     assert all(parameter.requires_grad for parameter in who.model.parameters())
     assert all(parameter.grad is None for parameter in who.model.parameters())
-    for nothing in ([], [Part(())]):
-        assert fit(who, classification(who.model), parts=nothing) == FitReport(0, 0, {}, {})
+    for nothing in ([], [ParamGroup(())]):
+        assert fit(who, classification(who.model), param_groups=nothing) == FitReport(0, 0, {}, {})
 
 
 def test_frozen_parts_are_thawed_after_an_error() -> None:
@@ -295,14 +295,14 @@ def test_frozen_parts_are_thawed_after_an_error() -> None:
         raise OSError("boom")
 
     with pytest.raises(OSError, match="boom"):
-        fit(who, broken, parts=[part(net(who).head)])
+        fit(who, broken, param_groups=[param_group(net(who).head)])
     assert all(parameter.requires_grad for parameter in who.model.parameters())
 
 
 def test_what_was_frozen_before_stays_frozen() -> None:
     who = client()
     first(who).bias.requires_grad_(False)
-    fit(who, classification(who.model), parts=[part(net(who).head)])
+    fit(who, classification(who.model), param_groups=[param_group(net(who).head)])
     assert not first(who).bias.requires_grad
 
 
@@ -310,7 +310,7 @@ def test_parts_have_their_own_rates() -> None:
     who = client(n=4)
     before = weights(who.model)
     head = tuple(net(who).head.parameters())
-    fit(who, classification(who.model), parts=[part(net(who).body, 0.0), Part(head)])
+    fit(who, classification(who.model), param_groups=[param_group(net(who).body, 0.0), ParamGroup(head)])
     assert changed(before, who.model) == {"head.weight", "head.bias"}
 
 
@@ -321,7 +321,7 @@ def norm_of_step(bound: float, per_part: float | None = None) -> float:
     def steep(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"ce": 1000 * classification(who.model)(inputs, labels)["ce"]}
 
-    fit(who, steep, parts=[part(who.model, None, per_part)])
+    fit(who, steep, param_groups=[param_group(who.model, None, per_part)])
     after = nn.utils.parameters_to_vector(who.model.parameters()).detach()
     return float((after - before).norm())
 
@@ -348,7 +348,11 @@ def test_the_rate_falls_along_half_a_cosine() -> None:
 def test_the_rate_of_round_t_has_decayed_t_minus_1_times() -> None:
     decayed, smaller = client(round=3, learning_rate_decay=0.5), client(round=3, learning_rate=0.1 / 4)
     for who, rate in ((decayed, 0.4), (smaller, 0.1)):
-        fit(who, classification(who.model), parts=[part(net(who).body), part(net(who).head, rate)])
+        fit(
+            who,
+            classification(who.model),
+            param_groups=[param_group(net(who).body), param_group(net(who).head, rate)],
+        )
     assert weights(decayed.model).keys() == weights(smaller.model).keys()
     assert all(torch.equal(t, weights(smaller.model)[name]) for name, t in weights(decayed.model).items())
     first_round = client(round=1, learning_rate_decay=0.5)
@@ -466,7 +470,7 @@ def test_momentum_of_a_part_of_the_parameters_can_be_gone_on_with() -> None:
     head = fit(
         client(model, momentum=0.9, optimizer_state="kept"),
         classification(model),
-        parts=[part(model.head)],
+        param_groups=[param_group(model.head)],
     ).optimizer
     assert set(head) == {"momentum.head.weight", "momentum.head.bias"}
     who = replace(client(model, n=4, round=2, momentum=0.9, optimizer_state="kept"), memory=head)
@@ -484,13 +488,13 @@ def test_momentum_of_what_is_not_the_network_is_kept_by_place() -> None:
     def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"companion": companion.weight.sum()}
 
-    parts, weights = [part(model), part(companion)], list[float]()
+    param_groups, weights = [param_group(model), param_group(companion)], list[float]()
     memory: Mapping[str, Tensor] = {}
     with torch.no_grad():
         companion.weight.zero_()
     for number in (1, 2):
         who = client(model, n=4, round=number, momentum=0.5, optimizer_state="kept", learning_rate=1.0)
-        memory = fit(replace(who, memory=memory), loss, parts=parts).optimizer
+        memory = fit(replace(who, memory=memory), loss, param_groups=param_groups).optimizer
         weights.append(companion.weight.item())
     # one step a round: b = 1, then 0.5·1 + 1
     assert weights == [-1.0, -2.5]
@@ -521,7 +525,7 @@ def test_a_last_step_into_infinity_is_refused_as_well() -> None:
         fit(who, steep)
     who = client(n=4)
     with pytest.raises(Diverged, match="a weight is not finite after 1 steps"):
-        fit(who, steep, parts=[part(net(who).body), part(net(who).head, 3e38)])
+        fit(who, steep, param_groups=[param_group(net(who).body), param_group(net(who).head, 3e38)])
     assert first(who).weight.isfinite().all()
 
 

@@ -41,7 +41,7 @@ def test_the_bits_of_torchs_sgd(momentum: float, weight_decay: float) -> None:
         optimizer.step()
         optimizer.zero_grad()
         descent.step()
-        descent.clear()
+        descent.zero_grad()
         for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(found, expected)
     assert all(parameter.grad is None for parameter in ours.parameters())
@@ -79,7 +79,7 @@ def test_the_bits_of_torchs_adam(weight_decay: float, decoupled: bool, fused: bo
         if step == 3:
             adam = Adam(groups, weight_decay, adam.state, decoupled=decoupled, fused=fused)
         adam.step()
-        adam.clear()
+        adam.zero_grad()
         nn.utils.clip_grad_norm_(last, 0.2)
         optimizer.step()
         optimizer.zero_grad()
@@ -88,7 +88,7 @@ def test_the_bits_of_torchs_adam(weight_decay: float, decoupled: bool, fused: bo
     for parameter, twin in zip(adam.parameters, [*theirs[0].parameters(), *last], strict=True):
         assert parameter.grad is None
         kept = adam.state[parameter]
-        assert tuple(kept) == Adam.keeps
+        assert tuple(kept) == Adam.state_names
         assert kept.keys() == optimizer.state[twin].keys()
         assert all(torch.equal(t, optimizer.state[twin][name]) for name, t in kept.items())
 
@@ -115,7 +115,7 @@ def test_a_layer_whose_gradients_come_late_starts_as_in_a_first_step() -> None:
     inputs = torch.ones(2, 6)
     net[:3](inputs).sum().backward()
     descent.step()
-    descent.clear()
+    descent.zero_grad()
     late = net[4]
     assert isinstance(late, torch.nn.Linear)
     before = late.bias.detach().clone()

@@ -42,7 +42,7 @@ from pbfl_flwr.prototypes.aggregation import keep_stale, mean
 from pbfl_flwr.prototypes.class_means import class_sums_of
 from pbfl_flwr.prototypes.regularizer import alignment_pull, contrast
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import Loss, fit, forward, part
+from pbfl_flwr.training.loop import Loss, fit, forward, param_group
 
 
 class Config(Group):
@@ -113,8 +113,8 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
             head = phases.head_phase(client)
             report = head.then(phases.body_phase(client, loss, extra_modules))
         else:
-            parts = [part(network) for network in (client.model, *extra_modules)]
-            report = fit(client, loss, parts=parts, extra_modules=extra_modules)
+            param_groups = [param_group(network) for network in (client.model, *extra_modules)]
+            report = fit(client, loss, param_groups=param_groups, extra_modules=extra_modules)
         memory = dict(report.optimizer)
         if distillation is not None:
             stages = client.model.stages

@@ -48,7 +48,7 @@ from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.payloads import LowRank, RejectedPayload, Weights, joined, part_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import fit, forward, part
+from pbfl_flwr.training.loop import fit, forward, param_group
 
 PUBLISHED_RATIO = 0.8932  # payload / parameters, the constant in all published costs of FedKD
 SMALLEST_LOSS = 1e-6  # bound on D: a client with one class can reach a cross-entropy of exactly zero
@@ -197,12 +197,12 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
             }
 
         clip, rate = self.config.max_grad_norm, self.config.auxiliary_learning_rate
-        parts = [
-            part(mentor, max_grad_norm=clip),
-            part(mentee, None if rate == "auto" else rate, clip),
-            part(projection, max_grad_norm=clip),
+        param_groups = [
+            param_group(mentor, max_grad_norm=clip),
+            param_group(mentee, None if rate == "auto" else rate, clip),
+            param_group(projection, max_grad_norm=clip),
         ]
-        report = fit(client, loss, parts=parts, extra_modules=[mentee])
+        report = fit(client, loss, param_groups=param_groups, extra_modules=[mentee])
         upload = self._upload(client, parameters_of(mentee), received, down.version)
         memory = {
             **buffers_of(mentee),

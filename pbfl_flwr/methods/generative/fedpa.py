@@ -53,7 +53,7 @@ from pbfl_flwr.payloads import (
 from pbfl_flwr.prototypes import aggregation, regularizer
 from pbfl_flwr.prototypes.class_means import ClassSums
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import fit, forward, part
+from pbfl_flwr.training.loop import fit, forward, param_group
 
 
 class Config(Group):
@@ -182,8 +182,8 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
 
         steps = self.config.local_steps or None
         rate = client.training.learning_rate * self.config.client_rate_decay**t
-        parts = [part(client.model, rate)]
-        report = fit(client, loss, parts=parts, draw=draw, epochs=steps, max_steps=steps)
+        param_groups = [param_group(client.model, rate)]
+        report = fit(client, loss, param_groups=param_groups, draw=draw, epochs=steps, max_steps=steps)
         upload = WeightsAndPrototypes(answer(client, "all"), Prototypes(*seen.means()))
         return Update(upload, report.optimizer, report.metrics())
 

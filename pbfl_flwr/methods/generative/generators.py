@@ -175,7 +175,7 @@ def train_generator(
     total = 0.0
     for _ in range(adam.steps):
         value = loss(network)
-        steps.clear()
+        steps.zero_grad()
         torch.autograd.backward(value)
         steps.step()
         total += float(value.detach())

@@ -35,7 +35,7 @@ from pbfl_flwr.methods.gfpl.mixture import Distance, MixtureState, Weight, fit_m
 from pbfl_flwr.methods.gfpl.payload import Mixtures
 from pbfl_flwr.payloads import RejectedPayload, part_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import FitReport, each_feature, fit, forward, part
+from pbfl_flwr.training.loop import FitReport, each_feature, fit, forward, param_group
 
 Dual = tuple[nn.Linear, Tensor]  # l(ω3) and Z
 
@@ -117,9 +117,9 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
             return terms
 
         extra_modules = dual[:1] if dual else ()
-        parts = [part(network) for network in (model, *extra_modules)]
+        param_groups = [param_group(network) for network in (model, *extra_modules)]
         if down is None:
-            return fit(client, loss, parts=parts, extra_modules=extra_modules)
+            return fit(client, loss, param_groups=param_groups, extra_modules=extra_modules)
         features, labels = sample(down, config.samples, client.generator("pseudo-features"))
         z = features.clamp_min(0) if config.clamp else features
         every = client.training.model_copy(update={"drop_last": "never"})  # all r·K' of them, Eq. 14
@@ -127,7 +127,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         return fit(
             afresh,
             loss,
-            parts=parts if config.retrain == "both" else parts[1:],
+            param_groups=param_groups if config.retrain == "both" else param_groups[1:],
             extra_modules=extra_modules,
             source=(z.to(client.device), labels.to(client.device)),
             epochs=config.retrain_epochs,
