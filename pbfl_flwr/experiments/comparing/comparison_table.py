@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.comparing.compare import Planned, finished
@@ -29,6 +30,7 @@ from pbfl_flwr.experiments.show import paper_scalars, unknown_lines
 from pbfl_flwr.experiments.summaries import MOMENT_NOTE, NEW_NOTE, OTHER_NOTE, paired_sheet
 from pbfl_flwr.experiments.tables import Sheet, csv_mean_sd, mean_cell
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.records import Accuracy
 from pbfl_flwr.util.atomic_files import write_atomically
 
 BALANCED = ("balanced accuracy", "macro-F1")
@@ -81,7 +83,7 @@ class Row:
         last, best: primary predictor's accuracies (sample-weighted, %), one per seed in which it was scored.
         chosen: the same at the validation-chosen round; empty without validation data.
         others: predictor -> last accuracies.
-        spread: standard deviation over clients, last round.
+        spread, best_spread: standard deviation over clients in the last and in the best round.
         worst: mean of the worst tenth of the clients, last round.
         up, down: payload bytes per client and round.
         total: bytes per round, all clients and both directions, including Flower's objects.
@@ -107,6 +109,7 @@ class Row:
     chosen: list[float]
     others: dict[str, list[float]]
     spread: list[float]
+    best_spread: list[float]
     worst: list[float]
     up: float
     down: float
@@ -177,15 +180,29 @@ def rows(planned: Sequence[Planned], by: str = "") -> list[Row]:
     for label in dict.fromkeys(run.label for run in planned):
         done = [RunDirectory(run.directory) for run in planned if run.label == label and finished(run)]
         if done:
-            found.append(_row(label, done, by))
+            found.append(results_of(label, done, by))
     return found
 
 
-def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
+def results_of(
+    label: str, runs: Sequence[RunDirectory], by: str, accuracy: Literal["weighted", "mean"] = "weighted"
+) -> Row:
+    """Return the row of finished runs that differ only in the seed.
+
+    Args:
+        label: of the runs.
+        runs: at least one.
+        by: the predictor of the row; empty means the runs' primary predictor.
+        accuracy: the statistic of the last and the best round, and of the other predictors.
+    """
+
+    def share(of: Accuracy) -> float:
+        return 100 * float(getattr(of, accuracy))
+
     records = [Record.load(run.path, by=by) for run in runs]
     about, partitions = records[0].about, [record.partition for record in records]
     primary_predictor = records[0].predictor
-    all_scores = [scores(record.rounds) for record in records]
+    all_scores = [scores(record.rounds, accuracy) for record in records]
     # Missing if clients report nothing, have no test samples, or there were no prototypes yet at the last scoring.
     scored = [by_name[primary_predictor] for by_name in all_scores if primary_predictor in by_name]
     last = [score.last[1] for score in scored]
@@ -196,16 +213,17 @@ def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
         primary_predictor,
         len(runs),
         span(len(record.rounds) for record in records),
-        [100 * accuracy.weighted for accuracy in last],
-        [100 * score.best[1].weighted for score in scored],
+        [share(of) for of in last],
+        [share(score.best[1]) for score in scored],
         [100 * score.chosen[1].weighted for score in scored if score.chosen is not None],
         {
-            name: [100 * by_name[name].last[1].weighted for by_name in all_scores if name in by_name]
+            name: [share(by_name[name].last[1]) for by_name in all_scores if name in by_name]
             for name in PREDICTORS
             if any(name in by_name for by_name in all_scores)
         },
-        [100 * accuracy.std for accuracy in last],
-        [100 * accuracy.worst for accuracy in last],
+        [100 * of.std for of in last],
+        [100 * score.best[1].std for score in scored],
+        [100 * of.worst for of in last],
         fmean(entry.bytes_up.payload for entry in rounds) / clients,
         fmean(entry.bytes_down.payload for entry in rounds) / clients,
         fmean(entry.bytes_up.total + entry.bytes_down.total for entry in rounds),
@@ -220,10 +238,62 @@ def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
         ),
         about.moment,
         len(honest(about)),
-        [100 * accuracy.balanced for accuracy in last if accuracy.balanced is not None],
-        [100 * accuracy.macro_f1 for accuracy in last if accuracy.macro_f1 is not None],
+        [100 * of.balanced for of in last if of.balanced is not None],
+        [100 * of.macro_f1 for of in last if of.macro_f1 is not None],
         changed_files(records),
     )
+
+
+Column = tuple[str, Callable[[Row], str]]
+"""Title, and the cell of a row."""
+
+
+def leading_columns(found: Sequence[Row], by: str) -> list[Column]:
+    """Return the text columns after a row's label: the predictor and, if rows differ in it, when they were scored."""
+    predictor: Column = ("by" if by else "primary predictor", lambda row: row.primary_predictor)
+    scored: Column = ("scored", lambda row: row.moment)
+    return [predictor, *([scored] if differing(found)[0] else [])]
+
+
+def result_columns(found: Sequence[Row]) -> list[Column]:
+    """Return the columns of accuracies and bytes that at least one row has.
+
+    Columns named after predictors are last-round accuracies.
+    """
+
+    def mean(title: str, values: Callable[[Row], Sequence[float]], *, always: bool = False) -> list[Column]:
+        shown = always or any(values(row) for row in found)
+        return [(title, lambda row: mean_cell(values(row)))] if shown else []
+
+    def last_of(name: str) -> Callable[[Row], Sequence[float]]:
+        return lambda row: row.others.get(name, [])
+
+    return [
+        *mean("last", lambda row: row.last, always=True),
+        *mean("best (on test data)", lambda row: row.best, always=True),
+        *mean("validation-chosen", lambda row: row.chosen),
+        *mean("at the other moment", lambda row: row.other),
+        *mean("std over clients", lambda row: row.spread, always=True),
+        *mean("worst decile", lambda row: row.worst, always=True),
+        *mean(BALANCED[0], lambda row: row.balanced),
+        *mean(BALANCED[1], lambda row: row.macro_f1),
+        *mean("new clients", lambda row: row.new),
+        *(column for name in PREDICTORS for column in mean(name, last_of(name))),
+        ("payload up", lambda row: kilobytes(row.up)),
+        ("payload down", lambda row: kilobytes(row.down)),
+        ("all bytes per round", lambda row: kilobytes(row.total)),
+    ]
+
+
+SECONDS: Column = ("s per round", lambda row: f"{row.seconds:.1f}")
+
+
+def sheet(
+    title: str, columns: Sequence[Column], found: Sequence[Row], notes: Sequence[str], text_columns: int
+) -> Sheet:
+    """Return the table with these columns, a line per row."""
+    cells = tuple(tuple(cell(row) for _, cell in columns) for row in found)
+    return Sheet(title, tuple(name for name, _ in columns), cells, tuple(notes), text_columns)
 
 
 def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
@@ -234,35 +304,10 @@ def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
         found: result of :func:`rows`.
         by: as for :func:`rows`.
     """
-    names = [name for name in PREDICTORS if any(name in row.others for row in found)]
-    chosen, new = any(row.chosen for row in found), any(row.new for row in found)
-    twice, counted = any(row.other for row in found), any(row.balanced for row in found)
-    moments, lengths = differing(found)
-    head = [
-        "run",
-        "by" if by else "primary predictor",
-        *(["scored"] if moments else []),
-        *(["rounds"] if lengths else []),
-    ]
-    head += ["last", "best (on test data)", *(["validation-chosen"] if chosen else [])]
-    head += ["at the other moment"] if twice else []
-    head += ["std over clients", "worst decile", *(BALANCED if counted else [])]
-    head += [*(["new clients"] if new else []), *names]
-    head += ["payload up", "payload down", "all bytes per round", "paper's scalars", "s per round"]
-    lines = []
-    for row in found:
-        cells = [row.label, row.primary_predictor, *([row.moment] if moments else [])]
-        cells += [row.rounds] if lengths else []
-        cells += [mean_cell(row.last), mean_cell(row.best)]
-        cells += [mean_cell(row.chosen)] if chosen else []
-        cells += [mean_cell(row.other)] if twice else []
-        cells += [mean_cell(row.spread), mean_cell(row.worst)]
-        cells += [mean_cell(row.balanced), mean_cell(row.macro_f1)] if counted else []
-        cells += [mean_cell(row.new)] if new else []
-        cells += [mean_cell(row.others.get(name, [])) for name in names]
-        cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total), paper_scalars(row.paper)]
-        lines.append((*cells, f"{row.seconds:.1f}"))
-    rounds = sorted({row.rounds for row in found}, key=lambda said: int(said.partition("–")[0]))
+    lead: list[Column] = [("run", lambda row: row.label), *leading_columns(found, by)]
+    lengths: list[Column] = [("rounds", lambda row: row.rounds)] if differing(found)[1] else []
+    paper: Column = ("paper's scalars", lambda row: paper_scalars(row.paper))
+    rounds = sorted({row.rounds for row in found}, key=lambda text: int(text.partition("–")[0]))
     note = f"Rounds: {', '.join(rounds)}. Seeds: {max((row.runs for row in found), default=0)}. "
     note += (
         "Columns named after predictors are last-round accuracies; payload is per round, the mean over all clients, "
@@ -270,7 +315,8 @@ def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
     )
     note += "± is the sample standard deviation over seeds."
     notes = (note, *unknown_lines(row.paper for row in found), *remarks(found))
-    return Sheet(titled(title, by), tuple(head), tuple(lines), notes, text_columns=3 if moments else 2)
+    columns = [*lead, *lengths, *result_columns(found), paper, SECONDS]
+    return sheet(titled(title, by), columns, found, notes, len(lead))
 
 
 def differing(found: Sequence[Row]) -> tuple[bool, bool]:
@@ -313,9 +359,9 @@ def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group], 
         groups: their runs.
         by: the predictor of all rows; empty means each run's primary predictor.
     """
-    sheet = table(title, found, by)
-    write_atomically(out / "table.md", sheet.markdown().encode())
-    write_atomically(out / "table.tex", sheet.latex().encode())
+    whole = table(title, found, by)
+    write_atomically(out / "table.md", whole.markdown().encode())
+    write_atomically(out / "table.tex", whole.latex().encode())
     lines = tuple(
         (row.label, *row.csv_cells(), row.csv_paper, f"{row.seconds:.2f}", *row.further()) for row in found
     )

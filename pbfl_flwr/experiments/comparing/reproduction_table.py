@@ -3,66 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.experiments.comparing import comparison_table
 from pbfl_flwr.experiments.comparing.compare import Planned, finished
+from pbfl_flwr.experiments.comparing.comparison_table import results_of
 from pbfl_flwr.experiments.comparing.reproduce import Reproduction, Scale, changes
-from pbfl_flwr.experiments.results import (
-    Record,
-    changed_files,
-    changed_lines,
-    coverage_lines,
-    honest,
-    partial_coverage,
-    scores,
-    span,
-    titled,
-    unscored_lines,
-)
+from pbfl_flwr.experiments.results import changed_lines, coverage_lines, titled, unscored_lines
 from pbfl_flwr.experiments.summaries import MOMENT_NOTE
 from pbfl_flwr.experiments.tables import Sheet, csv_mean_sd, mean_cell
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.util.atomic_files import write_atomically
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a block: the published values and the results of the finished runs, one value per seed, in %.
+@dataclass(frozen=True, kw_only=True)
+class Row(comparison_table.Row):
+    """One row of a block: the results of the finished runs, beside the published values.
 
     Attributes:
-        block, label: its column and row in the published table.
+        block: its column in the published table.
         published: see :data:`pbfl_flwr.experiments.comparing.reproduce.Cell`.
-        rule: the predictor that is compared.
-        best, best_spread: accuracy in the best round, and its standard deviation over clients.
-        last, last_spread: the same for the last round.
-        others: predictor -> last accuracies.
-        rounds: number of rounds, or a range.
-        seconds: per round.
-        coverage: predictor -> number of clients that its accuracies cover, see :func:`.partial_coverage`.
-        moment: when clients were scored, before or after their training.
-        clients: number of participating clients that are not malicious.
-        mixed: how the runs' files differ, see :func:`.changed_files`; empty if they do not.
     """
 
     block: str
-    label: str
     published: list[float]
-    rule: str
-    best: list[float]
-    best_spread: list[float]
-    last: list[float]
-    last_spread: list[float]
-    others: Mapping[str, list[float]]
-    rounds: str
-    seconds: float
-    coverage: Mapping[str, str] = field(default_factory=dict)
-    moment: str = ""
-    clients: int = 0
-    mixed: str = ""
 
     def compared(self, paper: Reproduction) -> list[float]:
         """Return the values to compare with the paper's: of the best or the last round."""
@@ -87,42 +54,9 @@ def rows(paper: Reproduction, planned: Mapping[str, Sequence[Planned]], by: str 
         for label in dict.fromkeys(run.label for run in runs):
             done = [RunDirectory(run.directory) for run in runs if run.label == label and finished(run)]
             if done:
-                found.append(_row(paper, name, label, done, by))
+                row = results_of(label, done, by, paper.accuracy)
+                found.append(Row(**vars(row), block=name, published=paper.blocks[name].published[label]))
     return found
-
-
-def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirectory], by: str) -> Row:
-    records = [Record.load(run.path, by=by) for run in runs]
-    all_scores = [scores(record.rounds, by=paper.accuracy) for record in records]
-    about, rule = records[0].about, records[0].predictor
-
-    def column(which: Literal["best", "last"], statistic: str, name: str = rule) -> list[float]:
-        points = [getattr(by_name[name], which) for by_name in all_scores if name in by_name]
-        return [100 * getattr(accuracy, statistic) for _, accuracy in points]
-
-    return Row(
-        block,
-        label,
-        paper.blocks[block].published[label],
-        rule,
-        column("best", paper.accuracy),
-        column("best", "std"),
-        column("last", paper.accuracy),
-        column("last", "std"),
-        {
-            name: column("last", paper.accuracy, name)
-            for name in PREDICTORS
-            if any(name in by_name for by_name in all_scores)
-        },
-        span(len(record.rounds) for record in records),
-        fmean(entry.seconds.total for record in records for entry in record.rounds),
-        partial_coverage(
-            (record.about, by_name) for record, by_name in zip(records, all_scores, strict=True)
-        ),
-        about.moment,
-        len(honest(about)),
-        changed_files(records),
-    )
 
 
 def markdown(
@@ -181,9 +115,9 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
     lines = []
     for row in found:
         gap = row.difference(paper)
-        cells = [row.label, row.rule, *([row.moment] if moments else [])]
+        cells = [row.label, row.primary_predictor, *([row.moment] if moments else [])]
         cells += [" ± ".join(f"{value:.2f}" for value in row.published) or "-"]
-        cells += [_cell(row.best, row.best_spread, paper), _cell(row.last, row.last_spread, paper)]
+        cells += [_cell(row.best, row.best_spread, paper), _cell(row.last, row.spread, paper)]
         cells += [
             "-" if gap is None else f"{gap:+.2f}",
             *(mean_cell(row.others.get(name, [])) for name in names),
@@ -194,7 +128,7 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
     notes = [f"Columns named after predictors are last-round accuracies{over_seeds}."] if found else []
     notes += [MOMENT_NOTE] if moments else []
     notes += changed_lines((row.label, row.mixed) for row in found)
-    notes += unscored_lines((row.label, row.rule) for row in found if not row.last)
+    notes += unscored_lines((row.label, row.primary_predictor) for row in found if not row.last)
     notes += coverage_lines([(row.label, row.coverage) for row in found])
     done = {row.label for row in found}
     if to_do := [label for label in dict.fromkeys(run.label for run in runs) if label not in done]:
@@ -226,7 +160,7 @@ def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> No
         printed = ([f"{value:.2f}" for value in row.published] + ["", ""])[:2]
         values = [
             *_mean_and_spread(paper, row.best, row.best_spread),
-            *_mean_and_spread(paper, row.last, row.last_spread),
+            *_mean_and_spread(paper, row.last, row.spread),
         ]
         rest = [
             "" if gap is None else f"{gap:.4f}",
@@ -234,10 +168,12 @@ def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> No
             str(len(row.best)),
             f"{row.seconds:.2f}",
         ]
-        clients = row.coverage.get(row.rule, str(row.clients) if row.last else "")
+        clients = row.coverage.get(row.primary_predictor, str(row.clients) if row.last else "")
         rest += [csv_mean_sd(row.best)[1], csv_mean_sd(row.last)[1]]
         rest += [cell for name in PREDICTORS for cell in csv_mean_sd(row.others.get(name, []))]
-        lines.append((row.block, row.label, row.rule, row.moment, clients, *printed, *values, *rest))
+        lines.append(
+            (row.block, row.label, row.primary_predictor, row.moment, clients, *printed, *values, *rest)
+        )
     sheet = Sheet(paper.title, (*head.split(), *predictors), tuple(lines))
     write_atomically(out / "table.csv", sheet.csv().encode())
 

@@ -14,14 +14,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pbfl_flwr.config import CHANGEABLE, PREDICTORS, Scalar
+from pbfl_flwr.config import CHANGEABLE, Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.comparing.compare import Planned, duplicates, finished, plan
-from pbfl_flwr.experiments.comparing.comparison_table import BALANCED, FURTHER, PLAIN, Row, differing, remarks
-from pbfl_flwr.experiments.console import kilobytes
+from pbfl_flwr.experiments.comparing.comparison_table import (
+    FURTHER,
+    PLAIN,
+    SECONDS,
+    Column,
+    Row,
+    leading_columns,
+    remarks,
+    result_columns,
+    sheet,
+)
 from pbfl_flwr.experiments.results import titled
 from pbfl_flwr.experiments.running import configuration
-from pbfl_flwr.experiments.tables import Sheet, mean_cell
+from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.util.atomic_files import write_atomically
 
 Values = dict[str, list[Scalar]]
@@ -147,49 +156,30 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
         title: of the table.
         by: the predictor of all rows; empty means each run's primary predictor.
     """
-    names = [name for name in PREDICTORS if any(name in row.others for row in found)]
-    chosen, twice = any(row.chosen for row in found), any(row.other for row in found)
-    new, counted = any(row.new for row in found), any(row.balanced for row in found)
-    moments, _ = differing(found)
-    head = [
-        *sweep.swept,
-        "by" if by else "primary predictor",
-        *(["scored"] if moments else []),
-        "last",
-        "best (on test data)",
-    ]
-    head += [*(["validation-chosen"] if chosen else []), *(["at the other moment"] if twice else [])]
-    head += ["std over clients", "worst decile", *(BALANCED if counted else [])]
-    head += [*(["new clients"] if new else []), *names]
-    head += ["payload up", "payload down", "all bytes per round", "rounds", "seeds", "s per round"]
-    lines = []
-    for row in found:
-        cells = [*(_text(value) for value in sweep.values[row.label]), row.primary_predictor]
-        cells += [row.moment] if moments else []
-        cells += [mean_cell(row.last), mean_cell(row.best), *([mean_cell(row.chosen)] if chosen else [])]
-        cells += [mean_cell(row.other)] if twice else []
-        cells += [mean_cell(row.spread), mean_cell(row.worst)]
-        cells += [mean_cell(row.balanced), mean_cell(row.macro_f1)] if counted else []
-        cells += [mean_cell(row.new)] if new else []
-        cells += [mean_cell(row.others.get(name, [])) for name in names]
-        cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total)]
-        lines.append((*cells, row.rounds, str(row.seeds), f"{row.seconds:.1f}"))
+    lead = [_value_column(sweep, key) for key in sweep.swept] + leading_columns(found, by)
+    rounds: Column = ("rounds", lambda row: row.rounds)
+    seeds: Column = ("seeds", lambda row: str(row.seeds))
     missing = sum(not finished(run) for run in planned)
     notes = [f"{missing} of {len(planned)} runs are not finished."] if missing else []
     notes += remarks(found)
-    words = len(sweep.swept) + 1 + moments
-    return Sheet(titled(title, by), tuple(head), tuple(lines), tuple(notes), text_columns=words)
+    columns = [*lead, *result_columns(found), rounds, seeds, SECONDS]
+    return sheet(titled(title, by), columns, found, notes, len(lead))
 
 
-def write(out: Path, sweep: Sweep, found: Sequence[Row], sheet: Sheet) -> None:
+def _value_column(sweep: Sweep, key: str) -> Column:
+    position = list(sweep.swept).index(key)
+    return key, lambda row: _text(sweep.values[row.label][position])
+
+
+def write(out: Path, sweep: Sweep, found: Sequence[Row], whole: Sheet) -> None:
     """Write table.md, table.tex and table.csv (plain numbers)."""
-    write_atomically(out / "table.md", sheet.markdown().encode())
-    write_atomically(out / "table.tex", sheet.latex().encode())
+    write_atomically(out / "table.md", whole.markdown().encode())
+    write_atomically(out / "table.tex", whole.latex().encode())
     lines = []
     for row in found:
         values = (*map(_text, sweep.values[row.label]), *row.csv_cells(), f"{row.seconds:.2f}")
         lines.append((*values, row.csv_paper, *row.further()))
-    plain = Sheet(sheet.title, (*sweep.swept, *PLAIN, "seconds", "paper", *FURTHER), tuple(lines))
+    plain = Sheet(whole.title, (*sweep.swept, *PLAIN, "seconds", "paper", *FURTHER), tuple(lines))
     write_atomically(out / "table.csv", plain.csv().encode())
 
 
