@@ -108,7 +108,7 @@ def same_results(run_dir: Path, expected: MethodStrategy) -> None:
     tensors, _ = load_tensors(run_dir / "checkpoint.safetensors")
     assert same_tensors(tensors, expected.state.to_tensors())
     for line, twin in zip(rounds_of(run_dir), expected.history, strict=True):
-        for key in ("round", "trained", "accuracy", "test_loss", "clients", "ages"):
+        for key in ("round", "trained", "accuracy", "test_loss", "client_metrics", "ages"):
             assert line[key] == twin.to_json().get(key), (line["round"], key)
 
 
