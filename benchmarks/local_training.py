@@ -3,9 +3,9 @@
     python benchmarks/local_training.py [--workers 2] [--rounds 3] [--only cnn4] [--out local_training.json]
     python benchmarks/local_training.py --device cuda [--workers 4]
 
-Both sides do a round of FedProto for every client: one epoch of SGD on cross-entropy plus the pull towards global
-prototypes, then a pass that collects the client's prototypes. The plain loop follows typical research code: one process
-with torch's default threads and memory layout, a DataLoader over (image, label) pairs, a fresh model for every
+Both sides do a round of FedProto for every client: one epoch of SGD on cross-entropy plus prototype
+regularisation, then a pass that collects the client's prototypes. The plain loop follows typical research code: one
+process with torch's default threads and memory layout, a DataLoader over (image, label) pairs, a fresh model for every
 client, prototypes handled sample by sample. Ours is the method's own ``local_update`` in worker processes of one
 thread each. The two sides alternate, so that other load affects both. Images are random: only time is measured.
 With ``--device cuda`` both sides train on the GPU, which our workers share; without a GPU nothing is measured.

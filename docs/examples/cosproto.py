@@ -30,7 +30,7 @@ from pbfl_flwr.training.loop import fit, forward
 class Config(Group):
     """What ``method-settings`` may say."""
 
-    weight: float = Field(1.0, ge=0, description="λ, weight of the pull towards the global prototypes")
+    weight: float = Field(1.0, ge=0, description="λ, weight of the prototype regularisation")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ from pbfl_flwr.training.loop import classification, fit
 class Config(Group):
     """What ``method-settings`` may say."""
 
-    alpha: float = Field(0.1, gt=0, description="α, how stiff the pull to the received weights is")
+    alpha: float = Field(
+        0.1, gt=0, description="α, weight of the regularisation towards the received weights"
+    )
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ METHODS: dict[str, Entry] = {
         "fedkd.method",
         own_keys=True,
     ),
-    "fedproto": Entry("averages class means (prototypes); features are pulled towards them", "fedproto"),
+    "fedproto": Entry("averages class means (prototypes); features are regularised towards them", "fedproto"),
     "fedtgp": Entry(
         "the server trains prototypes with an adaptive-margin contrastive loss", "fedtgp", own_keys=True
     ),

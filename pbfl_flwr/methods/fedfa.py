@@ -1,4 +1,4 @@
-"""FedFA: features are pulled towards anchors that all clients share, and the classifier is calibrated on them.
+"""FedFA: features are regularised towards anchors that all clients share, and the classifier is calibrated on them.
 
 Zhou et al., "FedFA: Federated Learning with Feature Anchors to Align Features and Classifiers for Heterogeneous Data",
 IEEE Transactions on Mobile Computing 2023.
@@ -11,7 +11,7 @@ Travels: all parameters and the K·d anchors, both ways, and n_i.
 Predicts: the logits of the global model, scored when it arrives.
 Differs from the paper: nothing known in the equations; weight decay and learning rate decay are the run's settings.
 Differs from the reference: a class's epoch mean is taken over the batches that hold the class; the code divides by all
-batches, which pulls anchors of rare classes towards zero (fedfa.anchor-mean="all-batches").
+batches, which moves anchors of rare classes towards zero (fedfa.anchor-mean="all-batches").
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Config(Group):
     """Settings ``fedfa.*``."""
 
     anchor_weight: float = Field(
-        0.1, ge=0, description="λ, weight of the pull of features towards the anchors"
+        0.1, ge=0, description="λ, weight of the regularisation of features towards the anchors"
     )
     anchor_momentum: float = Field(
         0.5, ge=0, le=1, description="share of the old anchor when it is updated after an epoch"
@@ -66,7 +66,7 @@ def initial_anchors(num_classes: int, feature_dim: int, seed: int) -> Tensor:
     return F.normalize(torch.randn(num_classes, feature_dim, generator=random), dim=1)
 
 
-def anchor_pull(features: Tensor, labels: Tensor, anchors: Tensor) -> Tensor:
+def anchor_loss(features: Tensor, labels: Tensor, anchors: Tensor) -> Tensor:
     """Return (1/K)·Σ_b ‖z_b - A_{y_b}‖²/n_{y_b}, n_j the samples of class j in the batch."""
     # torch.bincount would wait for a GPU.
     counts = labels.new_zeros(len(anchors)).index_add_(0, labels, torch.ones_like(labels))
@@ -134,7 +134,7 @@ class FedFA(SharedWeights):
         return (*self.up.reveals, Reveal("class means of features", moved))
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
-        """Train with pull and calibration; send weights and moved anchors."""
+        """Train with anchor loss and calibration; send weights and moved anchors."""
         self.install(client, down)
         config, model = self.config, client.model
         anchors = down.tensors[ANCHORS].to(client.device)  # A, fixed in this round
@@ -146,8 +146,8 @@ class FedFA(SharedWeights):
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
             features, logits = forward(model, inputs)
             running.add(features.detach(), labels)
-            pull = config.anchor_weight * anchor_pull(features, labels, anchors)
-            return {"ce": nn.functional.cross_entropy(logits, labels), "anchors": pull}
+            anchor_term = config.anchor_weight * anchor_loss(features, labels, anchors)
+            return {"ce": nn.functional.cross_entropy(logits, labels), "anchors": anchor_term}
 
         def calibrate() -> None:
             if config.calibration_rate:

@@ -1,4 +1,4 @@
-"""FedProto: class means are averaged, features are pulled towards them.
+"""FedProto: class means are averaged, features are regularised towards them.
 
 Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022.
 
@@ -8,7 +8,7 @@ Travels: up K_i·d, down K·d numbers a client; no weights, no counts (rule "mea
 Predicts: the class of the nearest global prototype; logits and nearest local prototype are scored as well.
 Differs from the paper: the printed server equation weights by n_ij and divides by |N_j| as well, which shrinks
 prototypes |N_j| times (aggregation="weighted-shrunk"; "weighted" is the true weighted mean); every released code
-averages uniformly, so that is the default. The printed pull is a norm between class means with λ = 1
+averages uniformly, so that is the default. The printed regularisation is a norm between class means with λ = 1
 (regularizer-form="l2"); every released code uses the mean square over the batch with λ = 10, so that is the default.
 Differs from the reference: prototypes are collected after local training, as in the paper's equation;
 collect="trajectory" averages the features computed during training, as HtFLlib and PFLlib do. FedProto's own code

@@ -9,9 +9,9 @@ margin δ = min(max_j min_k |Q_j - Q_k|, τ) is computed each round from the cla
 Travels: up K_i·d, down K·d numbers a client.
 Predicts: the class of the nearest trained prototype.
 Differs from the paper: its printed margin (equation 9) is the largest distance of any two Q (fedtgp.margin =
-"farthest"), the released code's the largest nearest-neighbour gap. The printed pull is a norm between class means with
-λ = 0.1 (regularizer-form="l2"), the code's the mean square over the batch with λ = 10, as in FedProto.
-Differs from the reference: classes that nobody ever sent are excluded from prediction and pull
+"farthest"), the released code's the largest nearest-neighbour gap. The printed regularisation is a norm between class
+means with λ = 0.1 (regularizer-form="l2"), the code's the mean square over the batch with λ = 10, as in FedProto.
+Differs from the reference: classes that nobody ever sent are excluded from prediction and regularisation
 (fedtgp.absent="keep" is the reference); the square root of a distance is clamped, where the reference can give NaN.
 HtFLlib collects prototypes with the network as stored before the round's training: collect="before", which
 protocol "htfl" sets; otherwise the trained network is used, as in the paper.
@@ -53,7 +53,7 @@ class Config(Group):
     absent: Literal["exclude", "keep"] = Field(
         "exclude",
         description="classes that no client has ever sent: keep their prototype, or exclude it from prediction "
-        "and pull",
+        "and regularisation",
     )
 
 

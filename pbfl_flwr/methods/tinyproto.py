@@ -3,7 +3,7 @@
 Lee and Choi, "Communication-Efficient Heterogeneous Federated Learning with Sparse Prototypes in
 Resource-Constrained Environments" (TinyProto), AAAI 2026.
 
-Round: as the base method, with two stages. CPS gives every class a mask of s out of d dimensions; the pull
+Round: as the base method, with two stages. CPS gives every class a mask of s out of d dimensions; regularisation
 works on all d (zeros outside the mask), so that features become structurally sparse, and only the s masked numbers
 travel. APS sends n_ij·c̄_ij; the server sums, and the client uses μ·Σ_i n_ij·c̄_ij.
 Travels: up K_i·s, down K·s numbers a client; the masks follow from a seed.
@@ -12,7 +12,7 @@ Differs from the paper: the printed server equation divides by |N_j|, but then n
 features' size; the released code's sum does, and is the default (aggregation="aps-mean" is the printed form). μ is
 aps-scale; "auto" is 0.9·K/n, which the paper's CIFAR values equal. λ = 10 with the mean square, as in the released
 code, not the text's 1 with a norm. How -FT scales uploads, by μ·|N_j|, is inferred: its text and code were unavailable.
-Differs from the reference: the released code never applies its pull when sparsification is on and returns after the
+Differs from the reference: the released code never regularises when sparsification is on and returns after the
 first class; both are taken for bugs. Its masks are blocks of d/K dimensions, which gives fewer than s ones where K
 does not divide d (cps-scheme="block"); here masks are allocated by dimension with exactly s ones.
 """

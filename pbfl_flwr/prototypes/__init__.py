@@ -2,7 +2,7 @@
 
     client   class sums, counts -> [scale] -> [mask: compress]                ~~wire~~>
     server   aggregate (mean | weighted | PPA | APS | trained | robust) -> [align] ~~wire~~>
-    client   [mask: expand] -> [upscale] -> pull (next round's loss) and nearest (prediction)
+    client   [mask: expand] -> [upscale] -> regularise (next round's loss), nearest (prediction)
 
 Every stage takes and returns tensors or :class:`~pbfl_flwr.payloads.Prototypes`, has no state between calls
 and gives the same result for the same input. An absent class is a zero row with ``present`` False, never NaN.

@@ -2,11 +2,11 @@
 
 ::
 
-    client   fit (cross-entropy + λ·pull) -> class sums, counts -> means c̄_ij
+    client   fit (cross-entropy + λ·regularisation) -> class sums, counts -> means c̄_ij
              -> [hold back] -> [scale by n_ij] -> [mask: compress to s] -> [clip, noise]  ~~Prototypes~~>
     server   [bound norms] -> combine (mean | weighted | PPA | APS | median | trimmed mean) -> [keep stale]
              -> [train: FedTGP] -> [align: PA] -> [mask: compress to s]                   ~~Prototypes~~>
-    client   [mask: expand to d] -> [scale: γ of PU, μ of APS] -> pull (next loss), nearest (prediction)
+    client   [mask: expand to d] -> [scale: γ of PU, μ of APS] -> regularise (next loss), nearest
 
 Whether stages fit together is checked when the pipeline is built. The server's stages after ``combine`` work in d
 dimensions (zeros outside the mask), so that PA and FedTGP are the same with and without sparsification; values that
@@ -130,7 +130,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     # Client -----------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, down: Prototypes) -> Update[Prototypes]:
-        """Train with the pull towards the global prototypes, then send the local ones."""
+        """Train with prototype regularisation, then send the local ones."""
         stages = self.stages
         targets = self._targets(client, down)  # (K, d)
         known, present = down.num_present > 0, down.present.to(client.device)
@@ -187,7 +187,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         return found
 
     def _targets(self, client: Client, down: Prototypes) -> Tensor:
-        """Return global prototypes in d dimensions, scaled for the pull: γ·c_j (PU), μ·c_j (APS) or c_j."""
+        """Return global prototypes in d dimensions, scaled for the regularisation: γ·c_j (PU), μ·c_j (APS) or c_j."""
         values = self.dense(down, client.task).values
         factor = self.stages.upscale
         summed = self.stages.aggregation in APS_RULES and self.server_training is None

@@ -1,6 +1,6 @@
-"""The pull towards global prototypes, which is added to a client's cross-entropy, and FedCPD's contrastive loss.
+"""Prototype regularisation, which is added to a client's cross-entropy, and FedCPD's contrastive loss.
 
-Gradients flow only into the features. A class without a prototype has no pull and never gives NaN.
+Gradients flow only into the features. A class without a prototype adds nothing and never gives NaN.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def prototype_regularizer(
         class_weights: (K,) β_ij of CPKD, or None.
         per_class: average within a class first.
         masks: (K, d) bool; count only the errors inside the class's mask (CPS paper with CPKD). None counts
-            all d, so that outside the mask features are pulled to the zeros of the expanded prototype
+            all d, so that outside the mask features move to the zeros of the expanded prototype
             (published code). The denominators are B·d in both cases.
 
     Returns:
@@ -103,7 +103,7 @@ def contrast(
     """Return FedCPD's L_pcl = mean_b -log(e^{s(z_b,P_y)/τ} / Σ_{c available} e^{s(z_b,P_c)/τ}), s the cosine.
 
     A class without a prototype is not in the denominator; its samples contribute 0 to the mean, as in
-    :func:`alignment_pull`. With one available class the loss is 0; with none it is a 0 attached to the graph. Norms are
+    :func:`alignment_loss`. With one available class the loss is 0; with none it is a 0 attached to the graph. Norms are
     clamped at 1e-8. Shapes do not depend on ``present``, so that a GPU is not waited for and a step can be recorded.
 
     Args:
@@ -127,10 +127,10 @@ def contrast(
     return F.cross_entropy(scores, targets, ignore_index=ABSENT, reduction="sum") / len(labels)
 
 
-def alignment_pull(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:
+def alignment_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:
     """Return FedCPD's L_align = mean_b ‖z_b - P_{y_b}‖₂², summed over dimensions.
 
-    A class without a prototype has no pull; see :func:`prototype_regularizer`.
+    A class without a prototype adds nothing; see :func:`prototype_regularizer`.
 
     Args:
         features: (B, d) z, attached to the graph.

@@ -53,7 +53,8 @@ class ServerTraining:
         batch_size, learning_rate, momentum: of the server's SGD.
         margin_cap: τ, upper bound of the adaptive margin.
         margin: which two classes define it; see :func:`adaptive_margin`.
-        absent: whether a class that nobody ever sent is part of prediction and pull ("keep") or not ("exclude").
+        absent: whether a class that nobody ever sent is part of prediction and regularisation ("keep") or not
+            ("exclude").
     """
 
     epochs: int = 100

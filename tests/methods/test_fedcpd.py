@@ -10,7 +10,7 @@ from pbfl_flwr.method import Round
 from pbfl_flwr.methods.fedcpd.attention import MapDistillation, MapMemory, convolutional
 from pbfl_flwr.models.build import head_names
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes, part_of
-from pbfl_flwr.prototypes.regularizer import alignment_pull, contrast
+from pbfl_flwr.prototypes.regularizer import alignment_loss, contrast
 from pbfl_flwr.runs.client_store import ClientState, ClientStore
 from pbfl_flwr.task import Task
 
@@ -125,7 +125,7 @@ def test_no_term_but_cross_entropy_reaches_the_head(make_client):
     P, present = torch.randn(4, 6), torch.ones(4, dtype=torch.bool)
     distillation = MapDistillation([32, 64], width=4)
     teacher = MapMemory(client.model.stages, client.model.stages.state_dict(), distillation.attention)
-    loss = alignment_pull(z, labels, P, present) + contrast(z, labels, P, present, 0.5)
+    loss = alignment_loss(z, labels, P, present) + contrast(z, labels, P, present, 0.5)
     (loss + distillation(maps, *teacher(inputs))).backward()
     assert client.model.head.weight.grad is None
     assert client.model.stages[0][0].weight.grad is not None

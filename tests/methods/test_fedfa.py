@@ -4,7 +4,7 @@ from torch.nn import functional as F
 
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods.averaging import load_parameters
-from pbfl_flwr.methods.fedfa import RunningAnchors, anchor_pull, initial_anchors
+from pbfl_flwr.methods.fedfa import RunningAnchors, anchor_loss, initial_anchors
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import batches, take
@@ -19,19 +19,19 @@ def test_anchors_at_the_start():
     torch.testing.assert_close(initial_anchors(9, 4, seed=0).norm(dim=1), torch.ones(9))  # K > d
 
 
-def test_pull_by_hand():
+def test_anchor_loss_by_hand():
     # Class 0 twice at distances² 1 and 9, class 2 once at 4, K = 3: ((1 + 9)/2 + 4)/3 = 3
     features = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 2.0]])
     anchors = torch.tensor([[0.0, 0.0], [9.0, 9.0], [2.0, 0.0]])
-    assert float(anchor_pull(features, torch.tensor([0, 0, 2]), anchors)) == 3.0
+    assert float(anchor_loss(features, torch.tensor([0, 0, 2]), anchors)) == 3.0
 
 
-def test_no_gpu_is_waited_for_in_a_pull():
+def test_anchor_loss_does_not_wait_for_a_gpu():
     with card():
         features, labels = torch.ones(3, 2).to(CUDA), torch.tensor([0, 0, 2]).to(CUDA)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            anchor_pull(features, labels, features)
+            anchor_loss(features, labels, features)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -51,7 +51,7 @@ def test_running_anchors_by_hand(biased, expected):
 
 
 def test_a_step_by_hand(make_method, make_client, task):
-    # One batch of all samples: an SGD step on CE + λ·pull, then an Adam step of the head on the anchors.
+    # One batch of all samples: an SGD step on CE + λ·anchor loss, then an Adam step of the head on the anchors.
     method = make_method("fedfa", models="cnn4", own={"anchor_weight": 0.4, "calibration_rate": 0.01})
     state = method.init(task, 3)
     client = make_client(architecture="cnn4", batch_size=8, batch_order="fixed", learning_rate=0.1)
@@ -59,7 +59,7 @@ def test_a_step_by_hand(make_method, make_client, task):
     method.install(twin, state)
     A, inputs, labels = state.tensors["anchors"], twin.data.train.inputs, twin.data.train.labels
     z = twin.model.features(inputs)
-    (F.cross_entropy(twin.model.head(z), labels) + 0.4 * anchor_pull(z, labels, A)).backward()
+    (F.cross_entropy(twin.model.head(z), labels) + 0.4 * anchor_loss(z, labels, A)).backward()
     with torch.no_grad():
         for parameter in twin.model.parameters():
             parameter -= 0.1 * parameter.grad
@@ -132,7 +132,7 @@ def test_server_averages_anchors_with_the_weights(make_method, task):
     assert torch.equal(after.tensors["anchors"], torch.full((4, 6), 4.0))  # (1·1 + 3·5)/4, absent classes too
 
 
-def test_without_pull_and_calibration_it_is_fedavg(make_method, make_client, task):
+def test_without_anchor_loss_and_calibration_it_is_fedavg(make_method, make_client, task):
     off = make_method("fedfa", models="cnn4", own={"anchor_weight": 0.0, "calibration_rate": 0.0})
     plain = make_method("fedavg", models="cnn4")
     one, other = (

@@ -221,10 +221,10 @@ def test_matrices_that_as_coded_loses_are_said(make_method, make_client, task):
     assert (after.zeroed, after.update.factors) == (matrices, {})
     assert method.report(after)["zeroed-tensors"] == len(matrices)
     assert method.round_warnings(state) == []
-    (note,) = method.notes(after)
+    (note,) = method.round_warnings(after)
     assert f"{len(matrices)} matrices of the mentee became zero" in note
     assert matrices[0] in note
-    assert method.notes(MenteeState.from_tensors(after.to_tensors(), task)) == [note]
+    assert method.round_warnings(MenteeState.from_tensors(after.to_tensors(), task)) == [note]
 
 
 def test_lost_matrices_cross_the_wire_as_int8(make_method, make_client, task):
@@ -297,7 +297,7 @@ def test_up_to_three_lost_matrices_are_named(make_method, task, lost):
     tensors = dict(method.init(task, 0).weights.tensors)
     names = [name for name, tensor in tensors.items() if tensor.dim() > 1][:lost]
     tensors |= {name: torch.zeros_like(tensors[name]) for name in [*names, "head.bias"]}  # a bias may be zero
-    (note,) = method.notes(MenteeState(Weights(tensors), LowRank(tensors), 1))
+    (note,) = method.round_warnings(MenteeState(Weights(tensors), LowRank(tensors), 1))
     assert f"{lost} matrices of the mentee became zero" in note
     assert f"({', '.join(names[:3])}{', ...' if lost == 4 else ''});" in note
 

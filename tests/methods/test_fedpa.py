@@ -143,7 +143,7 @@ def test_clients_ask_the_generator_by_its_running_statistics(make_method, make_c
     assert not torch.allclose(by_batch()[0], expected)
 
 
-def test_first_round_is_cross_entropy_then_generator_and_pull_join(make_method, make_client, task):
+def test_first_round_is_cross_entropy_then_generator_and_regularisation_join(make_method, make_client, task):
     method = make_method("fedpa", own=SMALL)
     architecture = {"architecture": "cnn4"}
     method = replace(method, architecture="cnn4")
@@ -164,7 +164,7 @@ def test_first_round_is_cross_entropy_then_generator_and_pull_join(make_method, 
     assert set(second.metrics) == {"loss.ce", "loss.generated", "loss.regularizer"}
 
 
-def test_a_single_prototype_pulls(make_method, make_client, task):
+def test_a_single_prototype_regularises(make_method, make_client, task):
     method = replace(make_method("fedpa", own=SMALL), architecture="cnn4")
     for held, terms in (([0, 0, 0, 0], {"loss.ce"}), ([0, 1, 0, 0], {"loss.ce", "loss.regularizer"})):
         table = Prototypes(torch.ones(4, 6) * torch.tensor(held)[:, None], torch.tensor(held).bool())

@@ -25,7 +25,12 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
         "wire-dtype": "int8",
         "dense-uploads": True,
     },
-    "class-pull": {"cps-dim": 8, "aggregation": "aps-sum", "cpkd": "class", "cps-regularizer": "masked"},
+    "class-regularizer": {
+        "cps-dim": 8,
+        "aggregation": "aps-sum",
+        "cpkd": "class",
+        "cps-regularizer": "masked",
+    },
     "norm": {"regularizer-form": "l2", "collect": "trajectory", "aggregation": "weighted"},
     "last-epoch": {"collect": "last-epoch", "local-epochs": 2},
     "before": {"collect": "before", "evaluate-moment": "before", "protocol": "pfl"},

@@ -86,9 +86,9 @@ def literal(
                 x, y = data.inputs[start : start + 4], data.labels[start : start + 4]
                 z = network.features(x)
                 loss = F.cross_entropy(network.head(z), y)
-                pulled_to = {j: gamma * c for j, c in targets.items()}
-                pull = regulariser(z, y, pulled_to, n / n.max(), form, weighing, m, inside)
-                stepped(list(network.parameters()), loss + lam * pull)
+                regularised_to = {j: gamma * c for j, c in targets.items()}
+                distance = regulariser(z, y, regularised_to, n / n.max(), form, weighing, m, inside)
+                stepped(list(network.parameters()), loss + lam * distance)
             with torch.no_grad():
                 z = network.features(data.inputs)
             local[i] = {j: (int(n[j]), m[j] * z[data.labels == j].mean(0)) for j in range(K) if n[j]}

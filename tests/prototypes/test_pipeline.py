@@ -284,9 +284,9 @@ def one(label: int, n: int, total: int | None, mean: float = 1.0) -> Prototypes:
     return Prototypes(values, present, None, total)
 
 
-def test_a_single_prototype_pulls_and_none_does_not() -> None:
-    for down, pulls in ((Prototypes.empty(4, 8), False), (one(1, 1, None), True)):
-        assert ("loss.regularizer" in method().local_update(client(), down).metrics) == pulls
+def test_a_single_prototype_regularises_and_none_does_not() -> None:
+    for down, regularised in ((Prototypes.empty(4, 8), False), (one(1, 1, None), True)):
+        assert ("loss.regularizer" in method().local_update(client(), down).metrics) == regularised
 
 
 @pytest.mark.parametrize("form", ["aps-sum", "aps-mean"])

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.prototypes.regularizer import (
-    alignment_pull,
+    alignment_loss,
     contrast,
     proportional_weights,
     prototype_regularizer,
@@ -38,7 +38,7 @@ def features():
         ("l2", True, BETA, math.hypot(1, 2) + 0.5 * 2),
     ],
 )
-def test_pull_by_hand(form, per_class, weights, expected):
+def test_regularizer_by_hand(form, per_class, weights, expected):
     z = features()
     value = prototype_regularizer(
         z, LABELS, PROTOTYPES, PRESENT, form=form, per_class=per_class, class_weights=weights
@@ -65,7 +65,7 @@ def test_masks_choose_the_domain():
     inside = prototype_regularizer(z, LABELS, PROTOTYPES, PRESENT, masks=masks)
     assert float(inside.detach()) == pytest.approx((9 + 1 + 4) / (4 * 2))
     (gradient,) = torch.autograd.grad(inside, z)
-    assert gradient[0, 1] == 0  # outside the mask nothing pulls
+    assert gradient[0, 1] == 0  # no gradient outside the mask
     expanded = PROTOTYPES * masks
     everywhere = prototype_regularizer(z, LABELS, expanded, PRESENT)
     assert float(everywhere.detach()) == pytest.approx((9 + 16 + 1 + 0 + 0 + 4) / (4 * 2))
@@ -104,7 +104,7 @@ def test_no_nan_whatever_is_absent(seed, form, per_class, on_the_prototype):
             class_weights=proportional_weights(counts),
         ),
         contrast(z, labels, prototypes, present, 0.1),
-        alignment_pull(z, labels, prototypes, present),
+        alignment_loss(z, labels, prototypes, present),
     ):
         assert torch.isfinite(value)
         (gradient,) = torch.autograd.grad(value, z)
@@ -118,7 +118,7 @@ def test_no_prototype_at_all_is_a_zero_with_a_graph():
         lambda z: prototype_regularizer(z, LABELS, PROTOTYPES, nobody),
         lambda z: prototype_regularizer(z, LABELS, PROTOTYPES, nobody, form="l2", per_class=True),
         lambda z: contrast(z, LABELS, PROTOTYPES, nobody, 0.5),
-        lambda z: alignment_pull(z, LABELS, PROTOTYPES, nobody),
+        lambda z: alignment_loss(z, LABELS, PROTOTYPES, nobody),
     ):
         z = features()
         value = loss(z)
@@ -157,8 +157,8 @@ def test_contrast_with_one_class_is_zero_and_zero_norms_are_harmless():
     assert torch.isfinite(torch.autograd.grad(value, zero)[0]).all()
 
 
-def test_alignment_pull_sums_over_dimensions():
-    value = alignment_pull(features(), LABELS, PROTOTYPES, PRESENT)
+def test_alignment_loss_sums_over_dimensions():
+    value = alignment_loss(features(), LABELS, PROTOTYPES, PRESENT)
     assert float(value.detach()) == pytest.approx((25 + 1 + 4 + 0) / 4)
 
 

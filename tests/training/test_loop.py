@@ -263,11 +263,11 @@ def test_batches_are_normalised_and_laid_out(layout: str, monkeypatch: pytest.Mo
 
 def test_what_a_report_says() -> None:
     one = FitReport(
-        3, 12, {"ce": 0.5, "pull": 1.0}, {"momentum.a": torch.ones(1), "momentum.b": torch.ones(1)}
+        3, 12, {"ce": 0.5, "regularizer": 1.0}, {"momentum.a": torch.ones(1), "momentum.b": torch.ones(1)}
     )
     two = FitReport(1, 1, {"ce": 0.25}, {"momentum.b": torch.zeros(1)})
     both = one.then(two)
-    assert (both.steps, both.samples, both.losses) == (4, 13, {"ce": 0.25, "pull": 1.0})
+    assert (both.steps, both.samples, both.losses) == (4, 13, {"ce": 0.25, "regularizer": 1.0})
     assert {name: t.item() for name, t in both.optimizer.items()} == {"momentum.a": 1, "momentum.b": 0}
     assert two.metrics() == {"loss.ce": 0.25}
     assert FitReport(0, 0, {}, {}).metrics() == {"idle": 1.0}
@@ -558,10 +558,10 @@ def test_what_a_network_caches_while_it_is_scored_serves_training() -> None:
     assert fit(who, classification(who.model)).steps == 2
 
 
-# The pull ---------------------------------------------------------------------------------------------------
+# Prototype regularisation ---------------------------------------------------------------------------------
 
 
-def pulled(down: Prototypes, weight: float) -> tuple[dict[str, float], dict[str, Tensor]]:
+def regularised(down: Prototypes, weight: float) -> tuple[dict[str, float], dict[str, Tensor]]:
     task = Task(3, 8, (1, 16, 16))
     g = torch.Generator().manual_seed(0)
     shard = Shard(torch.randn(4, 1, 16, 16, generator=g), torch.tensor([0, 1, 1, 2]))
@@ -576,13 +576,13 @@ def pulled(down: Prototypes, weight: float) -> tuple[dict[str, float], dict[str,
     return dict(update.metrics), {name: p.detach() for name, p in model.named_parameters()}
 
 
-def test_the_pull_moves_the_extractor_from_the_first_broadcast_on() -> None:
+def test_the_regularisation_moves_the_extractor_from_the_first_broadcast_on() -> None:
     """One step of SGD: the body's step contains λ's gradient, the head's does not."""
     nobody = Prototypes.empty(3, 8)
     everybody = Prototypes(torch.ones(3, 8), torch.ones(3, dtype=torch.bool))
-    first, _ = pulled(nobody, 10.0)
+    first, _ = regularised(nobody, 10.0)
     assert {name for name in first if name.startswith("loss.")} == {"loss.ce"}
-    found = {weight: pulled(everybody, weight) for weight in (0.0, 1.0, 10.0)}
+    found = {weight: regularised(everybody, weight) for weight in (0.0, 1.0, 10.0)}
     assert found[0.0][0]["loss.regularizer"] == 0
     assert found[1.0][0]["loss.regularizer"] > 0
     assert found[10.0][0]["loss.regularizer"] == pytest.approx(

@@ -9,7 +9,7 @@ fused across layers, with those of its own body at the end of its last participa
 the server averages both, θ <- Σ_i (n_i/Σn)·θ_i and P_j <- the mean over the holders of class j.
 Travels: body and K_i·d numbers up, body and K·d numbers down. Head, attention, fusion and the earlier body stay.
 Predicts: the logits of the received body under the client's own head, scored before local training.
-Differs from the paper: what it leaves open is a setting. Weights α = 0.02 (10/d of its CNN, FedProto's tuned pull),
+Differs from the paper: what it leaves open is a setting. Weights α = 0.02 (10/d of its CNN, FedProto's tuned λ),
 β = γ = 1 and τ = 0.5; L_fd is the mean over a map's elements, summed over layers (Algorithm 1 overwrites it layer by
 layer) that have spatial maps. The head phase uses cross-entropy only, since no other term depends on the head. "K
 iterations, alternating" is read as in Algorithm 1 and FedRep: one phase after the other.
@@ -40,7 +40,7 @@ from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.payloads import Prototypes, WeightsAndPrototypes, part_of
 from pbfl_flwr.prototypes.aggregation import keep_stale, mean
 from pbfl_flwr.prototypes.class_means import class_sums_of
-from pbfl_flwr.prototypes.regularizer import alignment_pull, contrast
+from pbfl_flwr.prototypes.regularizer import alignment_loss, contrast
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import Loss, fit, forward, param_group
 
@@ -147,7 +147,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
                 )
                 terms["memory"] = config.distill_weight * difference
             if config.align_weight and known:
-                terms["align"] = config.align_weight * alignment_pull(features, labels, values, present)
+                terms["align"] = config.align_weight * alignment_loss(features, labels, values, present)
             if config.contrast_weight and known:
                 cosines = contrast(features, labels, values, present, config.temperature)
                 terms["contrast"] = config.contrast_weight * cosines

@@ -13,7 +13,7 @@ Predicts: the logits of the locally trained network; published scores cannot be 
 Differs from the reference: a round is local-epochs instead of 20 batches (fedpa.local-steps); class means are weighted
 by the samples actually used, where in the code a class that was held but not drawn counts as zeros; clients query G
 only for classes it was trained on, in every batch, where the code stops after 20 per round; a class without a prototype
-has no pull or push. Features have the architecture's own range; G ends in a ReLU (fedpa.generator-output), as the CNN.
+adds no term. Features have the architecture's own range; G ends in a ReLU (fedpa.generator-output), as the CNN.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         return state.taught.weights.tensors
 
     def local_update(self, client: Client, down: GeneratorBroadcast) -> Update[WeightsAndPrototypes]:
-        """Train on cross-entropy over samples and generated features, and the pull towards the prototypes."""
+        """Train on cross-entropy over samples and generated features, and prototype regularisation."""
         self.install(client, down)
         K, d, t = client.task.num_classes, client.task.feature_dim, client.round - 1
         draw = sampler(self.shape, client, down, client.training.batch_size, by_batch=False)
