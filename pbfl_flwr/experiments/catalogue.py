@@ -65,8 +65,8 @@ def comparison_rows() -> Rows:
 
 def reproduction_rows() -> Rows:
     """Return (name, title and blocks) of the reproductions."""
-    found = [(name, reproduce.read(name)) for name in reproduce.reproductions()]
-    return [(name, f"{paper.title}: {', '.join(paper.blocks)}") for name, paper in found]
+    papers = [(name, reproduce.read(name)) for name in reproduce.reproductions()]
+    return [(name, f"{paper.title}: {', '.join(paper.blocks)}") for name, paper in papers]
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ def keys(word: str = "") -> Iterator[Keys]:
     begins = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)  # "early" must not match "nearly"
     for name in [word] if word in known else known:
         every = _group(name)
-        if found := tuple(key for key in every.keys if word in key.name or word == name):
-            yield replace(every, keys=found)
+        if matching := tuple(key for key in every.keys if word in key.name or word == name):
+            yield replace(every, keys=matching)
         others = tuple(
-            key for key in every.keys if key not in found and begins.search(f"{key.meaning} {key.allowed}")
+            key for key in every.keys if key not in matching and begins.search(f"{key.meaning} {key.allowed}")
         )
         if others:
             explained.append(replace(every, keys=others, by_name=False))
@@ -172,8 +172,8 @@ def keys_page() -> str:
 
 def _description_cell(key: Key) -> str:
     """Return a key's meaning and allowed values as Markdown, with "<" and "*" escaped."""
-    said = f"{key.meaning} [{key.allowed}]".lstrip()
-    return said.replace("<", "&lt;").replace("*", "\\*")
+    text = f"{key.meaning} [{key.allowed}]".lstrip()
+    return text.replace("<", "&lt;").replace("*", "\\*")
 
 
 def show_rows(topic: str, word: str, console: Console) -> None:
@@ -189,19 +189,19 @@ def show_rows(topic: str, word: str, console: Console) -> None:
     """
     every = ROWS[topic]()
     if topic == "weights" and not every:
-        said = (
+        text = (
             f"no pretrained weights in {home() / 'weights'}; store some with 'pbfl weights LABEL MODEL FILE'"
         )
-        print_hanging(console, "", said, 0)
+        print_hanging(console, "", text, 0)
         return
-    found = [(name, said) for name, said in every if word in name]
-    if not found:
+    matching = [(name, description) for name, description in every if word in name]
+    if not matching:
         raise PbflError(
             f"'{word}': not found in {topic}; must be one of {', '.join(name for name, _ in every)}"
         )
-    indent = max(len(name) for name, _ in found) + 2
-    for name, said in found:
-        print_hanging(console, name, said, indent)
+    indent = max(len(name) for name, _ in matching) + 2
+    for name, description in matching:
+        print_hanging(console, name, description, indent)
 
 
 def allowed(field: FieldInfo) -> str:

@@ -109,9 +109,9 @@ def parse_age(text: str) -> float:
     Raises:
         PbflError: if it is not of that form.
     """
-    if (found := re.fullmatch(r"(\d{1,6})([mhdw])", text)) is None:
+    if (match := re.fullmatch(r"(\d{1,6})([mhdw])", text)) is None:
         raise PbflError(f"--older-than {text}: allowed is a whole number with m, h, d or w, e.g. 30d")
-    return float(found[1]) * SECONDS[found[2]]
+    return float(match[1]) * SECONDS[match[2]]
 
 
 def default_directories() -> list[Path]:
@@ -154,19 +154,19 @@ def scan_cache() -> Iterator[Removable | Retained]:
 
 
 def select(
-    found: Iterable[Removable | Retained], kinds: Sequence[Kind], seconds: float, now: float
+    candidates: Iterable[Removable | Retained], kinds: Sequence[Kind], seconds: float, now: float
 ) -> tuple[list[Removable], list[Retained]]:
     """Return (what to remove, what to leave).
 
     Args:
-        found: see :func:`scan` and :func:`scan_cache`.
+        candidates: see :func:`scan` and :func:`scan_cache`.
         kinds: selected for removal.
         seconds: minimum age; what changed more recently is left.
         now: current time in seconds since the epoch.
     """
     to_remove: list[Removable] = []
     retained: list[Retained] = []
-    for one in found:
+    for one in candidates:
         if isinstance(one, Retained):
             retained.append(one)
         elif one.kind not in kinds:
@@ -187,8 +187,8 @@ def remove(item: Removable) -> Retained | None:
     Raises:
         PbflError: if the system refuses it; the message names the file.
     """
-    with ExitStack() as held:
-        if not _acquire(item.locks, held):
+    with ExitStack() as locks:
+        if not _acquire(item.locks, locks):
             return Retained(item.path, "is in use", item.size)
         if item.run is not None:
             write_atomically(item.run / STATES_REMOVED, b"the clients' states were removed by pbfl clean\n")
@@ -215,19 +215,19 @@ def reason_lines(left: Iterable[Retained]) -> list[str]:
     return lines
 
 
-def _acquire(locks: Iterable[Path], held: ExitStack) -> bool:
+def _acquire(locks: Iterable[Path], stack: ExitStack) -> bool:
     """Acquire all locks; return False if another process holds one."""
     try:
         for lock in locks:
-            held.enter_context(Lock(lock).acquire(timeout=0))
+            stack.enter_context(Lock(lock).acquire(timeout=0))
     except OSError:  # includes filelock's Timeout
         return False
     return True
 
 
 def _in_use(item: Removable) -> bool:
-    with ExitStack() as held:
-        if not _acquire(item.locks, held):
+    with ExitStack() as locks:
+        if not _acquire(item.locks, locks):
             return True
     return item.kind == "cache" and _memory_mapped(item.path)
 
@@ -309,7 +309,7 @@ def _scan_run(path: Path) -> Iterator[Removable | Retained]:
 def _state_folders(path: Path, experiment: str) -> tuple[Path, ...]:
     """Return a run's directories of clients' states: in ``clients/``, or in a directory per SuperNode below it.
 
-    New clients after the last round have their own ones there, see :mod:`pbfl_flwr.flower.server.new_clients`.
+    New clients after the last round have their own ones there, see :mod:`pbfl_flwr.flower.server.strategy`.
     """
     roots = [folder for folder in _folders(path) if folder.name == "clients"]
     roots += [folder for root in roots for folder in _folders(root)]
@@ -325,19 +325,19 @@ def _is_complete(run: RunDirectory, about: RunRecord) -> bool:
 
 def _device_states(state_folders: Sequence[Path]) -> Iterator[Removable | Retained]:
     """Yield the states in one state directory; the newest may belong to a running run and is left."""
-    found = []
+    states = []
     for folder in state_folders:
         lock_files = _lock_files(folder)
         if torn := tuple(_torn_files(folder)):
             yield Removable(folder, "torn", "torn temporary files", torn, locks=lock_files)
         files = (*_states(folder, folder.name), *lock_files)
-        found.append(
+        states.append(
             Removable(folder, "states", "a device's state of an older run", files, (folder,), lock_files)
         )
     # By the states' times only: lock files of old runs are touched by readers, too.
-    found.sort(key=lambda item: replace(item, files=tuple(_states(item.path, item.path.name))).changed)
-    yield from found[:-1]
-    for newest in found[-1:]:
+    states.sort(key=lambda item: replace(item, files=tuple(_states(item.path, item.path.name))).changed)
+    yield from states[:-1]
+    for newest in states[-1:]:
         yield Retained(newest.path, "the newest state, whose run may continue", newest.size)
 
 
@@ -367,8 +367,8 @@ def _torn_files(folder: Path) -> Iterator[Path]:
 
 
 def _is_torn(file: Path) -> bool:
-    found = TORN.fullmatch(file.name)
-    return bool(found and (RUN.fullmatch(found[1]) or STATE.fullmatch(found[1])))
+    match = TORN.fullmatch(file.name)
+    return bool(match and (RUN.fullmatch(match[1]) or STATE.fullmatch(match[1])))
 
 
 def _statuses(files: Iterable[Path]) -> Iterator[os.stat_result]:

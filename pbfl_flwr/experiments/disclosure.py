@@ -25,17 +25,17 @@ def disclosures(settings: Settings) -> list[Reveal]:
     """Return everything that a client's messages and the broadcast reveal under this configuration."""
     counted = settings.evaluation.per_class
     by_class = report.BY_CLASS if counted else report.BY_CLASS.but("hidden", "not sent")
-    said = [*membership.REVEALS, *report.REVEALS, by_class]
+    reveals = [*membership.REVEALS, *report.REVEALS, by_class]
     if settings.privacy.client_report == "none":
-        said = [one.but("hidden", "not sent") if "client-report" in one.hide else one for one in said]
+        reveals = [one.but("hidden", "not sent") if "client-report" in one.hide else one for one in reveals]
     method = build_method(settings)
-    found = [*said, *method.reveals()]
-    if any(one.what == PRESENCE.what for one in found):
+    reveals = [*reveals, *method.reveals()]
+    if any(one.what == PRESENCE.what for one in reveals):
         dense = settings.privacy.dense_uploads or settings.privacy.secure_aggregation
-        found.append(
+        reveals.append(
             traffic.SIZE.but("hidden", "every upload has a row for every class") if dense else traffic.SIZE
         )
-    return sorted(found, key=lambda one: MESSAGES.index(one.message))
+    return sorted(reveals, key=lambda one: MESSAGES.index(one.message))
 
 
 def about(settings: Settings) -> dict[str, Any]:
@@ -71,18 +71,18 @@ def show(answer: Mapping[str, Any], console: Console) -> None:
             say(console, one["message"], "bold")
             last = one["message"]
         against = "" if one["state"] == "hidden" else f"; hidden by: {one['hide'] or 'no setting'}"
-        said = f"{one['what']}: {one['how']}{against}"
-        print_hanging(console, f"  {one['state']}", said, indent, STYLES[one["state"]])
+        text = f"{one['what']}: {one['how']}{against}"
+        print_hanging(console, f"  {one['state']}", text, indent, STYLES[one["state"]])
     for line in lines(answer):
         say(console, line)
 
 
 def lines(answer: Mapping[str, Any]) -> list[str]:
     """Return the lines of :func:`about`'s result that follow the table: notes and the privacy budget."""
-    found = list(answer["notes"])
+    texts = list(answer["notes"])
     if "epsilon" in answer:
         cost = answer["epsilon"]
         spent = ", ".join(f"ε = {cost[name]:.3g} after {name}" for name in cost if "release" in name)
         covered = f"covers {cost['covers']}, not handshake and report"
-        found.append(f"noise: {spent} at δ = {cost['delta']:g}, unit {cost['unit']}; {covered}")
-    return found
+        texts.append(f"noise: {spent} at δ = {cost['delta']:g}, unit {cost['unit']}; {covered}")
+    return texts

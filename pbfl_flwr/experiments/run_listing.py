@@ -91,14 +91,14 @@ def runs_in(directory: Path, depth: int = 1) -> list[Path]:
         folders = sorted((path for path in directory.iterdir() if path.is_dir()), key=_in_order)
     except OSError:
         return []
-    found = []
+    runs = []
     for folder in folders:
         hidden = folder.name.startswith(".")
         if is_run(folder) or not (hidden or os.access(folder, os.X_OK)):
-            found.append(folder)
+            runs.append(folder)
         elif depth > 1 and not hidden:
-            found += runs_in(folder, depth - 1)
-    return found
+            runs += runs_in(folder, depth - 1)
+    return runs
 
 
 def listed(path: Path) -> Listed:
@@ -124,24 +124,24 @@ def below(directory: Path) -> list[Listed]:
         raise PbflError(f"'{directory}' is not a directory that holds runs") from None
     except OSError as error:
         raise PbflError(f"'{directory}' cannot be read ({error.strerror})") from None
-    if not (found := [directory] if is_run(directory) else runs_in(directory, DEPTH)):
+    if not (runs := [directory] if is_run(directory) else runs_in(directory, DEPTH)):
         raise PbflError(f"'{directory}' holds no run: no run.json in it or up to {DEPTH} levels below it")
-    return [listed(path) for path in found]
+    return [listed(path) for path in runs]
 
 
-def show(found: Sequence[Listed], console: Console) -> None:
+def show(runs: Sequence[Listed], console: Console) -> None:
     """Print one line per run."""
-    print_blocks(console, COLUMNS, [run.row() for run in found], words=3)
+    print_blocks(console, COLUMNS, [run.row() for run in runs], words=3)
 
 
-def as_json(found: Sequence[Listed]) -> str:
+def as_json(runs: Sequence[Listed]) -> str:
     """Return the runs as a JSON list of objects; accuracies are from 0 to 1."""
-    return json.dumps([run.plain() for run in found], indent=1) + "\n"
+    return json.dumps([run.plain() for run in runs], indent=1) + "\n"
 
 
-def as_csv(found: Sequence[Listed]) -> str:
+def as_csv(runs: Sequence[Listed]) -> str:
     """Return CSV with one line per run and the fields of :func:`as_json`."""
-    lines = [run.plain() for run in found]
+    lines = [run.plain() for run in runs]
     rows = tuple(tuple("" if cell is None else str(cell) for cell in line.values()) for line in lines)
     return Sheet("", tuple(lines[0]), rows).csv()
 
@@ -159,8 +159,8 @@ def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
     others: list[Path] = []
     unfinished: list[Path] = []
     unreadable: list[Path] = []
-    given = list(paths)
-    for path in given:
+    places = list(paths)
+    for path in places:
         if is_run(path):
             runs.append(path)
         elif inside := runs_in(path):
@@ -169,7 +169,7 @@ def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
                 kinds.get(listed(run).state, unfinished).append(run)
         elif deeper := list(dict.fromkeys(str(run.parent) for run in runs_in(path, DEPTH))):
             raise PbflError(f"'{path}' holds no run itself; allowed are: {', '.join(deeper)}")
-        elif len(given) > 1 and path.exists():
+        elif len(places) > 1 and path.exists():
             others.append(path)
         else:
             runs.append(path)  # reading it raises an error that names the problem

@@ -105,16 +105,16 @@ def mean_cell(values: Sequence[float]) -> str:
     """Format a single value, mean ± sample standard deviation of several, or a dash for none."""
     if not len(values):
         return "-"
-    found = spread(values)
-    return f"{found.mean:.2f}" + (f" ± {found.deviation:.2f}" if found.n > 1 else "")
+    summary = spread(values)
+    return f"{summary.mean:.2f}" + (f" ± {summary.deviation:.2f}" if summary.n > 1 else "")
 
 
 def csv_mean_sd(values: Sequence[float]) -> tuple[str, str]:
     """Return mean and sample standard deviation as text for CSV; empty if undefined."""
     if not len(values):
         return "", ""
-    found = spread(values)
-    return f"{found.mean:.4f}", f"{found.deviation:.4f}" if found.n > 1 else ""
+    summary = spread(values)
+    return f"{summary.mean:.4f}", f"{summary.deviation:.4f}" if summary.n > 1 else ""
 
 
 def _piped(cells: Sequence[str]) -> str:

@@ -79,19 +79,19 @@ def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
     Raises:
         PbflError: if it does not exist or is not of the form above.
     """
-    found = configuration.read_toml("comparison", name, FOLDER)
-    if unknown := set(found) - {"title", "common", "runs", "runs-of"}:
+    content = configuration.read_toml("comparison", name, FOLDER)
+    if unknown := set(content) - {"title", "common", "runs", "runs-of"}:
         raise PbflError(
             f"comparison '{name}': unknown key '{min(unknown)}'; allowed are title, common, runs and runs-of"
         )
-    if "runs" in found and "runs-of" in found:
+    if "runs" in content and "runs-of" in content:
         raise PbflError(f"comparison '{name}': has runs and runs-of; allowed is one of the two")
-    other = found.get("runs-of")
-    runs = _labelled(found, name) if other is None else _runs_of(str(other), name)
+    other = content.get("runs-of")
+    runs = _labelled(content, name) if other is None else _runs_of(str(other), name)
     if not runs:
         raise PbflError(f"comparison '{name}': has no [runs.<label>] table; needed is at least one")
-    common = configuration.flatten(_tables(found, "common", name))
-    return str(found.get("title", name)), {
+    common = configuration.flatten(_tables(content, "common", name))
+    return str(content.get("title", name)), {
         label: {**common, **configuration.flatten(keys)} for label, keys in runs.items()
     }
 
@@ -104,17 +104,17 @@ def _runs_of(other: str, name: str) -> dict[str, Any]:
     return runs
 
 
-def _tables(found: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
+def _tables(content: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
     """Return the value of a key that must be a table; an empty one if the key is missing."""
-    table = found.get(part, {})
+    table = content.get(part, {})
     if not isinstance(table, dict):
         raise PbflError(f"comparison '{name}': {part} = {table!r}: allowed is a table")
     return table
 
 
-def _labelled(found: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
+def _labelled(content: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
     """Return the run tables by label, after checking that each label can be part of a directory name."""
-    runs = _tables(found, "runs", name)
+    runs = _tables(content, "runs", name)
     for label in runs:
         if not label or label in (".", "..") or set(label) & set("/\\\0"):
             raise PbflError(
@@ -143,18 +143,18 @@ def plan(
         PbflError: one line for every bad key of every run, and for unknown labels.
     """
     only = match_names("--only", only, runs)
-    given = configuration.gather(None, assignments)
+    assigned = configuration.gather(None, assignments)
     planned, problems = [], []
     for label, keys in runs.items():
         if only and label not in only:
             continue
-        own = given.values.get("seed", keys.get("seed", 0))
-        if not seeds and (isinstance(own, bool) or not isinstance(own, int)):
-            problems.append(f"{label}: seed = {own!r}: allowed is a whole number from 0")
+        own_seed = assigned.values.get("seed", keys.get("seed", 0))
+        if not seeds and (isinstance(own_seed, bool) or not isinstance(own_seed, int)):
+            problems.append(f"{label}: seed = {own_seed!r}: allowed is a whole number from 0")
             continue
-        for seed in seeds or [int(own)]:
-            values = configuration.absolute({**keys, **given.values, "seed": seed})
-            requested = configuration.RequestedKeys(values, given.problems)
+        for seed in seeds or [int(own_seed)]:
+            values = configuration.absolute({**keys, **assigned.values, "seed": seed})
+            requested = configuration.RequestedKeys(values, assigned.problems)
             try:
                 configuration.check(requested)
             except PbflError as error:
@@ -181,14 +181,14 @@ def with_finished(
         seeds: as for :func:`plan`.
         out: as for :func:`plan`.
     """
-    found: list[Planned] = []
+    known: list[Planned] = []
     for label in runs:
-        own = [run for run in planned if run.label == label]
-        if not own:
+        of_label = [run for run in planned if run.label == label]
+        if not of_label:
             with suppress(PbflError):  # this time's assignments are invalid for this label
-                own = [run for run in plan(runs, assignments, seeds, [label], out) if finished(run)]
-        found += own
-    return found
+                of_label = [run for run in plan(runs, assignments, seeds, [label], out) if finished(run)]
+        known += of_label
+    return known
 
 
 def preflight(planned: Sequence[Planned], resources: Resources) -> list[str]:
@@ -200,13 +200,13 @@ def preflight(planned: Sequence[Planned], resources: Resources) -> list[str]:
     Raises:
         PbflError: one line on the first problem.
     """
-    found: dict[str, None] = {}
+    unique: dict[str, None] = {}
     for requested in {str(sorted(run.requested.values.items())): run.requested for run in planned}.values():
         settings = configuration.check(requested)
         configuration.preflight(settings, resources)
         notes = [*configuration.data_warnings(settings), *configuration.training_warnings(settings)]
-        found.update(dict.fromkeys(notes))
-    return list(found)
+        unique.update(dict.fromkeys(notes))
+    return list(unique)
 
 
 def match_names(option: str, words: Sequence[str], known: Iterable[str]) -> list[str]:
@@ -221,7 +221,7 @@ def match_names(option: str, words: Sequence[str], known: Iterable[str]) -> list
         PbflError: if a word matches no name, or several.
     """
     names = list(known)
-    found = []
+    labels = []
     for word in words:
         alike = [name for name in names if name.casefold() == word.casefold()]
         if word not in names and len(alike) != 1:
@@ -231,8 +231,8 @@ def match_names(option: str, words: Sequence[str], known: Iterable[str]) -> list
             ]
             hint = f"did you mean {' or '.join(close)}? Allowed" if close else "allowed"
             raise PbflError(f"{option} {word}: {hint} are {', '.join(names)}")
-        found.append(word if word in names else alike[0])
-    return found
+        labels.append(word if word in names else alike[0])
+    return labels
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
@@ -241,7 +241,7 @@ def parse_numbers(option: str, text: str) -> list[int]:
     Raises:
         PbflError: if it is not such a list.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for part in filter(None, map(str.strip, text.split(","))):
         if (ends := re.fullmatch(r"(\d{1,15})(?:\s*-\s*(\d{1,15}))?", part)) is None:
             raise PbflError(
@@ -252,10 +252,10 @@ def parse_numbers(option: str, text: str) -> list[int]:
             raise PbflError(
                 f"{option} {text}: allowed is a range of up to {LONGEST_RANGE} numbers, in ascending order"
             )
-        found += range(first, last + 1)
-    if again := duplicates(found):
+        numbers += range(first, last + 1)
+    if again := duplicates(numbers):
         raise PbflError(f"{option} {text}: {again[0]} is given twice; allowed is each number once")
-    return found
+    return numbers
 
 
 def duplicates(values: Sequence[Scalar]) -> list[Scalar]:

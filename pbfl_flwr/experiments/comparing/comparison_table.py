@@ -176,12 +176,12 @@ def rows(planned: Sequence[Planned], by: str = "") -> list[Row]:
         planned: the runs.
         by: the predictor of all rows; empty means each run's primary predictor.
     """
-    found = []
+    table_rows = []
     for label in dict.fromkeys(run.label for run in planned):
         done = [RunDirectory(run.directory) for run in planned if run.label == label and finished(run)]
         if done:
-            found.append(results_of(label, done, by))
-    return found
+            table_rows.append(results_of(label, done, by))
+    return table_rows
 
 
 def results_of(
@@ -248,21 +248,21 @@ Column = tuple[str, Callable[[Row], str]]
 """Title, and the cell of a row."""
 
 
-def leading_columns(found: Sequence[Row], by: str) -> list[Column]:
+def leading_columns(table_rows: Sequence[Row], by: str) -> list[Column]:
     """Return the text columns after a row's label: the predictor and, if rows differ in it, when they were scored."""
     predictor: Column = ("by" if by else "primary predictor", lambda row: row.primary_predictor)
     scored: Column = ("scored", lambda row: row.moment)
-    return [predictor, *([scored] if differing(found)[0] else [])]
+    return [predictor, *([scored] if differing(table_rows)[0] else [])]
 
 
-def result_columns(found: Sequence[Row]) -> list[Column]:
+def result_columns(table_rows: Sequence[Row]) -> list[Column]:
     """Return the columns of accuracies and bytes that at least one row has.
 
     Columns named after predictors are last-round accuracies.
     """
 
     def mean(title: str, values: Callable[[Row], Sequence[float]], *, always: bool = False) -> list[Column]:
-        shown = always or any(values(row) for row in found)
+        shown = always or any(values(row) for row in table_rows)
         return [(title, lambda row: mean_cell(values(row)))] if shown else []
 
     def last_of(name: str) -> Callable[[Row], Sequence[float]]:
@@ -289,81 +289,82 @@ SECONDS: Column = ("s per round", lambda row: f"{row.seconds:.1f}")
 
 
 def sheet(
-    title: str, columns: Sequence[Column], found: Sequence[Row], notes: Sequence[str], text_columns: int
+    title: str, columns: Sequence[Column], table_rows: Sequence[Row], notes: Sequence[str], text_columns: int
 ) -> Sheet:
     """Return the table with these columns, a line per row."""
-    cells = tuple(tuple(cell(row) for _, cell in columns) for row in found)
+    cells = tuple(tuple(cell(row) for _, cell in columns) for row in table_rows)
     return Sheet(title, tuple(name for name, _ in columns), cells, tuple(notes), text_columns)
 
 
-def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
+def table(title: str, table_rows: Sequence[Row], by: str = "") -> Sheet:
     """Return the table: sample-weighted accuracies in %, ± over seeds if there are several.
 
     Args:
         title: of the comparison.
-        found: result of :func:`rows`.
+        table_rows: result of :func:`rows`.
         by: as for :func:`rows`.
     """
-    lead: list[Column] = [("run", lambda row: row.label), *leading_columns(found, by)]
-    lengths: list[Column] = [("rounds", lambda row: row.rounds)] if differing(found)[1] else []
+    lead: list[Column] = [("run", lambda row: row.label), *leading_columns(table_rows, by)]
+    lengths: list[Column] = [("rounds", lambda row: row.rounds)] if differing(table_rows)[1] else []
     paper: Column = ("paper's scalars", lambda row: paper_scalars(row.paper))
-    rounds = sorted({row.rounds for row in found}, key=lambda text: int(text.partition("–")[0]))
-    note = f"Rounds: {', '.join(rounds)}. Seeds: {max((row.runs for row in found), default=0)}. "
+    rounds = sorted({row.rounds for row in table_rows}, key=lambda text: int(text.partition("–")[0]))
+    note = f"Rounds: {', '.join(rounds)}. Seeds: {max((row.runs for row in table_rows), default=0)}. "
     note += (
         "Columns named after predictors are last-round accuracies; payload is per round, the mean over all clients, "
         "including those not selected; the paper's scalars are summed over all participating clients. "
     )
     note += "± is the sample standard deviation over seeds."
-    notes = (note, *unknown_lines(row.paper for row in found), *remarks(found))
-    columns = [*lead, *lengths, *result_columns(found), paper, SECONDS]
-    return sheet(titled(title, by), columns, found, notes, len(lead))
+    notes = (note, *unknown_lines(row.paper for row in table_rows), *remarks(table_rows))
+    columns = [*lead, *lengths, *result_columns(table_rows), paper, SECONDS]
+    return sheet(titled(title, by), columns, table_rows, notes, len(lead))
 
 
-def differing(found: Sequence[Row]) -> tuple[bool, bool]:
+def differing(table_rows: Sequence[Row]) -> tuple[bool, bool]:
     """Return (whether rows were scored at different moments, whether they have different numbers of rounds)."""
-    return len({row.moment for row in found}) > 1, len({row.rounds for row in found}) > 1
+    return len({row.moment for row in table_rows}) > 1, len({row.rounds for row in table_rows}) > 1
 
 
-def _half_scored(found: Sequence[Row]) -> list[str]:
+def _half_scored(table_rows: Sequence[Row]) -> list[str]:
     """Return "label, n of m seeds" for each row that was scored for only some of its seeds."""
-    return [f"{row.label}, {row.seeds} of {row.runs} seeds" for row in found if 0 < row.seeds < row.runs]
+    return [f"{row.label}, {row.seeds} of {row.runs} seeds" for row in table_rows if 0 < row.seeds < row.runs]
 
 
-def remarks(found: Sequence[Row]) -> list[str]:
+def remarks(table_rows: Sequence[Row]) -> list[str]:
     """Return the notes below a table: coverage of clients and seeds, and the meaning of its columns.
 
     Args:
-        found: its rows.
+        table_rows: its rows.
     """
     return [
-        *([MOMENT_NOTE] if differing(found)[0] else []),
-        *changed_lines((row.label, row.mixed) for row in found),
-        *unscored_lines((row.label, row.primary_predictor) for row in found if not row.last),
-        *([f"Not scored for every seed: {'; '.join(half)}."] if (half := _half_scored(found)) else []),
-        *coverage_lines([(row.label, row.coverage) for row in found]),
-        *([BALANCE_NOTE] if any(row.balanced for row in found) else []),
-        *([OTHER_NOTE] if any(row.other for row in found) else []),
-        *([NEW_NOTE] if any(row.new for row in found) else []),
-        *majority_lines(share for row in found for share in row.majority),
-        *majority_lines((share for row in found for share in row.new_client_majority), "a new client"),
+        *([MOMENT_NOTE] if differing(table_rows)[0] else []),
+        *changed_lines((row.label, row.mixed) for row in table_rows),
+        *unscored_lines((row.label, row.primary_predictor) for row in table_rows if not row.last),
+        *([f"Not scored for every seed: {'; '.join(half)}."] if (half := _half_scored(table_rows)) else []),
+        *coverage_lines([(row.label, row.coverage) for row in table_rows]),
+        *([BALANCE_NOTE] if any(row.balanced for row in table_rows) else []),
+        *([OTHER_NOTE] if any(row.other for row in table_rows) else []),
+        *([NEW_NOTE] if any(row.new for row in table_rows) else []),
+        *majority_lines(share for row in table_rows for share in row.majority),
+        *majority_lines((share for row in table_rows for share in row.new_client_majority), "a new client"),
     ]
 
 
-def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group], by: str = "") -> None:
+def write(out: Path, title: str, table_rows: Sequence[Row], groups: Sequence[Group], by: str = "") -> None:
     """Write table.md, table.tex and table.csv (plain numbers), and the paired comparison as paired.*.
 
     Args:
         out: the directory.
         title: of the comparison.
-        found: the rows.
+        table_rows: the rows.
         groups: their runs.
         by: the predictor of all rows; empty means each run's primary predictor.
     """
-    whole = table(title, found, by)
+    whole = table(title, table_rows, by)
     write_atomically(out / "table.md", whole.markdown().encode())
     write_atomically(out / "table.tex", whole.latex().encode())
     lines = tuple(
-        (row.label, *row.csv_cells(), row.csv_paper, f"{row.seconds:.2f}", *row.further()) for row in found
+        (row.label, *row.csv_cells(), row.csv_paper, f"{row.seconds:.2f}", *row.further())
+        for row in table_rows
     )
     csv_sheet = Sheet(title, ("run", *PLAIN, "paper", "seconds", *FURTHER), lines)
     write_atomically(out / "table.csv", csv_sheet.csv().encode())
@@ -377,9 +378,9 @@ def pairs(title: str, groups: Sequence[Group]) -> Sheet:
 
 def groups(planned: Sequence[Planned], by: str = "") -> list[Group]:
     """Return the finished runs of every label that has any; the arguments are those of :func:`rows`."""
-    found = []
+    by_label = []
     for label in dict.fromkeys(run.label for run in planned):
         done = [run.directory for run in planned if run.label == label and finished(run)]
         if done:
-            found.append(Group(label, tuple(Record.load(directory, by=by) for directory in done)))
-    return found
+            by_label.append(Group(label, tuple(Record.load(directory, by=by) for directory in done)))
+    return by_label

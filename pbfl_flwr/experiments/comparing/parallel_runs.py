@@ -49,7 +49,9 @@ def fitting_slots(wanted: int, available: int | None, machine: Machine, requeste
     need = _without_engine if requested.processes else _with_engine
     room_mb = math.inf if available is None else available / 2**20
     shared = [slots(machine, requested, count) for count in range(1, min(wanted, machine.cpus) + 1)]
-    fit = [found for found in shared if found and sum(need(slot.workers) for slot in found) <= room_mb]
+    fit = [
+        fitting for fitting in shared if fitting and sum(need(slot.workers) for slot in fitting) <= room_mb
+    ]
     return fit[-1] if fit else shared[0]
 
 
@@ -173,8 +175,8 @@ def run_in_parallel(
                     free.append(one.slot)
                     if code == INTERRUPTED:
                         raise KeyboardInterrupt
-                    said = f"failed, see {one.run.directory / LOG}" if code else "finished"
-                    say(console, f"{names[one.run.directory]}: {said}", "red" if code else "")
+                    outcome = f"failed, see {one.run.directory / LOG}" if code else "finished"
+                    say(console, f"{names[one.run.directory]}: {outcome}", "red" if code else "")
                     failed += [one.run.name] if code else []
                     after(one.run)
                 time.sleep(POLL_SECONDS)

@@ -140,9 +140,9 @@ def read(name: str) -> Reproduction:
     Raises:
         PbflError: if it does not exist or is not of the form above.
     """
-    found = configuration.read_toml("reproduction", name, FOLDER)
+    content = configuration.read_toml("reproduction", name, FOLDER)
     try:
-        file = _File.model_validate(found)
+        file = _File.model_validate(content)
     except ValidationError as error:
         raise PbflError(
             "\n".join(
@@ -163,8 +163,8 @@ def read(name: str) -> Reproduction:
         block: _block(file, keys, name, block, number)
         for number, (block, keys) in enumerate(file.blocks.items())
     }
-    kept = file.model_dump(exclude={"common", "small", "blocks", "runs", "published"})
-    return Reproduction(**kept, small=configuration.flatten(file.small), blocks=blocks)
+    fields = file.model_dump(exclude={"common", "small", "blocks", "runs", "published"})
+    return Reproduction(**fields, small=configuration.flatten(file.small), blocks=blocks)
 
 
 def _block(file: _File, keys: Mapping[str, Any], name: str, block: str, number: int) -> Block:
@@ -203,14 +203,14 @@ def chosen(paper: Reproduction, dataset: str | None, names: Sequence[str]) -> li
     datasets = {name: str(next(iter(block.runs.values()))["dataset"]) for name, block in paper.blocks.items()}
     if dataset is not None and dataset not in datasets.values():
         raise PbflError(f"--dataset {dataset}: allowed are {', '.join(dict.fromkeys(datasets.values()))}")
-    kept = [
+    chosen = [
         name
         for name in paper.blocks
         if (not names or name in names) and (dataset is None or datasets[name] == dataset)
     ]
-    if not kept:
+    if not chosen:
         raise PbflError(f"--dataset {dataset}: none of the blocks {', '.join(names)} uses it")
-    return kept
+    return chosen
 
 
 def plans(
@@ -259,13 +259,13 @@ def with_finished(
         out: as for :func:`plans`.
     """
     taken = _seeds(paper, scale, seeds)
-    found = {
+    by_block = {
         name: compare.with_finished(
             planned.get(name, []), _runs(paper, name, scale), assignments, taken, out / name
         )
         for name in paper.blocks
     }
-    return {name: runs for name, runs in found.items() if runs}
+    return {name: runs for name, runs in by_block.items() if runs}
 
 
 def _seeds(paper: Reproduction, scale: Scale, seeds: Sequence[int]) -> Sequence[int]:
@@ -283,29 +283,29 @@ def absent(planned: Mapping[str, Sequence[Planned]]) -> dict[str, str]:
 
     The data of each block is decoded and partitioned once for this check.
     """
-    found = {}
+    refusals = {}
     for name, runs in planned.items():
         settings = configuration.check(runs[0].requested)
         try:
             check_data(settings.data, settings.run.num_clients)
         except PbflError as error:
-            found[name] = str(error)
-    return found
+            refusals[name] = str(error)
+    return refusals
 
 
 def changes(paper: Reproduction, planned: Mapping[str, Sequence[Planned]]) -> list[str]:
     """Return how keys and seeds of the planned runs differ from the paper's scale, one line per key and value."""
-    found: dict[str, dict[Scalar, set[Scalar]]] = {}
+    differences: dict[str, dict[Scalar, set[Scalar]]] = {}
     defaults = Settings().as_dict()
     for name, runs in planned.items():
         for run in runs:
             full = {**defaults, **paper.blocks[name].runs[run.label]}
             for key, value in run.requested.values.items():
                 if key not in SILENT and value != full.get(key):
-                    found.setdefault(key, {}).setdefault(value, set()).add(full.get(key, "none"))
+                    differences.setdefault(key, {}).setdefault(value, set()).add(full.get(key, "none"))
     lines = [
         f"{key} = {value}, the full setting has {', '.join(sorted(str(item) for item in instead))}"
-        for key, values in found.items()
+        for key, values in differences.items()
         for value, instead in values.items()
     ]
     seeds = sorted({run.seed for runs in planned.values() for run in runs})

@@ -49,21 +49,21 @@ def rows(paper: Reproduction, planned: Mapping[str, Sequence[Planned]], by: str 
         planned: the runs of each block.
         by: the predictor of all rows; empty means each run's primary predictor.
     """
-    found = []
+    table_rows = []
     for name, runs in planned.items():
         for label in dict.fromkeys(run.label for run in runs):
             done = [RunDirectory(run.directory) for run in runs if run.label == label and finished(run)]
             if done:
                 row = results_of(label, done, by, paper.accuracy)
-                found.append(Row(**vars(row), block=name, published=paper.blocks[name].published[label]))
-    return found
+                table_rows.append(Row(**vars(row), block=name, published=paper.blocks[name].published[label]))
+    return table_rows
 
 
 def markdown(
     paper: Reproduction,
     scale: Scale,
     planned: Mapping[str, Sequence[Planned]],
-    found: Sequence[Row],
+    table_rows: Sequence[Row],
     missing: Mapping[str, str],
     by: str = "",
 ) -> str:
@@ -73,7 +73,7 @@ def markdown(
         paper: the published table.
         scale: of the runs.
         planned: the runs of each block.
-        found: result of :func:`rows`.
+        table_rows: result of :func:`rows`.
         missing: block -> why it was left out.
         by: as for :func:`rows`.
     """
@@ -90,7 +90,7 @@ def markdown(
     if by:
         lines += [f"Our results are all by {by}, the paper's by each method's own predictor.", ""]
     for name, runs in planned.items():
-        lines += [_table(paper, name, [row for row in found if row.block == name], runs).markdown()]
+        lines += [_table(paper, name, [row for row in table_rows if row.block == name], runs).markdown()]
     lines += [f"**{name}** was left out: {why}" for name, why in missing.items()] + [""] * bool(missing)
     if different := changes(paper, planned):
         lines += ["Differs from the full setting:", "", *(f"* {line}" for line in different), ""]
@@ -99,9 +99,9 @@ def markdown(
     return "\n".join(lines) + "\n"
 
 
-def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence[Planned]) -> Sheet:
-    names = [name for name in PREDICTORS if any(name in row.others for row in found)]
-    moments = len({row.moment for row in found}) > 1
+def _table(paper: Reproduction, block: str, table_rows: Sequence[Row], runs: Sequence[Planned]) -> Sheet:
+    names = [name for name in PREDICTORS if any(name in row.others for row in table_rows)]
+    moments = len({row.moment for row in table_rows}) > 1
     head = [
         "run",
         "compared by",
@@ -113,7 +113,7 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
         *names,
     ]
     lines = []
-    for row in found:
+    for row in table_rows:
         gap = row.difference(paper)
         cells = [row.label, row.primary_predictor, *([row.moment] if moments else [])]
         cells += [" ± ".join(f"{value:.2f}" for value in row.published) or "-"]
@@ -123,14 +123,14 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
             *(mean_cell(row.others.get(name, [])) for name in names),
         ]
         lines.append((*cells, row.rounds, str(len(row.best)), f"{row.seconds:.1f}"))
-    repeated = any(len(values) > 1 for row in found for values in row.others.values())
+    repeated = any(len(values) > 1 for row in table_rows for values in row.others.values())
     over_seeds = ", ± over seeds" if repeated and paper.spread == "clients" else ""
-    notes = [f"Columns named after predictors are last-round accuracies{over_seeds}."] if found else []
+    notes = [f"Columns named after predictors are last-round accuracies{over_seeds}."] if table_rows else []
     notes += [MOMENT_NOTE] if moments else []
-    notes += changed_lines((row.label, row.mixed) for row in found)
-    notes += unscored_lines((row.label, row.primary_predictor) for row in found if not row.last)
-    notes += coverage_lines([(row.label, row.coverage) for row in found])
-    done = {row.label for row in found}
+    notes += changed_lines((row.label, row.mixed) for row in table_rows)
+    notes += unscored_lines((row.label, row.primary_predictor) for row in table_rows if not row.last)
+    notes += coverage_lines([(row.label, row.coverage) for row in table_rows])
+    done = {row.label for row in table_rows}
     if to_do := [label for label in dict.fromkeys(run.label for run in runs) if label not in done]:
         notes.append(f"Not finished: {', '.join(to_do)}.")
     notes += [paper.blocks[block].remark] if paper.blocks[block].remark else []
@@ -146,7 +146,7 @@ def _cell(values: Sequence[float], spreads: Sequence[float], paper: Reproduction
     return f"{fmean(values):.2f} ± {fmean(spreads):.2f}"
 
 
-def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> None:
+def write(out: Path, paper: Reproduction, text: str, table_rows: Sequence[Row]) -> None:
     """Write table.md (the text) and table.csv (one line per row, plain numbers)."""
     write_atomically(out / "table.md", text.encode())
     head = (
@@ -155,7 +155,7 @@ def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> No
     )
     predictors = [f"{name}{suffix}" for name in PREDICTORS for suffix in ("", "_sd")]
     lines = []
-    for row in found:
+    for row in table_rows:
         gap = row.difference(paper)
         printed = ([f"{value:.2f}" for value in row.published] + ["", ""])[:2]
         values = [

@@ -70,26 +70,26 @@ def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
     if requested.problems:
         raise PbflError("\n".join(requested.problems))
     base = requested.values
-    found: Values = {}
+    requested_values: Values = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             raise PbflError(f"--set {assignment}: allowed is key=value or key=value,value")
-        found[key.strip()] = listed(key.strip(), text.strip())
-        if again := duplicates(found[key.strip()]):
+        requested_values[key.strip()] = listed(key.strip(), text.strip())
+        if again := duplicates(requested_values[key.strip()]):
             raise PbflError(f"--set {assignment}: {again[0]} is given twice; allowed is each value once")
-    seeds = found.pop("seed", [base.get("seed", 0)])
+    seeds = requested_values.pop("seed", [base.get("seed", 0)])
     if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds):
         raise PbflError(f"--set seed={','.join(map(str, seeds))}: allowed are whole numbers from 0")
-    swept = [key for key, values in found.items() if len(values) > 1]
+    swept = [key for key, values in requested_values.items() if len(values) > 1]
     if not swept and len(seeds) < 2:
         raise PbflError(
             "--set: no key has several values; needed is at least one, e.g. --set cps-dim=25,50,100"
         )
-    fixed = {key: values[0] for key, values in found.items() if key not in swept}
+    fixed = {key: values[0] for key, values in requested_values.items() if key not in swept}
     runs: dict[str, dict[str, Scalar]] = {}
     values_of = {}
-    for values in itertools.product(*(found[key] for key in swept)):
+    for values in itertools.product(*(requested_values[key] for key in swept)):
         label = _label(dict(zip(swept, values, strict=True)), runs)
         runs[label] = {**base, **fixed, **dict(zip(swept, values, strict=True))}
         values_of[label] = values
@@ -106,9 +106,9 @@ def listed(key: str, text: str) -> list[Scalar]:
         value: object = tomllib.loads(f"value = {text}").get("value")
     except tomllib.TOMLDecodeError:
         value = [configuration.value(part.strip()) for part in text.split(",")] if "," in text else text
-    given = value if isinstance(value, list) else [value]
-    values = [item for item in given if isinstance(item, bool | int | float | str)]
-    if not values or len(values) < len(given):
+    parsed = value if isinstance(value, list) else [value]
+    values = [item for item in parsed if isinstance(item, bool | int | float | str)]
+    if not values or len(values) < len(parsed):
         raise PbflError(f"--set {key}={text}: allowed is a value, or values separated by commas")
     return values
 
@@ -144,26 +144,28 @@ def plans(sweep: Sweep, out: Path) -> list[Planned]:
 # The table --------------------------------------------------------------------------------------------------------
 
 
-def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title: str, by: str = "") -> Sheet:
+def table(
+    sweep: Sweep, table_rows: Sequence[Row], planned: Sequence[Planned], title: str, by: str = ""
+) -> Sheet:
     """Return the table: a column per swept key, accuracies in %, ± over seeds if there are several.
 
     The columns named after predictors are last-round accuracies.
 
     Args:
         sweep: the sweep.
-        found: the rows.
+        table_rows: the rows.
         planned: all runs, including those not finished.
         title: of the table.
         by: the predictor of all rows; empty means each run's primary predictor.
     """
-    lead = [_value_column(sweep, key) for key in sweep.swept] + leading_columns(found, by)
+    lead = [_value_column(sweep, key) for key in sweep.swept] + leading_columns(table_rows, by)
     rounds: Column = ("rounds", lambda row: row.rounds)
     seeds: Column = ("seeds", lambda row: str(row.seeds))
     missing = sum(not finished(run) for run in planned)
     notes = [f"{missing} of {len(planned)} runs are not finished."] if missing else []
-    notes += remarks(found)
-    columns = [*lead, *result_columns(found), rounds, seeds, SECONDS]
-    return sheet(titled(title, by), columns, found, notes, len(lead))
+    notes += remarks(table_rows)
+    columns = [*lead, *result_columns(table_rows), rounds, seeds, SECONDS]
+    return sheet(titled(title, by), columns, table_rows, notes, len(lead))
 
 
 def _value_column(sweep: Sweep, key: str) -> Column:
@@ -171,12 +173,12 @@ def _value_column(sweep: Sweep, key: str) -> Column:
     return key, lambda row: _text(sweep.values[row.label][position])
 
 
-def write(out: Path, sweep: Sweep, found: Sequence[Row], whole: Sheet) -> None:
+def write(out: Path, sweep: Sweep, table_rows: Sequence[Row], whole: Sheet) -> None:
     """Write table.md, table.tex and table.csv (plain numbers)."""
     write_atomically(out / "table.md", whole.markdown().encode())
     write_atomically(out / "table.tex", whole.latex().encode())
     lines = []
-    for row in found:
+    for row in table_rows:
         values = (*map(_text, sweep.values[row.label]), *row.csv_cells(), f"{row.seconds:.2f}")
         lines.append((*values, row.csv_paper, *row.further()))
     plain = Sheet(whole.title, (*sweep.swept, *PLAIN, "seconds", "paper", *FURTHER), tuple(lines))
