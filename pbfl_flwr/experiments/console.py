@@ -41,8 +41,8 @@ class Screen(Console):
 def screen(*, stderr: bool = False) -> Console:
     """Return the console of a command; lines are wrapped only on a terminal or if COLUMNS is set."""
     console = Screen(stderr=stderr)
-    said = os.environ.get("COLUMNS", "").isdigit()
-    return console if console.is_terminal or said else Screen(width=UNLIMITED, stderr=stderr)
+    width_set = os.environ.get("COLUMNS", "").isdigit()
+    return console if console.is_terminal or width_set else Screen(width=UNLIMITED, stderr=stderr)
 
 
 def say(console: Console, text: str, style: str = "") -> None:

@@ -109,23 +109,23 @@ def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> It
     first: Card | None = None
     seen: set[str] = set()
     for file in files:
-        kept = read_exported(file) if (file / CARD).is_file() else read_state(state_file(file, ""))
-        who, found = kept.card.client, kept.card.architecture
-        if networks.get(who) != found:
-            there = f"; in the run it has {networks[who]}" if who in networks else ""
+        state = read_exported(file) if (file / CARD).is_file() else read_state(state_file(file, ""))
+        who, architecture = state.card.client, state.card.architecture
+        if networks.get(who) != architecture:
+            hint = f"; in the run it has {networks[who]}" if who in networks else ""
             raise PbflError(
-                f"--like {file}: client {who} with {found} is not one of the run's clients{there}"
+                f"--like {file}: client {who} with {architecture} is not one of the run's clients{hint}"
             )
         if who in seen:
             raise PbflError(f"--like {file}: client {who} is given twice; each client must be given once")
         seen.add(who)
-        first = first or kept.card
-        if odd := [name for name in SAME if getattr(kept.card, name) != getattr(first, name)]:
+        first = first or state.card
+        if odd := [name for name in SAME if getattr(state.card, name) != getattr(first, name)]:
             raise PbflError(
-                f"--global: clients {first.client} and {kept.card.client} differ in {odd[0]}; set --like to the one "
+                f"--global: clients {first.client} and {state.card.client} differ in {odd[0]}; set --like to the one "
                 "whose to use"
             )
-        yield kept
+        yield state
 
 
 def _samples(clients: Mapping[str, ClientRecord]) -> dict[str, float]:
@@ -144,12 +144,12 @@ def _mean(
     """
     sums: dict[str, Tensor] = {}
     total = 0.0
-    for kept in clients:
-        means = [name for name in names if kept.weights[name].is_floating_point()]
-        total += (weight := samples[kept.card.client])
+    for state in clients:
+        means = [name for name in names if state.weights[name].is_floating_point()]
+        total += (weight := samples[state.card.client])
         for name in means:
-            sums.setdefault(name, torch.zeros_like(kept.weights[name], dtype=torch.float64))
-            sums[name].add_(kept.weights[name], alpha=weight)
+            sums.setdefault(name, torch.zeros_like(state.weights[name], dtype=torch.float64))
+            sums[name].add_(state.weights[name], alpha=weight)
     if sums and not total:
         raise PbflError(
             "--global: none of the clients has training samples, so their running statistics cannot be averaged"

@@ -113,13 +113,13 @@ def of_round(file: Path, number: int) -> Path:
     last = read_state(file).card.round
     if last <= number:
         return file
-    kept = kept_best(file)
-    for until, other in kept.items():
+    best_files = kept_best(file)
+    for until, other in best_files.items():
         if read_state(other).card.round <= number <= until:
             return other
-    there = ", ".join(f"round {until}" for until in sorted(kept)) or "none"
+    rounds = ", ".join(f"round {until}" for until in sorted(best_files)) or "none"
     raise PbflError(
-        f"{file}: the client last trained in round {last}, after round {number}; of earlier rounds it has {there} "
+        f"{file}: the client last trained in round {last}, after round {number}; of earlier rounds it has {rounds} "
         "(with keep-best = true the best one is kept)"
     )
 
@@ -160,14 +160,14 @@ def _experiment(path: Path) -> Path:
         )
     if any(path.glob("*.safetensors")):
         return path
-    found = [folder for folder in path.iterdir() if any(folder.glob("*.safetensors"))]
-    if not found:
+    folders = [folder for folder in path.iterdir() if any(folder.glob("*.safetensors"))]
+    if not folders:
         raise PbflError(f"{path} holds neither a run nor client states")
-    if len(found) > 1:
-        newest = sorted(found, key=lambda folder: folder.stat().st_mtime, reverse=True)
+    if len(folders) > 1:
+        newest = sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
         names = ", ".join(str(folder) for folder in newest)
         raise PbflError(f"{path} holds the states of several runs; choose one of them, newest first: {names}")
-    return found[0]
+    return folders[0]
 
 
 def _shown(files: Sequence[Path]) -> str:
@@ -203,11 +203,11 @@ def read_state(file: Path) -> SavedModel:
     return SavedModel(card, part_of(tensors, "model"), prototypes)
 
 
-def export(kept: SavedModel, directory: Path, allowed_code: str = "") -> list[str]:
+def export(model: SavedModel, directory: Path, allowed_code: str = "") -> list[str]:
     """Write the files and return their names.
 
     Args:
-        kept: see :func:`read_state`.
+        model: see :func:`read_state`.
         directory: a new or an empty folder.
         allowed_code: see :func:`pbfl_flwr.serving.network.rebuild`.
 
@@ -216,16 +216,16 @@ def export(kept: SavedModel, directory: Path, allowed_code: str = "") -> list[st
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise PbflError(f"--out {directory} already holds files; must be a new directory")
-    served = rebuild(kept.card, kept.weights, allowed_code, str(directory))
+    served = rebuild(model.card, model.weights, allowed_code, str(directory))
     directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / WEIGHTS, save(separate(kept.weights)))
-    if kept.prototypes:
-        write_atomically(directory / PROTOTYPES, save(separate(kept.prototypes)))
-    _programs(served, kept.card, directory)
+    write_atomically(directory / WEIGHTS, save(separate(model.weights)))
+    if model.prototypes:
+        write_atomically(directory / PROTOTYPES, save(separate(model.prototypes)))
+    _programs(served, model.card, directory)
     hashes = {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())
     }
-    content = {"format": FORMAT, "card": kept.card.model_dump(mode="json"), "sha256": hashes}
+    content = {"format": FORMAT, "card": model.card.model_dump(mode="json"), "sha256": hashes}
     write_atomically(directory / CARD, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
     return [CARD, *hashes]
 

@@ -62,10 +62,12 @@ def rebuild(card: Card, weights: Mapping[str, Tensor], allowed_code: str, where:
     if not is_external(card.architecture):  # before allocating memory for the sizes that a card claims
         with torch.device("meta"):
             outline = build_model(without_weights(card.architecture), card.task, seed=0).state_dict()
-        expected, found = ({name: tuple(t.shape) for name, t in part.items()} for part in (outline, weights))
-        if odd := sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n)):
-            said = f"{odd[0]} is {found.get(odd[0], 'missing')}, expected {expected.get(odd[0], 'none')}"
-            raise PbflError(f"{where}: the weights are not those of {card.architecture} ({said})")
+        expected, shapes = ({name: tuple(t.shape) for name, t in part.items()} for part in (outline, weights))
+        if odd := sorted(n for n in {*expected, *shapes} if expected.get(n) != shapes.get(n)):
+            difference = (
+                f"{odd[0]} is {shapes.get(odd[0], 'missing')}, expected {expected.get(odd[0], 'none')}"
+            )
+            raise PbflError(f"{where}: the weights are not those of {card.architecture} ({difference})")
     model = build_model(without_weights(card.architecture), card.task, seed=0)
     try:
         model.load_state_dict(dict(weights))

@@ -84,12 +84,12 @@ class Exported:
         if by != HEAD and by not in self.prototypes:
             raise PbflError(f"--by {by}: this model has {', '.join([HEAD, *self.prototypes])}")
         scored = Nearest(*self.prototypes[by]) if by != HEAD else None
-        found, dtype = [], np.int64 if self.card.vocabulary else np.float32
+        batches, dtype = [], np.int64 if self.card.vocabulary else np.float32
         for start in range(0, len(inputs), BATCH):
             batch = torch.from_numpy(np.ascontiguousarray(inputs[start : start + BATCH], dtype=dtype))
             logits, features = self.served(batch)
-            found.append((logits if scored is None else scored(features, logits)).double().softmax(dim=1))
-        table = torch.cat(found) if found else torch.empty(0, self.card.num_classes)
+            batches.append((logits if scored is None else scored(features, logits)).double().softmax(dim=1))
+        table = torch.cat(batches) if batches else torch.empty(0, self.card.num_classes)
         if not bool(torch.isfinite(table).all()):
             raise PbflError("the model's outputs are not finite for these inputs")
         return table
@@ -190,9 +190,11 @@ def predict(
             raise PbflError(f"text-column = '{text_column}': this model does not take texts")
         card = card.model_copy(update={"text_column": text_column})
     for file, first, inputs in _inputs(card, files):
-        for row, found in enumerate(model.probabilities(inputs, by), start=first):
-            best = int(found.argmax())
-            yield Prediction(file, row, labels[best], float(found[best]), tuple(found.tolist()))
+        for row, row_probabilities in enumerate(model.probabilities(inputs, by), start=first):
+            best = int(row_probabilities.argmax())
+            yield Prediction(
+                file, row, labels[best], float(row_probabilities[best]), tuple(row_probabilities.tolist())
+            )
 
 
 def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArray[Any]]]:
@@ -275,11 +277,11 @@ def _rows(card: Card, path: Path) -> NDArray[Any]:
     return values.reshape(-1, *card.input_shape)
 
 
-def written(found: Sequence[Prediction], labels: Sequence[str], form: str) -> str:
+def written(predictions: Sequence[Prediction], labels: Sequence[str], form: str) -> str:
     """Return predictions as text.
 
     Args:
-        found: the predictions.
+        predictions: the predictions.
         labels: class names.
         form: ``table`` for people; ``csv`` with a header; ``json``, a list with the probabilities of all classes.
     """
@@ -289,11 +291,11 @@ def written(found: Sequence[Prediction], labels: Sequence[str], form: str) -> st
                 **{key: value for key, value in asdict(each).items() if key != "probabilities"},
                 "probabilities": dict(zip(labels, each.probabilities, strict=True)),
             }
-            for each in found
+            for each in predictions
         ]
         return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
     rows = [("file", "row", "class", "probability")]
-    rows += [(p.file, str(p.row) if p.row else "", p.label, f"{p.probability:.6f}") for p in found]
+    rows += [(p.file, str(p.row) if p.row else "", p.label, f"{p.probability:.6f}") for p in predictions]
     if form == "csv":
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)

@@ -32,7 +32,7 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield accuracy curves of each configuration's shown predictor; for one configuration, of all predictors."""
     figure, (axes,) = canvas()
-    said = []
+    texts = []
     if len(groups) == 1:
         title, names = f"Accuracy over rounds: {groups[0].label}", list(PREDICTORS)
         curves = {name: [dict(record.curve(name)) for record in groups[0].records] for name in names}
@@ -42,15 +42,15 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvail
         for group in groups:
             if not any(curves[group.label]):
                 yield NotAvailable(f"{group.label}: no client was scored by '{group.first.predictor}'")
-    drawn = {label: found for label, found in curves.items() if any(found)}
+    drawn = {label: per_seed for label, per_seed in curves.items() if any(per_seed)}
     if not drawn:
         yield NotAvailable("no client was scored")
         return
-    for number, (label, found) in enumerate(drawn.items()):
-        rounds, each = _shared(found)
+    for number, (label, per_seed) in enumerate(drawn.items()):
+        rounds, each = _shared(per_seed)
         _band(axes, rounds, 100 * each, label, number)
         if len(rounds):
-            said.append(f"{label} ends at {100 * each[:, -1].mean():.1f} % in round {rounds[-1]}")
+            texts.append(f"{label} ends at {100 * each[:, -1].mean():.1f} % in round {rounds[-1]}")
     curve_axes(axes, "round", "accuracy (%)", whole=True)
     legend_below(figure, axes)
     reported = groups[0].by or "the primary predictor of each run"
@@ -59,7 +59,7 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvail
         "accuracy-over-rounds",
         title,
         f"Sample-weighted test accuracy, {what}. {_seeds(groups)}{_cut(drawn)}",
-        f"Curves of accuracy over rounds. {'; '.join(said)}.",
+        f"Curves of accuracy over rounds. {'; '.join(texts)}.",
         figure,
     )
 
@@ -68,7 +68,7 @@ def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailabl
     """Yield the cumulative payload over rounds, all clients and both directions."""
     figure, (axes,) = canvas()
     totals = {group.label: _travelled(group.first) for group in groups}
-    scale, unit = _unit(max(found[-1] for found in totals.values()))
+    scale, unit = _unit(max(total[-1] for total in totals.values()))
     for number, group in enumerate(groups):
         rounds = [record.round for record in group.first.rounds]
         shown = np.array(totals[group.label]) / scale
@@ -78,13 +78,13 @@ def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailabl
     curve_axes(axes, "round", f"cumulative bytes ({unit})", whole=True)
     axes.set_ylim(bottom=0)
     legend_below(figure, axes)
-    said = "; ".join(f"{label} {kilobytes(found[-1])}" for label, found in totals.items())
+    text = "; ".join(f"{label} {kilobytes(total[-1])}" for label, total in totals.items())
     yield titled_picture(
         "bytes-over-rounds",
         "Bytes over rounds",
         "Cumulative encoded payloads of all clients, up and down; without Flower's own objects, which the cost table "
         "has. First seed of each configuration.",
-        f"Curves of cumulative bytes. At the end: {said}.",
+        f"Curves of cumulative bytes. At the end: {text}.",
         figure,
     )
 
@@ -93,8 +93,8 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
     """Yield accuracy against the cumulative payload, all clients and both directions."""
     figure, (axes,) = canvas()
     totals = {group.label: _travelled(group.first) for group in groups}
-    scale, unit = _unit(max(found[-1] for found in totals.values()))
-    said = []
+    scale, unit = _unit(max(total[-1] for total in totals.values()))
+    texts = []
     for number, group in enumerate(groups):
         record = group.first
         at = dict(zip((entry.round for entry in record.rounds), totals[group.label], strict=True))
@@ -106,12 +106,12 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
             continue
         xs, ys = zip(*points, strict=True)
         axes.plot(xs, ys, label=group.label, markevery=marker_interval(len(xs)), **curve_style(number))
-        said.append(f"{group.label} {ys[-1]:.1f} % for {kilobytes(at[max(at)])}")
-    if not said:
+        texts.append(f"{group.label} {ys[-1]:.1f} % for {kilobytes(at[max(at)])}")
+    if not texts:
         return
     curve_axes(axes, f"cumulative bytes, all clients ({unit})", "accuracy (%)")
-    if max(found[-1] for found in totals.values()) > 20 * min(
-        found[0] for found in totals.values() if found[0]
+    if max(total[-1] for total in totals.values()) > 20 * min(
+        total[0] for total in totals.values() if total[0]
     ):
         logarithmic(axes.xaxis)
     legend_below(figure, axes)
@@ -120,7 +120,7 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
         "Accuracy against bytes",
         f"Sample-weighted {accuracy_name(groups[0].by)} against the cumulative payload (up and down, all clients; "
         "logarithmic axis if the range is wide). First seed of each configuration.",
-        f"Curves of accuracy against bytes. At the end: {'; '.join(said)}.",
+        f"Curves of accuracy against bytes. At the end: {'; '.join(texts)}.",
         figure,
     )
 
@@ -128,7 +128,7 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
 def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield the clients' accuracies in the last round, sorted: the flatter the curve, the fairer the method."""
     figure, (axes,) = canvas()
-    said = []
+    texts = []
     for number, group in enumerate(groups):
         values = sorted(group.first.accuracies().values())
         if not values:
@@ -141,8 +141,8 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotAvaila
         axes.plot(
             places, shown, label=group.label, markevery=marker_interval(len(values)), **curve_style(number)
         )
-        said.append(f"{group.label} {shown[0]:.0f} to {shown[-1]:.0f} %")
-    if not said:
+        texts.append(f"{group.label} {shown[0]:.0f} to {shown[-1]:.0f} %")
+    if not texts:
         return
     curve_axes(axes, "clients, from the worst to the best", "accuracy (%)", whole=True)
     legend_below(figure, axes)
@@ -151,7 +151,7 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotAvaila
         "Accuracy of the clients, sorted",
         f"{_accuracy(groups)} of every client in the last round, sorted within each run: the flatter, the fairer. "
         "First seed of each configuration.",
-        f"Sorted accuracies of the clients: {'; '.join(said)}.",
+        f"Sorted accuracies of the clients: {'; '.join(texts)}.",
         figure,
     )
 
@@ -239,9 +239,11 @@ def _band(axes: Axes, rounds: Sequence[int], each: np.ndarray, label: str, numbe
 
 def _cut(curves: Mapping[str, Sequence[Mapping[int, float]]]) -> str:
     """Return a sentence on the curves whose seeds end in different rounds; empty if there are none."""
-    cut = [label for label, found in curves.items() if len({max(curve) for curve in found if curve}) > 1]
-    said = " Seeds with different numbers of rounds, drawn for the rounds that all seeds have"
-    return f"{said}: {'; '.join(cut)}." if cut else ""
+    cut = [
+        label for label, of_label in curves.items() if len({max(curve) for curve in of_label if curve}) > 1
+    ]
+    sentence = " Seeds with different numbers of rounds, drawn for the rounds that all seeds have"
+    return f"{sentence}: {'; '.join(cut)}." if cut else ""
 
 
 def _seeds(groups: Sequence[Group]) -> str:

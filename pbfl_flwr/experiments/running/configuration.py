@@ -57,20 +57,20 @@ def gather(preset: str | None, assignments: Iterable[str]) -> RequestedKeys:
     Raises:
         PbflError: if the preset cannot be read.
     """
-    found = flatten(read_toml("preset", preset, PRESETS)) if preset else {}
+    requested = flatten(read_toml("preset", preset, PRESETS)) if preset else {}
     problems = []
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             problems.append(f"--set {assignment}: allowed is key=value, e.g. --set num-server-rounds=5")
             continue
-        found[key.strip()] = value(text.strip())
+        requested[key.strip()] = value(text.strip())
     values: dict[str, Scalar] = {}
-    for key, given in found.items():
-        if not isinstance(given, bool | int | float | str):
-            problems.append(f"{key} = {given!r}: allowed is one number, true, false or text")
+    for key, content in requested.items():
+        if not isinstance(content, bool | int | float | str):
+            problems.append(f"{key} = {content!r}: allowed is one number, true, false or text")
         else:
-            values[key] = given
+            values[key] = content
     if values.get("resume") is True:
         problems.append(
             "resume = true: names no run; allowed is --resume RUN (compare, sweep and reproduce resume automatically)"
@@ -255,16 +255,16 @@ def create_directory(directory: Path, *, chosen: bool) -> Path:
     Raises:
         PbflError: if it cannot be created.
     """
-    found = directory
+    created = directory
     with writing(directory):
         while True:
             try:
-                found.mkdir(parents=True, exist_ok=chosen)
-                return found
+                created.mkdir(parents=True, exist_ok=chosen)
+                return created
             except FileExistsError:
                 if chosen:
                     raise
-                found = _unused(directory)
+                created = _unused(directory)
 
 
 def _unused(path: Path) -> Path:
