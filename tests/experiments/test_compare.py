@@ -668,7 +668,7 @@ def test_a_signal_ends_runs_side_by_side_and_the_same_command_goes_on(
         return subprocess.Popen(
             [sys.executable, "-c", code, *words, "--set", f"num-server-rounds={rounds}"],
             cwd=tmp_path,
-            env={**os.environ, MARK: str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])},
+            env={**os.environ, MARK: str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=hear,

@@ -260,7 +260,7 @@ parallel_runs.run_in_parallel(runs, [Slot(1)] * 2, command, Console())
     process = subprocess.Popen(
         [sys.executable, "-c", parent],
         cwd=tmp_path,
-        env={**os.environ, MARK: str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, MARK: str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     end = time.monotonic() + 60
     while not all((tmp_path / name).exists() for name in "01"):
