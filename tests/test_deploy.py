@@ -17,8 +17,7 @@ from pbfl_flwr.config import DataSettings, Scalar, parse
 from pbfl_flwr.data import load_pool
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.deploy import certificates as security
-from pbfl_flwr.flower.deploy import connection
-from pbfl_flwr.flower.deploy.findings import CheckTargets, Status
+from pbfl_flwr.flower.deploy.doctor import CheckTargets, Status, check_connection
 from pbfl_flwr.flower.deploy.local_federation import Deployment, complete, why_ended
 from pbfl_flwr.flower.deploy.superlink import ENDED
 from pbfl_flwr.flower.server.strategy import MethodStrategy
@@ -112,14 +111,13 @@ def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
         run_id = deployment.submit(ROOT, {**CONFIG, "run-dir": str(run_dir)})
         assert deployment.files is not None
         ca, known = deployment.files.ca, deployment.files.directory / "node-0"
-        # The doctor says beforehand what a SuperNode would meet.
-        for trusted, key, what, said in (
-            (ca, tmp_path / "stranger", "key", "not registered"),
-            (foreign, known, "tls", "a foreign CA"),
-        ):
-            found = connection.check_connection(CheckTargets(deployment.fleet_address, trusted, key))
-            assert [finding.what for finding in found if finding.status is Status.FAILED] == [what]
-            assert said in next(finding.said for finding in found if finding.what == what)
+        # The doctor reports beforehand what a SuperNode would meet.
+        findings = check_connection(CheckTargets(deployment.fleet_address, ca, known))
+        assert [finding.what for finding in findings if finding.status is Status.FAILED] == []
+        findings = check_connection(CheckTargets(deployment.fleet_address, foreign, known))
+        (failed,) = [finding for finding in findings if finding.status is Status.FAILED]
+        assert failed.what == "tls"
+        assert "a foreign CA" in failed.message
         knocking = {
             "the SuperLink does not know its key": deployment.start_node(
                 90, {"client-id": 3}, tmp_path / "stranger", ca

@@ -137,27 +137,26 @@ def doctor(
     insecure: Annotated[bool, typer.Option("--insecure", help="Expect a SuperLink without TLS.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Check whether this machine can take part: versions, address, TLS, key, clock, disk, memory, GPU."""
+    """Check whether this machine can take part: versions, address, TLS, key, disk, memory, GPU."""
     import json
     from dataclasses import asdict
 
-    from pbfl_flwr.flower.deploy.doctor import examine
-    from pbfl_flwr.flower.deploy.findings import CheckTargets, Status
+    from pbfl_flwr.flower.deploy.doctor import CheckTargets, Status, examine
 
     try:
-        found = examine(CheckTargets(superlink, ca, key, control, state_dir, device, insecure))
+        findings = examine(CheckTargets(superlink, ca, key, control, state_dir, device, insecure))
     except PbflError as error:
         raise error_exit(error, REFUSED) from None
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in found], indent=1))
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         colours = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "red"}
-        console, width = screen(), max(len(finding.what) for finding in found)
-        for finding in found:
+        console, width = screen(), max(len(finding.what) for finding in findings)
+        for finding in findings:
             head = f"{finding.status:<{max(map(len, Status))}}  {finding.what:<{width}}  "
-            said = "; ".join(filter(None, (finding.said, finding.advice)))
-            print_hanging(console, head, said, len(head), colours[finding.status])
-    failed = any(finding.status is Status.FAILED for finding in found)
+            message = "; ".join(filter(None, (finding.message, finding.advice)))
+            print_hanging(console, head, message, len(head), colours[finding.status])
+    failed = any(finding.status is Status.FAILED for finding in findings)
     raise typer.Exit(FAILED if failed else COMPLETED)
 
 
@@ -174,8 +173,8 @@ def app(
             slim(source, out)
     except PbflError as error:
         raise error_exit(error, REFUSED) from None
-    said = f"use flwr run {out} instead of the checkout; server and devices need the same pbfl-flwr, which a run checks"
-    say(screen(), said)
+    message = f"use flwr run {out}, not the checkout; server and devices need the same pbfl-flwr, which a run checks"
+    say(screen(), message)
 
 
 @deploy.command()

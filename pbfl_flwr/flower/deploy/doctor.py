@@ -1,17 +1,24 @@
 """Checks of a device or the server before a federation starts: ``pbfl doctor``.
 
-Every check is a function that returns findings: subject, status, result and advice. Checks change nothing. Those of the
-machine are here, those of the connection in :mod:`~pbfl_flwr.flower.deploy.connection`.
+Every check is a function that returns findings: subject, status, message and advice. Checks change nothing, neither on
+this machine nor on the SuperLink.
 """
 
 from __future__ import annotations
 
+import http.client
 import importlib.metadata
+import ipaddress
 import os
 import platform
 import shutil
+import socket
+import ssl
 import tempfile
 import warnings
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import get_args
 
@@ -21,8 +28,7 @@ from packaging.requirements import Requirement
 from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.errors import PbflError, expanded, format_exception, printable
 from pbfl_flwr.flower.client.device import share_of_cores
-from pbfl_flwr.flower.deploy.connection import check_connection
-from pbfl_flwr.flower.deploy.findings import CheckTargets, Finding, Status
+from pbfl_flwr.flower.deploy import certificates as security
 from pbfl_flwr.util.memory import available_memory
 from pbfl_flwr.util.paths import home
 
@@ -32,6 +38,56 @@ DEVICES: tuple[str, ...] = get_args(
 LOW_DISK, FULL_DISK = 1e9, 1e8  # free bytes for a warning, and for a failure
 NO_KERNELS = "install a torch build for this GPU, end other programs on it, or use the CPU"
 LOW_MEMORY = 1e9  # bytes; a client that trains a small network on a CPU needs about as much
+EXPIRES_SOON = timedelta(days=30)
+ANSWER_SECONDS = 10.0  # timeout of a connection
+
+
+class Status(StrEnum):
+    """Outcome of a check."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check, one line of output.
+
+    Attributes:
+        what: subject of the check.
+        status: its outcome.
+        message: the result in words; the fields are the keys of ``pbfl doctor --json``.
+        advice: what to do; empty if nothing.
+    """
+
+    what: str
+    status: Status
+    message: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class CheckTargets:
+    """What to check; None skips a check.
+
+    Attributes:
+        superlink: HOST:PORT of the Fleet API.
+        ca: certificate of the authority that signed the SuperLink's.
+        key: the device's private key.
+        control: HOST:PORT of the Control API.
+        state_dir: the device's state directory.
+        device: on which to train, as in the run-config key.
+        insecure: expect a SuperLink without TLS.
+    """
+
+    superlink: str | None = None
+    ca: Path | None = None
+    key: Path | None = None
+    control: str | None = None
+    state_dir: Path | None = None
+    device: str = "auto"
+    insecure: bool = False
 
 
 def examine(targets: CheckTargets) -> list[Finding]:
@@ -41,23 +97,23 @@ def examine(targets: CheckTargets) -> list[Finding]:
         PbflError: if ``device`` is not a valid value.
     """
     if targets.device not in DEVICES:
-        raise PbflError(f"--device {targets.device}: allowed are {', '.join(DEVICES)}")
-    found = check_versions()
-    found += check_connection(targets)
+        raise PbflError(f"--device {targets.device}: must be one of {', '.join(DEVICES)}")
+    findings = check_versions()
+    findings += check_connection(targets)
     if targets.state_dir is not None:
-        found += [*check_state_dir(targets.state_dir), check_home()]
-    return [*found, check_memory(), check_gpu(targets.device)]
+        findings += [*check_state_dir(targets.state_dir), check_home()]
+    return [*findings, check_memory(), check_gpu(targets.device)]
 
 
 def check_versions() -> list[Finding]:
     """Check the versions of Python and of all required libraries."""
-    allowed = importlib.metadata.metadata("pbfl-flwr")["Requires-Python"]
+    required = importlib.metadata.metadata("pbfl-flwr")["Requires-Python"]
     python = platform.python_version()
-    fits = Requirement(f"python{allowed}").specifier.contains(python)
-    found = [
+    fits = Requirement(f"python{required}").specifier.contains(python)
+    findings = [
         Finding("python", Status.OK, python)
         if fits
-        else Finding("python", Status.FAILED, f"{python}, allowed is {allowed}", "install another Python")
+        else Finding("python", Status.FAILED, f"{python}, must be {required}", "install another Python")
     ]
     for line in importlib.metadata.requires("pbfl-flwr") or ():
         requirement = Requirement(line)
@@ -68,19 +124,124 @@ def check_versions() -> list[Finding]:
         except importlib.metadata.PackageNotFoundError:
             installed = ""
         if not requirement.specifier.contains(installed or "0", prereleases=True):
-            result = f"{installed or 'not installed'}, allowed is {requirement.specifier}"
-            found.append(
+            message = f"{installed or 'not installed'}, must be {requirement.specifier}"
+            findings.append(
                 Finding(
                     requirement.name,
                     Status.FAILED,
-                    result,
+                    message,
                     f"pip install '{requirement.name}{requirement.specifier}'",
                 )
             )
         elif requirement.name in ("flwr", "torch"):
-            found.append(Finding(requirement.name, Status.OK, installed))
-    own = importlib.metadata.version("pbfl-flwr")
-    return [*found, Finding("pbfl-flwr", Status.OK, own)]
+            findings.append(Finding(requirement.name, Status.OK, installed))
+    version = importlib.metadata.version("pbfl-flwr")
+    return [*findings, Finding("pbfl-flwr", Status.OK, version)]
+
+
+def check_connection(targets: CheckTargets) -> list[Finding]:
+    """Check key file, address, TLS and Control API; TLS is skipped if the address does not answer."""
+    findings = [] if targets.key is None else [check_key_file(targets.key)]
+    if targets.superlink is not None:
+        address = check_address("superlink", targets.superlink)
+        findings.append(address)
+        if address.status is Status.OK:
+            findings.append(check_tls(targets.superlink, targets.ca, targets.insecure))
+    if targets.control is not None:
+        findings.append(check_control_api(targets.control, targets.ca, targets.insecure))
+    return findings
+
+
+def check_key_file(path: Path) -> Finding:
+    """Check that the device's private key can be read, and by its owner alone."""
+    try:
+        security.read_node_key(path)
+    except PbflError as error:
+        return Finding("key", Status.FAILED, str(error), "pbfl keys makes one")
+    if security.readable_by_others(path):
+        return Finding("key", Status.WARNING, f"{path} is readable by others", f"chmod 600 {path}")
+    return Finding("key", Status.OK, f"{path} is a private key")
+
+
+def check_address(what: str, address: str) -> Finding:
+    """Check that the host name resolves and the port accepts connections."""
+    try:
+        host, port = security.split_address(address)
+        ip = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+    except PbflError as error:
+        return Finding(what, Status.FAILED, str(error))
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
+        advice = "check the spelling, DNS, or /etc/hosts"
+        reason = error.strerror if isinstance(error, socket.gaierror) else "not a valid host name"
+        return Finding(what, Status.FAILED, f"the name '{host}' is not found ({reason})", advice)
+    try:
+        socket.create_connection((host, port), ANSWER_SECONDS).close()
+    except ConnectionRefusedError:
+        advice = "is the SuperLink running, is the port right, does it listen on more than 127.0.0.1?"
+        return Finding(what, Status.FAILED, f"{address} ({ip}) refuses connections", advice)
+    except OSError as error:
+        advice = "a firewall or a wrong route; open this port on the server for this device"
+        return Finding(what, Status.FAILED, f"{address} ({ip}) does not answer ({error})", advice)
+    return Finding(what, Status.OK, f"{address} ({ip}) answers")
+
+
+def check_tls(address: str, ca: Path | None, insecure: bool) -> Finding:
+    """Check the chain of the server's certificate, its host names and its end; or that TLS is off if ``insecure``."""
+    try:
+        handshake = security.shake_hands(address, ca, ANSWER_SECONDS)
+    except PbflError as error:
+        return Finding("tls", Status.FAILED, str(error))
+    certificate = handshake.certificate
+    if insecure:
+        if certificate is not None:
+            advice = "leave out --insecure and give --ca"
+            return Finding("tls", Status.FAILED, "--insecure, but the server uses TLS", advice)
+        message = "not used: anyone on the network path can read and change what is sent"
+        return Finding("tls", Status.WARNING, message, "for tests only; see pbfl certs")
+    if certificate is None:
+        return Finding("tls", Status.FAILED, handshake.refusal or "no certificate")
+    if handshake.refusal is not None:
+        advice = "on the server: pbfl certs; on the device: its ca.pem"
+        if datetime.now(UTC) < certificate.not_valid_before_utc:
+            advice = "set this machine's clock: timedatectl set-ntp true"
+        return Finding("tls", Status.FAILED, handshake.refusal, advice)
+    end, ca_ends_first = security.end_of_trust(certificate, ca)
+    message = f"verified, for {', '.join(security.alternatives(certificate))}, until {end:%Y-%m-%d}"
+    if ca_ends_first:
+        message += ", when the CA expires"
+    if end - datetime.now(UTC) < EXPIRES_SOON:
+        advice = "--renew on the server"
+        if ca_ends_first:
+            advice = "--force on the server, and its ca.pem on every device"
+        return Finding("tls", Status.WARNING, message, f"pbfl certs {advice}")
+    return Finding("tls", Status.OK, message)
+
+
+def check_control_api(address: str, ca: Path | None, insecure: bool) -> Finding:
+    """Check that the Control API answers, and only on the loopback interface."""
+    what = "control-api"
+    reachable = check_address(what, address)
+    if reachable.status is not Status.OK:
+        return reachable
+    host, port = security.split_address(address)
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+    try:
+        if not insecure:
+            trust = ssl.create_default_context(cafile=ca)
+            connection = http.client.HTTPSConnection(host, port, timeout=ANSWER_SECONDS, context=trust)
+        connection.request("GET", "/health")
+        connection.getresponse()
+    except (OSError, http.client.HTTPException) as error:
+        advice = "is it the SuperLink's --port, and is --insecure set only for a server without TLS?"
+        return Finding(what, Status.FAILED, f"{address} is not a Control API ({error})", advice)
+    finally:
+        connection.close()
+    if ipaddress.ip_address(socket.getaddrinfo(host, port)[0][4][0]).is_loopback:
+        return Finding(what, Status.OK, f"{address} answers")
+    message = (
+        f"{address} is reachable from this machine: anyone who reaches it can run code on server and devices"
+    )
+    return Finding(what, Status.WARNING, message, "on the server: --host 127.0.0.1, or a firewall")
 
 
 def check_home() -> Finding:
@@ -109,16 +270,18 @@ def check_state_dir(directory: Path) -> list[Finding]:
             advice = f"it is a link to {os.readlink(existing)}: is the disk there mounted?"
         return [Finding(what, Status.FAILED, refused, advice)]
     free = shutil.disk_usage(existing).free
-    result = f"{_where(directory, existing)}, {free / 1e9:.1f} GB free"
+    message = f"{_where(directory, existing)}, {free / 1e9:.1f} GB free"
     if free < FULL_DISK:
         return [
-            Finding(what, Status.FAILED, result, "free space: a client's state takes a few times its network")
+            Finding(
+                what, Status.FAILED, message, "free space: a client's state takes a few times its network"
+            )
         ]
     if free < LOW_DISK:
         return [
-            Finding(what, Status.WARNING, result, "free space: data caches and logs are stored there too")
+            Finding(what, Status.WARNING, message, "free space: data caches and logs are stored there too")
         ]
-    return [Finding(what, Status.OK, result)]
+    return [Finding(what, Status.OK, message)]
 
 
 def _nearest_existing(directory: Path) -> Path:
@@ -150,12 +313,12 @@ def check_memory() -> Finding:
     available = available_memory()
     if available is None:
         return Finding("memory", Status.OK, "unknown on this system")
-    result = f"{available / 1e9:.1f} GB available"
+    message = f"{available / 1e9:.1f} GB available"
     if available < LOW_MEMORY:
         return Finding(
-            "memory", Status.WARNING, result, "training a small network takes about 1 GB; add swap"
+            "memory", Status.WARNING, message, "training a small network takes about 1 GB; add swap"
         )
-    return Finding("memory", Status.OK, result)
+    return Finding("memory", Status.OK, message)
 
 
 def check_gpu(device: str) -> Finding:
@@ -181,16 +344,16 @@ def check_gpu(device: str) -> Finding:
         return Finding(what, status, f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
     if count := torch.cuda.device_count():  # according to the driver
         reason = f": {' '.join(str(warned[-1].message).split())}" if warned else ""
-        result = f"torch {torch.__version__} cannot use the {count} in this machine{reason}"
+        message = f"torch {torch.__version__} cannot use the {count} in this machine{reason}"
         status = Status.FAILED if device == "cuda" else Status.WARNING
         return Finding(
-            what, status, printable(result), "install a driver for this torch, or a torch build for it"
+            what, status, printable(message), "install a driver for this torch, or a torch build for it"
         )
     if torch.backends.mps.is_available():
         return Finding(what, Status.OK, "Metal")
     if device in ("cuda", "mps"):
-        result = f"torch {torch.__version__} detects none, but device='{device}' is set"
+        message = f"torch {torch.__version__} detects none, but device='{device}' is set"
         return Finding(
-            what, Status.FAILED, result, "install the driver and a torch build for it, or use the CPU"
+            what, Status.FAILED, message, "install the driver and a torch build for it, or use the CPU"
         )
     return Finding(what, Status.OK, f"none; training uses the CPU ({share_of_cores()} cores)")

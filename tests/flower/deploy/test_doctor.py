@@ -14,144 +14,93 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.common.constant import NOOP_FLWR_AID
 from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import NodeAuthServerInterceptor
 from flwr.server.superlink.linkstate import LinkStateFactory
 from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME
 from flwr.supercore.object_store import ObjectStoreFactory
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.superlink.cli.flower_superlink import _run_fleet_api_grpc_rere
 from flwr.superlink.federation import NoOpFederationManager
 from typer.testing import CliRunner
 
 from pbfl_flwr.cli import app
 from pbfl_flwr.flower.deploy import certificates as security
-from pbfl_flwr.flower.deploy import connection, doctor, fleet
-from pbfl_flwr.flower.deploy.findings import CheckTargets, Finding, Status
+from pbfl_flwr.flower.deploy import doctor
+from pbfl_flwr.flower.deploy.doctor import CheckTargets, Finding, Status
 
 
 @pytest.fixture(scope="module")
 def superlink(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """A Fleet API with TLS and SuperNode authentication; `known` is registered, `stranger` is not."""
+    """A Fleet API with TLS and SuperNode authentication, and the key pair ``known``."""
     files = tmp_path_factory.mktemp("security")
     security.make_certificates(files, ["127.0.0.1"], 60)
-    security.make_keys(files, ["known", "stranger"])
+    security.make_keys(files, ["known"])
     objects = ObjectStoreFactory()
     states = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), objects)
-    public = security.read_node_key(files / "known").public_key()
-    node = states.state().create_node(NOOP_FLWR_AID, "", public_key_to_bytes(public), heartbeat_interval=30)
     ca, certificate, key = ((files / name).read_bytes() for name in ("ca.pem", "server.pem", "server.key"))
     server = _run_fleet_api_grpc_rere(
         "127.0.0.1:0", states, objects, True, (ca, certificate, key), [NodeAuthServerInterceptor(states)]
     )
-    yield SimpleNamespace(address=server.bound_address, files=files, state=states.state(), node=node)
+    yield SimpleNamespace(address=server.bound_address, files=files)
     server.stop(None)
 
 
-def found(wanted: CheckTargets) -> dict[str, Finding]:
-    return {finding.what: finding for finding in connection.check_connection(wanted)}
+def findings_by_subject(targets: CheckTargets) -> dict[str, Finding]:
+    return {finding.what: finding for finding in doctor.check_connection(targets)}
 
 
-def test_all_is_well(superlink: SimpleNamespace) -> None:
+def test_passes_with_right_ca_and_key(superlink: SimpleNamespace) -> None:
     files = superlink.files
-    findings = found(CheckTargets(superlink.address, files / "ca.pem", files / "known"))
+    findings = findings_by_subject(CheckTargets(superlink.address, files / "ca.pem", files / "known"))
     assert {what: finding.status for what, finding in findings.items()} == dict.fromkeys(
-        ("superlink", "tls", "key", "clock", "date"), Status.OK
+        ("superlink", "tls", "key"), Status.OK
     )
-    assert "registered" in findings["key"].said
-    # Asking has let nobody in.
-    info = superlink.state.get_node_info(node_ids=[superlink.node])
-    assert [node.status for node in info] == ["registered"]
-
-
-def test_an_unregistered_key_is_found_out(superlink: SimpleNamespace) -> None:
-    findings = found(
-        CheckTargets(superlink.address, superlink.files / "ca.pem", superlink.files / "stranger")
-    )
-    assert findings["key"].status is Status.FAILED
-    assert "not registered" in findings["key"].said
-    assert "flwr supernode register" in findings["key"].advice
 
 
 @pytest.mark.parametrize(
-    ("days", "ca_days", "said", "advice"),
+    ("days", "ca_days", "message", "advice"),
     [(5, 3650, "", "--renew on the server"), (365, 5, ", when the CA expires", "--force on the server")],
 )
-def test_a_certificate_lasts_as_long_as_its_ca(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, days: int, ca_days: int, said: str, advice: str
+def test_warns_before_certificate_or_ca_expires(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, days: int, ca_days: int, message: str, advice: str
 ) -> None:
     security.make_certificates(tmp_path, ["127.0.0.1"], days, ca_days=ca_days)
     shown = security.Handshake(None, security.read_certificate(tmp_path / "server.pem"))
     monkeypatch.setattr(security, "shake_hands", lambda *_: shown)
-    usable, _, [finding] = connection.check_tls("127.0.0.1:1", tmp_path / "ca.pem", insecure=False)
-    assert usable
+    finding = doctor.check_tls("127.0.0.1:1", tmp_path / "ca.pem", insecure=False)
     assert finding.status is Status.WARNING
     end = datetime.now(UTC) + timedelta(days=5)
-    assert finding.said == f"verified, for 127.0.0.1, until {end:%Y-%m-%d}{said}"
+    assert finding.message == f"verified, for 127.0.0.1, until {end:%Y-%m-%d}{message}"
     assert advice in finding.advice
 
 
-def test_a_foreign_ca_is_found_out(superlink: SimpleNamespace, tmp_path: Path) -> None:
+def test_reports_foreign_ca(superlink: SimpleNamespace, tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["127.0.0.1"], 60)
-    findings = found(CheckTargets(superlink.address, tmp_path / "ca.pem", superlink.files / "known"))
+    findings = findings_by_subject(
+        CheckTargets(superlink.address, tmp_path / "ca.pem", superlink.files / "known")
+    )
     assert findings["tls"].status is Status.FAILED
-    assert findings["tls"].said.startswith("a foreign CA")
-    assert "key" not in findings  # nothing is sent to a stranger
+    assert findings["tls"].message.startswith("a foreign CA")
 
 
-@pytest.mark.parametrize(
-    ("ahead", "status"),
-    [(0.0, Status.OK), (3.0, Status.WARNING), (-60.0, Status.WARNING), (30.0, Status.FAILED)],
-)
-def test_a_wrong_clock_is_measured(
-    superlink: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ahead: float, status: Status
-) -> None:
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return datetime.now(tz) + timedelta(seconds=ahead)
-
-    monkeypatch.setattr(fleet, "datetime", Clock)
-    asked = fleet.Fleet(superlink.address, superlink.files / "ca.pem", insecure=False, key=None)
-    finding = connection.check_clock(asked)
-    assert finding.status is status
-    if status is Status.WARNING:
-        said, _, side = finding.said.split()[:3]
-        assert float(said) == pytest.approx(abs(ahead), abs=0.5)
-        assert side == ("ahead" if ahead > 0 else "behind")
-
-
-@pytest.mark.parametrize("bound", [0.0, 5.0, 4.2, 301.7])
-def test_the_bound_is_found_by_halving(bound: float) -> None:
-    asked: list[float] = []
-
-    def accepts(shift: float) -> bool:
-        asked.append(shift)
-        return shift < bound
-
-    assert connection.latest_accepted(accepts) == pytest.approx(bound, abs=0.1)
-    assert len(asked) < 15
-
-
-def test_addresses_that_do_not_answer() -> None:
+def test_reports_unreachable_addresses() -> None:
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
     taken.close()
-    assert "refuses" in connection.check_address("superlink", f"127.0.0.1:{port}").said
-    assert "HOST:PORT" in connection.check_address("superlink", "127.0.0.1").said
-    assert "is not found" in connection.check_address("superlink", "nobody.invalid:1").said
+    assert "refuses" in doctor.check_address("superlink", f"127.0.0.1:{port}").message
+    assert "HOST:PORT" in doctor.check_address("superlink", "127.0.0.1").message
+    assert "is not found" in doctor.check_address("superlink", "nobody.invalid:1").message
     for name in ("a..b", "x" * 64):
-        said = connection.check_address("superlink", f"{name}:9092").said
-        assert said == f"the name '{name}' is not found (not a valid host name)"
+        message = doctor.check_address("superlink", f"{name}:9092").message
+        assert message == f"the name '{name}' is not found (not a valid host name)"
 
 
-def test_a_device_that_is_none() -> None:
+def test_rejects_unknown_device() -> None:
     result = CliRunner().invoke(app, ["doctor", "--device", "cuad"])
     assert result.exit_code == 2
-    assert result.stderr == "error: --device cuad: allowed are auto, cpu, cuda, mps\n"
+    assert result.stderr == "error: --device cuad: must be one of auto, cpu, cuda, mps\n"
 
 
-def test_a_card_on_which_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_must_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70e9, 80e9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
@@ -165,12 +114,12 @@ def test_a_card_on_which_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "ones", lacking)
     finding = doctor.check_gpu("auto")
     assert finding.status is Status.FAILED
-    assert "no kernel image is available for execution" in finding.said
+    assert "no kernel image is available for execution" in finding.message
     assert "torch build for this GPU" in finding.advice
 
 
 @pytest.mark.parametrize(("wanted", "status"), [("auto", Status.WARNING), ("cuda", Status.FAILED)])
-def test_a_driver_that_is_too_old(wanted: str, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_old_driver(wanted: str, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable() -> bool:
         warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old", stacklevel=1)
         return False
@@ -179,12 +128,12 @@ def test_a_driver_that_is_too_old(wanted: str, status: Status, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     finding = doctor.check_gpu(wanted)
     assert finding.status is status
-    assert "cannot use the 2 in this machine: CUDA initialization: The NVIDIA driver" in finding.said
+    assert "cannot use the 2 in this machine: CUDA initialization: The NVIDIA driver" in finding.message
 
 
-def test_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_state_directory_and_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = doctor.check_state_dir(tmp_path / "new" / "state")
-    assert "can be made" in finding.said
+    assert "can be made" in finding.message
     assert not (tmp_path / "new").exists()
 
     def usage(free: float) -> Callable[[Path], SimpleNamespace]:
@@ -199,9 +148,7 @@ def test_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links are POSIX's")
-def test_a_state_directory_is_looked_at_where_a_device_would_make_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resolves_links_and_home_of_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "state").symlink_to(tmp_path / "usb" / "state")
     (finding,) = doctor.check_state_dir(tmp_path / "state")
     assert finding.status is Status.FAILED
@@ -209,11 +156,11 @@ def test_a_state_directory_is_looked_at_where_a_device_would_make_it(
     monkeypatch.setenv("HOME", str(tmp_path / "pi"))
     assert (
         f"{tmp_path / 'pi' / 'state'} can be made in {tmp_path}"
-        in doctor.check_state_dir(Path("~/state"))[0].said
+        in doctor.check_state_dir(Path("~/state"))[0].message
     )
 
 
-def test_a_state_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_unwritable_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked, named = os.stat, tempfile.NamedTemporaryFile
 
     def look(path: Any, **more: Any) -> os.stat_result:
@@ -231,17 +178,17 @@ def test_a_state_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", write)
     (finding,) = doctor.check_state_dir(tmp_path / "state")
     assert finding.status is Status.FAILED
-    assert finding.said == f"{tmp_path} cannot be written (Permission denied)"
+    assert finding.message == f"{tmp_path} cannot be written (Permission denied)"
 
 
-def test_a_device_needs_a_home_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
     assert doctor.check_home() == Finding("home", Status.OK, f"{tmp_path / 'home'} can be made in {tmp_path}")
     (tmp_path / "file").touch()
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "file" / "home"))
     finding = doctor.check_home()
     assert finding.status is Status.FAILED
-    assert finding.said == f"{tmp_path / 'file'} cannot be written (Not a directory)"
+    assert finding.message == f"{tmp_path / 'file'} cannot be written (Not a directory)"
     assert finding.advice == "data cannot be decoded into it: set PBFL_HOME to another place"
     (tmp_path / "used" / "cache").mkdir(parents=True)
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "used"))
@@ -249,12 +196,12 @@ def test_a_device_needs_a_home_of_the_project(tmp_path: Path, monkeypatch: pytes
         doctor, "_write_error", lambda place: f"{place} cannot be written (Read-only file system)"
     )
     assert doctor.check_home().status is Status.WARNING  # what was decoded is still there
-    found = {finding.what for finding in doctor.examine(CheckTargets(state_dir=tmp_path))}
-    assert {"state-dir", "home"} <= found
+    subjects = {finding.what for finding in doctor.examine(CheckTargets(state_dir=tmp_path))}
+    assert {"state-dir", "home"} <= subjects
 
 
 @pytest.mark.skipif(os.name != "posix", reason="users without a home are POSIX's")
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_user_without_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -262,38 +209,50 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "expanduser", nobody)
     finding = doctor.check_home()
     assert finding.status is Status.FAILED
-    assert "set the environment variable PBFL_HOME" in finding.said
+    assert "set the environment variable PBFL_HOME" in finding.message
 
 
-def test_a_date_before_the_certificate_is_wrong(
-    superlink: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_installed_versions_fit() -> None:
+    assert {finding.what: finding.status for finding in doctor.check_versions()} == dict.fromkeys(
+        ("python", "flwr", "torch", "pbfl-flwr"), Status.OK
+    )
+
+
+def test_exit_code_reports_failure(superlink: SimpleNamespace) -> None:
+    files = superlink.files
+    common = ["doctor", "--superlink", superlink.address, "--ca", str(files / "ca.pem"), "--json"]
+    good = CliRunner().invoke(app, [*common, "--key", str(files / "known")])
+    assert good.exit_code == 0, good.output
+    bad = CliRunner().invoke(app, [*common, "--key", str(files / "nowhere")])
+    assert bad.exit_code == 1
+    failed = [line for line in json.loads(bad.stdout) if line["status"] == "failed"]
+    assert [line["what"] for line in failed] == ["key"]
+    assert "cannot be read" in failed[0]["message"]
+    table = CliRunner().invoke(app, ["doctor", "--key", str(files / "nowhere")])
+    assert table.exit_code == 1
+    assert "cannot be read" in table.stdout.replace("\n", " ")
+
+
+def test_suggests_setting_clock_for_certificate_of_future(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Clock(datetime):
         @classmethod
         def now(cls, tz: Any = None) -> Any:
             return datetime(1970, 1, 2, tzinfo=UTC)
 
-    certificate = security.read_certificate(superlink.files / "server.pem")
-    assert connection.check_date(certificate).status is Status.OK
-    monkeypatch.setattr(connection, "datetime", Clock)
-    assert connection.check_date(certificate).status is Status.FAILED
+    security.make_certificates(tmp_path, ["127.0.0.1"], 60)
+    handshake = security.Handshake("not yet valid", security.read_certificate(tmp_path / "server.pem"))
+    monkeypatch.setattr(security, "shake_hands", lambda *_: handshake)
+    monkeypatch.setattr(doctor, "datetime", Clock)
+    finding = doctor.check_tls("127.0.0.1:1", tmp_path / "ca.pem", insecure=False)
+    assert finding.status is Status.FAILED
+    assert "timedatectl" in finding.advice
 
 
-def test_what_is_installed_fits() -> None:
-    assert {finding.what: finding.status for finding in doctor.check_versions()} == dict.fromkeys(
-        ("python", "flwr", "torch", "pbfl-flwr"), Status.OK
-    )
-
-
-def test_the_command_says_it_in_its_exit_code(superlink: SimpleNamespace) -> None:
-    files = superlink.files
-    common = ["doctor", "--superlink", superlink.address, "--ca", str(files / "ca.pem"), "--json"]
-    good = CliRunner().invoke(app, [*common, "--key", str(files / "known")])
-    assert good.exit_code == 0, good.output
-    bad = CliRunner().invoke(app, [*common, "--key", str(files / "stranger")])
-    assert bad.exit_code == 1
-    failed = [line for line in json.loads(bad.stdout) if line["status"] == "failed"]
-    assert [line["what"] for line in failed] == ["key"]
-    table = CliRunner().invoke(app, ["doctor", "--key", str(files / "nowhere")])
-    assert table.exit_code == 1
-    assert "cannot be read" in table.stdout.replace("\n", " ")
+@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
+def test_warns_about_key_that_others_can_read(tmp_path: Path) -> None:
+    security.make_keys(tmp_path, ["key"])
+    assert doctor.check_key_file(tmp_path / "key").status is Status.OK
+    (tmp_path / "key").chmod(0o644)
+    assert doctor.check_key_file(tmp_path / "key").status is Status.WARNING
