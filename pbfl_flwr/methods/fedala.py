@@ -57,10 +57,10 @@ class Config(Group):
 
 
 def mix(
-    own: Mapping[str, Tensor], received: Mapping[str, Tensor], amounts: Mapping[str, Tensor]
+    local: Mapping[str, Tensor], received: Mapping[str, Tensor], amounts: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return θ̂ = θ_i + (θ - θ_i)⊙A, exactly θ where A is 1 and exactly θ_i where it is 0."""
-    return {name: tensor.lerp(received[name], amounts[name]) for name, tensor in own.items()}
+    return {name: tensor.lerp(received[name], amounts[name]) for name, tensor in local.items()}
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class FedALA(SharedWeights):
         amounts, metrics = self._initialise(client, down)
         report = plain(client, down)
         upload = answer(client, self.share)
-        own = {name: upload.tensors[name] for name in self._mixed(client)}
-        memory = {**{f"own.{name}": tensor for name, tensor in own.items()}, **report.optimizer}
+        local = {name: upload.tensors[name] for name in self._mixed(client)}
+        memory = {**{f"own.{name}": tensor for name, tensor in local.items()}, **report.optimizer}
         memory |= {f"ala.{name}": tensor for name, tensor in copies(amounts).items()}
         return Update(upload, memory, {**report.metrics(), **metrics})
 
@@ -90,27 +90,27 @@ class FedALA(SharedWeights):
     def _initialise(self, client: Client, down: Weights) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Initialise the client's network in place; return A (empty before the second participation) and metrics."""
         load_parameters(client.model, down.tensors)
-        own = {name: t.to(client.device) for name, t in part_of(client.memory, "own").items()}
-        if not own:
+        local = {name: t.to(client.device) for name, t in part_of(client.memory, "own").items()}
+        if not local:
             return {}, {}
-        received = {name: down.tensors[name].to(tensor) for name, tensor in own.items()}
+        received = {name: down.tensors[name].to(tensor) for name, tensor in local.items()}
         known = part_of(client.memory, "ala")
         amounts = {
             name: known[name].to(client.device) if known else torch.ones_like(tensor)
-            for name, tensor in own.items()
+            for name, tensor in local.items()
         }
         devices = [client.device] if client.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             seeds.seed_layers(client.device, client.seed, "ala-layers", client.key, client.round)
-            passes = self._learn(client, own, received, amounts, once=bool(known))
-        load_parameters(client.model, mix(own, received, amounts))
+            passes = self._learn(client, local, received, amounts, once=bool(known))
+        load_parameters(client.model, mix(local, received, amounts))
         mean = torch.cat([a.flatten() for a in amounts.values()]).mean()
         return amounts, {"ala.mean": float(mean), "ala.passes": float(passes)}
 
     def _learn(
         self,
         client: Client,
-        own: Mapping[str, Tensor],
+        local: Mapping[str, Tensor],
         received: Mapping[str, Tensor],
         amounts: dict[str, Tensor],
         once: bool,
@@ -118,8 +118,8 @@ class FedALA(SharedWeights):
         """Train A in place; return the number of passes."""
         config, size = self.config, client.training.batch_size
         trial = copy.deepcopy(client.model).train().requires_grad_(False)
-        upper = {name: p.requires_grad_(True) for name, p in trial.named_parameters() if name in own}
-        load_parameters(trial, mix(own, received, amounts))
+        upper = {name: p.requires_grad_(True) for name, p in trial.named_parameters() if name in local}
+        load_parameters(trial, mix(local, received, amounts))
         n = len(client.data.train.labels)
         count = int(config.sample_share * n) or n
         start = int(torch.randint(n - count + 1, (1,), generator=client.generator("ala")))
@@ -135,9 +135,9 @@ class FedALA(SharedWeights):
                 )["ce"]
                 gradients = torch.autograd.grad(loss, list(upper.values()), materialize_grads=True)
                 for name, gradient in zip(upper, gradients, strict=True):
-                    change = config.rate * gradient * (received[name] - own[name])
+                    change = config.rate * gradient * (received[name] - local[name])
                     amounts[name] = (amounts[name] - change).clamp(0, 1)
-                load_parameters(trial, mix(own, received, amounts))
+                load_parameters(trial, mix(local, received, amounts))
             losses.append(float(loss.detach()))
             if len(losses) > config.window and statistics.pstdev(losses[-config.window :]) < config.threshold:
                 break

@@ -65,8 +65,8 @@ class DistillState:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
-        own = joined(**{f"sent-{client}": rows for client, rows in self.sent.items()})
-        return {**joined(table=self.table), "holders": self.holders, **own}
+        sent = joined(**{f"sent-{client}": rows for client, rows in self.sent.items()})
+        return {**joined(table=self.table), "holders": self.holders, **sent}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> DistillState:
@@ -93,10 +93,10 @@ def distillation(logits: Tensor, labels: Tensor, taught: Logits, form: Form) -> 
         taught: (K, K) probabilities ("paper") or logits, on the device of the logits.
         form: "paper": cross-entropy with s; "ce-soft": with softmax(s); "mse": squared error, mean over B·K.
     """
-    rows, own = taught.values, logits.detach()
+    rows, outputs = taught.values, logits.detach()
     if form != "mse":
-        rows, own = (rows if form == "paper" else rows.softmax(dim=1)), own.softmax(dim=1)
-    targets = torch.where(taught.present[labels].unsqueeze(1), rows[labels], own)  # (B, K)
+        rows, outputs = (rows if form == "paper" else rows.softmax(dim=1)), outputs.softmax(dim=1)
+    targets = torch.where(taught.present[labels].unsqueeze(1), rows[labels], outputs)  # (B, K)
     return (
         nn.functional.mse_loss(logits, targets)
         if form == "mse"
@@ -126,8 +126,8 @@ class FedDistill(Method[DistillState, Logits, Logits]):
         """Return the mean outputs; in the paper's form without those of this client."""
         if client not in state.sent:
             return state.table
-        own, others = state.sent[client], state.holders - state.sent[client].present.long()
-        total = state.table.values.double() * state.holders.unsqueeze(1) - own.values
+        contribution, others = state.sent[client], state.holders - state.sent[client].present.long()
+        total = state.table.values.double() * state.holders.unsqueeze(1) - contribution.values
         present = others > 0
         rows = torch.where(present.unsqueeze(1), total / others.clamp_min(1).unsqueeze(1), 0.0)
         return Logits(rows.clamp_min(0).to(torch.float32), present)
@@ -151,8 +151,8 @@ class FedDistill(Method[DistillState, Logits, Logits]):
             return terms
 
         report = fit(client, loss)
-        values, held, _ = outputs.means()
-        return Update(Logits(values, held), report.optimizer, report.metrics())
+        values, present, _ = outputs.means()
+        return Update(Logits(values, present), report.optimizer, report.metrics())
 
     def aggregate(self, state: DistillState, uploads: Mapping[int, Logits], at: Round) -> DistillState:
         """Average every class over the clients that sent it."""
@@ -160,18 +160,18 @@ class FedDistill(Method[DistillState, Logits, Logits]):
             return state
         fresh, holders = aggregation.mean_and_holders(uploads.values())
         table, _ = aggregation.keep_stale(state.table, fresh, mode=self.stale)
-        kept = table.present & ~fresh.present
+        stale = table.present & ~fresh.present
         sent: dict[int, Logits] = {}
         if self.form == "paper":
             nothing = self.init(at.task, 0).table
             for client in sorted({*state.sent, *uploads}):
                 old, new = state.sent.get(client, nothing), uploads.get(client, nothing)
-                rows = torch.where(kept.unsqueeze(1), old.values, new.values)
-                present = torch.where(kept, old.present, new.present)
+                rows = torch.where(stale.unsqueeze(1), old.values, new.values)
+                present = torch.where(stale, old.present, new.present)
                 if bool(present.any()):
                     sent[client] = Logits(rows, present)
         return DistillState(
-            Logits(table.values, table.present), torch.where(kept, state.holders, holders), sent
+            Logits(table.values, table.present), torch.where(stale, state.holders, holders), sent
         )
 
     def validate(self, upload: Logits, state: DistillState, task: Task) -> None:
@@ -191,7 +191,7 @@ class FedDistill(Method[DistillState, Logits, Logits]):
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
         """Σ_i K·(K_i + K)."""
-        return float(sum(task.num_classes * (held + task.num_classes) for held in class_counts))
+        return float(sum(task.num_classes * (classes + task.num_classes) for classes in class_counts))
 
 
 def build(settings: Settings) -> FedDistill:

@@ -118,7 +118,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
     ) -> float:
         """Σ_i (K_i·d + K·d + K)."""
         d, K = task.feature_dim, task.num_classes
-        return float(sum(held * d + K * d + K for held in class_counts))
+        return float(sum(classes * d + K * d + K for classes in class_counts))
 
 
 def build(settings: Settings) -> FedGH:

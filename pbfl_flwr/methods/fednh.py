@@ -128,8 +128,8 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
 
         report = fit(client, loss, param_groups=[ParamGroup((*body.values(), scale))])
         copy_into(shared_parameters(client.model, "head"), _head(scale.detach() * rows))
-        values, held, counts = class_sums_of(client, lambda features: F.normalize(features, dim=1)).means()
-        sent = Prototypes(F.normalize(values, dim=1), held, counts)
+        values, present, counts = class_sums_of(client, lambda features: F.normalize(features, dim=1)).means()
+        sent = Prototypes(F.normalize(values, dim=1), present, counts)
         weights = Weights(copies({**body, SCALE: scale}), len(client.data.train.labels))
         metrics = {**report.metrics(), "scale": float(scale.detach())}
         return Update(WeightsAndPrototypes(weights, sent), report.optimizer, metrics)

@@ -74,11 +74,11 @@ class FML(AveragedWeights):
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
         """Train both networks on the labels and on each other's outputs."""
-        own, meme = client.model, auxiliary_network(self.auxiliary, client, down.tensors)
+        model, meme = client.model, auxiliary_network(self.auxiliary, client, down.tensors)
         alpha, beta, divergence = self.config.alpha, self.config.beta, self.conventions.divergence
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            z, u = forward(own, inputs)[1], forward(meme, inputs)[1]
+            z, u = forward(model, inputs)[1], forward(meme, inputs)[1]
             return {
                 "ce": alpha * nn.functional.cross_entropy(z, labels),
                 "distillation": (1 - alpha) * divergence(z, u),
@@ -87,7 +87,7 @@ class FML(AveragedWeights):
             }
 
         clip = self.config.max_grad_norm
-        param_groups = [param_group(own, max_grad_norm=clip), param_group(meme, max_grad_norm=clip)]
+        param_groups = [param_group(model, max_grad_norm=clip), param_group(meme, max_grad_norm=clip)]
         report = fit(client, loss, param_groups=param_groups, extra_modules=[meme])
         upload = Weights(parameters_of(meme), len(client.data.train.labels))
         return Update(upload, {**buffers_of(meme), **report.optimizer}, report.metrics())

@@ -57,8 +57,10 @@ class Conventions:
 
 def conventions_of(settings: Settings) -> Conventions:
     """Return the conventions set by the configuration or its protocol."""
-    given = settings.conventions
-    return Conventions("mean" if given.kl_reduction == "mean" else "batchmean", given.detach_teacher != "no")
+    conventions = settings.conventions
+    return Conventions(
+        "mean" if conventions.kl_reduction == "mean" else "batchmean", conventions.detach_teacher != "no"
+    )
 
 
 def one_architecture(key: str, value: str) -> str:
@@ -84,11 +86,11 @@ def auxiliary_network(architecture: str, client: Client, parameters: Mapping[str
     if expected != {name: tensor.shape for name, tensor in parameters.items()}:
         raise PbflError(f"the received weights are not those of the auxiliary network '{architecture}'")
     load_parameters(network, parameters)
-    kept = part_of(client.memory, AUXILIARY)
+    buffers = part_of(client.memory, AUXILIARY)
     with torch.no_grad():
         for name, buffer in network.named_buffers():
-            if name in kept:
-                buffer.copy_(kept[name])
+            if name in buffers:
+                buffer.copy_(buffers[name])
     return network.to(client.device)
 
 

@@ -88,16 +88,16 @@ def check_heads(method: str, task: Task, architectures: Sequence[str], *, linear
     shapes = {name: _head_shapes(name, task) for name in names}
     first = next(iter(names))
     expected = {"head.weight": (task.num_classes, task.feature_dim), "head.bias": (task.num_classes,)}
-    for name, found in shapes.items():
-        if linear and found != expected:
+    for name, shape_of_head in shapes.items():
+        if linear and shape_of_head != expected:
             raise PbflError(
                 f"method '{method}' exchanges classifiers and needs a linear classifier in every model "
-                f"({_tensors(expected)}), found {_said(name, found)}"
+                f"({_tensors(expected)}), found {_said(name, shape_of_head)}"
             )
-        if found != shapes[first]:
+        if shape_of_head != shapes[first]:
             raise PbflError(
                 f"method '{method}' exchanges classifiers and needs the same classifier in every model, found "
-                f"{_said(first, shapes[first])}, but {_said(name, found)}"
+                f"{_said(first, shapes[first])}, but {_said(name, shape_of_head)}"
             )
 
 

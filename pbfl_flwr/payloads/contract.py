@@ -95,15 +95,15 @@ def part_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous tensors on the CPU, copied if they share memory: safetensors files cannot hold views."""
-    found: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
-        if own.untyped_storage().data_ptr() in taken:
-            own = own.clone()
-        taken.add(own.untyped_storage().data_ptr())
-        found[name] = own
-    return found
+        copy = tensor.detach().cpu().contiguous()
+        if copy.untyped_storage().data_ptr() in taken:
+            copy = copy.clone()
+        taken.add(copy.untyped_storage().data_ptr())
+        copies[name] = copy
+    return copies
 
 
 def floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, limit: float) -> Tensor:

@@ -212,10 +212,10 @@ def keep_stale(
     new_ages = torch.where(fresh.present, 0, -1)
     if previous is None or mode == "drop":
         return Prototypes(fresh.values.clone(), fresh.present.clone()), new_ages
-    kept = previous.present & ~fresh.present
-    values = torch.where(kept.unsqueeze(1), previous.values, fresh.values)
+    stale = previous.present & ~fresh.present
+    values = torch.where(stale.unsqueeze(1), previous.values, fresh.values)
     known = ages if ages is not None else torch.where(previous.present, 0, -1)
-    return Prototypes(values, previous.present | fresh.present), torch.where(kept, known + 1, new_ages)
+    return Prototypes(values, previous.present | fresh.present), torch.where(stale, known + 1, new_ages)
 
 
 class _Sum:
@@ -379,11 +379,11 @@ class Combination:
             return replace(combined, num_examples=everybody or None)
         return aps(sent, self._whole(uploads, at), "sum", shares)
 
-    def at_scale_of(self, n_t: int | None, kept: Prototypes) -> Prototypes:
-        """Rescale kept sums over n samples to n_t samples, since clients multiply all rows by 0.9·K/n_t."""
-        if not n_t or not kept.num_examples:
-            return kept
-        return replace(kept, values=kept.values * (n_t / kept.num_examples), num_examples=n_t)
+    def at_scale_of(self, n_t: int | None, previous: Prototypes) -> Prototypes:
+        """Rescale earlier sums over n samples to n_t samples, since clients multiply all rows by 0.9·K/n_t."""
+        if not n_t or not previous.num_examples:
+            return previous
+        return replace(previous, values=previous.values * (n_t / previous.num_examples), num_examples=n_t)
 
     def training_scale(self, uploads: Uploads, at: Round) -> float | None:
         """Return the factor that, times |N_j|, rescales an upload to the features' scale: K/n or μ; None for 1."""

@@ -305,7 +305,7 @@ def _lbfgs(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int, boo
         gradient = ((force * points).sum(1, keepdim=True) * points - force) / norms
         return geometry(points).energy / radial, (gradient / radial).flatten().numpy()
 
-    found = minimize(
+    solution = minimize(
         objective,
         units.flatten().numpy(),
         jac=True,
@@ -318,7 +318,7 @@ def _lbfgs(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int, boo
             "gtol": settings.lbfgs_tolerance,
         },
     )
-    return normalised(torch.from_numpy(found.x).reshape(shape)), int(found.nit), bool(found.success)
+    return normalised(torch.from_numpy(solution.x).reshape(shape)), int(solution.nit), bool(solution.success)
 
 
 def forces(units: Tensor) -> Tensor:

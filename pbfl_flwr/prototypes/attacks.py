@@ -69,12 +69,12 @@ def falsified(upload: Prototypes, attack: AttackSettings, generator: torch.Gener
         lengths = torch.linalg.vector_norm(rows.double(), dim=1, keepdim=True)
         noise = drawn / torch.linalg.vector_norm(drawn, dim=1, keepdim=True) * lengths
         return replace(upload, values=noise.to(rows.dtype))
-    held = (upload.present & (rows != 0).any(dim=1)).nonzero().flatten()
+    labels = (upload.present & (rows != 0).any(dim=1)).nonzero().flatten()
     values, counts = rows.clone(), upload.counts
-    values[held] = rows[held].roll(1, 0)
+    values[labels] = rows[labels].roll(1, 0)
     if counts is not None:
         counts = counts.clone()
-        counts[held] = counts[held].roll(1, 0)
+        counts[labels] = counts[labels].roll(1, 0)
     return replace(upload, values=values, counts=counts)
 
 

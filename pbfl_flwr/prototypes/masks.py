@@ -306,21 +306,21 @@ def _make_distinct(masks: Masks, ones: int, random: Random) -> None:
 def _unused_rows(
     columns: int, ones: int, seen: set[bytes], needed: int, rows: int, random: Random
 ) -> list[Masks]:
-    found: dict[bytes, Masks] = {}
+    unused: dict[bytes, Masks] = {}
     if math.comb(columns, ones) <= 4 * rows:
         for chosen in combinations(range(columns), ones):
             row = np.zeros(columns, np.uint8)
             row[list(chosen)] = 1
             if row.tobytes() not in seen:
-                found[row.tobytes()] = row
-        candidates = list(found.values())
+                unused[row.tobytes()] = row
+        candidates = list(unused.values())
         return [candidates[index] for index in random.permutation(len(candidates))[:needed]]
-    while len(found) < needed:  # at least three in four draws are unused
+    while len(unused) < needed:  # at least three in four draws are unused
         row = np.zeros(columns, np.uint8)
         row[random.permutation(columns)[:ones]] = 1
         if row.tobytes() not in seen:
-            found[row.tobytes()] = row
-    return list(found.values())
+            unused[row.tobytes()] = row
+    return list(unused.values())
 
 
 def _spread(masks: Masks, random: Random, swaps: int) -> None:

@@ -159,7 +159,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             return terms
 
         report = fit(client, loss, after_epoch=collector.close_epoch if collector.by_epoch else None)
-        values, held, seen = collector.sums().means()
+        values, present_here, seen = collector.sums().means()
         sent = released_means(client, self.release, values)
         released = self.release.table(
             client, sent, seen, lambda rows: self.sparsity.compress(rows, client.task)
@@ -170,21 +170,21 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             released.counts if stages.sends_counts else None,
             released.num_examples if stages.sends_total else None,
         )
-        memory = {"prototypes": values, "held": held, **report.optimizer, **released.memory}
+        memory = {"prototypes": values, "held": present_here, **report.optimizer, **released.memory}
         return Update(upload, memory, {**report.metrics(), **released.metrics})
 
     def predictors(self, client: Client, down: Prototypes) -> dict[str, Predictor]:
         """The head; nearest global prototype, among all classes and among the client's own; nearest local prototype."""
-        found: dict[str, Predictor] = {"head": head_scores}
-        own = client.data.counts > 0
+        predictors: dict[str, Predictor] = {"head": head_scores}
+        local_classes = client.data.counts > 0
         if down.num_present:
             targets = self._targets(client, down)
-            found["global"] = Nearest(targets, down.present)
-            if bool((down.present & own).any()):
-                found["global-local"] = Nearest(targets, down.present & own)
+            predictors["global"] = Nearest(targets, down.present)
+            if bool((down.present & local_classes).any()):
+                predictors["global-local"] = Nearest(targets, down.present & local_classes)
         if "held" in client.memory and bool(client.memory["held"].any()):
-            found["local"] = Nearest(client.memory["prototypes"], client.memory["held"])
-        return found
+            predictors["local"] = Nearest(client.memory["prototypes"], client.memory["held"])
+        return predictors
 
     def _targets(self, client: Client, down: Prototypes) -> Tensor:
         """Return global prototypes in d dimensions, scaled for the regularisation: γ·c_j (PU), μ·c_j (APS) or c_j."""
@@ -263,8 +263,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     @property
     def bound(self) -> float:
         """R, the range of entries under secure aggregation with this rule."""
-        given = self.release.settings.secure_range
-        return sums.RANGES[self.stages.aggregation] if given == "auto" else given
+        bound = self.release.settings.secure_range
+        return sums.RANGES[self.stages.aggregation] if bound == "auto" else bound
 
     def summed(self, total: sums.Total, num_clients: int) -> Prototypes:
         """Return the one upload for which the rule gives the same as for all uploads in a sum."""
@@ -286,8 +286,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
                 f"counts are {'missing' if upload.counts is None else 'not part'} of rule '{rule}'"
             )
         if (upload.num_examples is not None) != self.stages.sends_total:
-            said = "missing" if upload.num_examples is None else "not part"
-            raise RejectedPayload(f"the number of examples is {said} of rule '{rule}'")
+            fault = "missing" if upload.num_examples is None else "not part"
+            raise RejectedPayload(f"the number of examples is {fault} of rule '{rule}'")
 
     def reveals(self) -> tuple[Reveal, ...]:
         """What the privacy stages leave visible."""
@@ -316,18 +316,18 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def round_warnings(self, state: PipelineState) -> list[str]:
         """Warn if the server's training or the alignment's solver has not converged."""
-        found = []
+        warnings = []
         if state.metrics.get("server-converged") == 0:
-            found.append(
+            warnings.append(
                 "the training of the server's prototypes has not converged: their loss is not below 0.001 "
                 "(server-loss); more server-epochs or rounds may help"
             )
         if state.metrics.get("alignment-converged") == 0:
-            found.append(
+            warnings.append(
                 "the alignment solver has not converged: it stopped at its maximum number of iterations "
                 "(alignment-iterations)"
             )
-        return found
+        return warnings
 
     # Both -------------------------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     ) -> float:
         """Σ_i (K_i + K)·s: up K_i rows (K if dense), down K rows, for each of M clients."""
         K = task.num_classes
-        up = [K if self.release.settings.dense_uploads else held for held in class_counts]
+        up = [K if self.release.settings.dense_uploads else classes for classes in class_counts]
         return float(sum(rows + K for rows in up) * self.sparsity.width(task))
 
 

@@ -207,16 +207,16 @@ class Release:
         """
         keys, counts = self.settings, client.data.counts
         behind = torch.minimum(counts, seen)
-        held = behind >= self.minimum
+        large_enough = behind >= self.minimum
         shown = bucketed(counts, keys.count_bucket)
         rows = scale_by_counts(means, shown) if self.scaled else means
         rows = rows if narrow is None else narrow(rows)
         if keys.dp_clip and keys.dp_unit == "client":
             rows = clip_norms(rows, keys.dp_clip)
-        rows = torch.where(held[:, None], rows, torch.zeros_like(rows))
-        present = torch.ones_like(held) if keys.dense_uploads else held
+        rows = torch.where(large_enough[:, None], rows, torch.zeros_like(rows))
+        present = torch.ones_like(large_enough) if keys.dense_uploads else large_enough
         metrics, memory = {}, {}
-        if held_back := int(((behind > 0) & ~held).sum()):
+        if held_back := int(((behind > 0) & ~large_enough).sum()):
             metrics["held-back"] = float(held_back)
         if keys.dp_noise:
             generator = client.generator("privacy") if keys.dp_randomness == "seed" else None
@@ -225,7 +225,7 @@ class Release:
             releases = 1 + int(client.memory.get(RELEASES, torch.zeros(())))
             memory[RELEASES] = torch.tensor(releases)
             metrics["epsilon"] = epsilon_of(keys.dp_noise, releases, keys.dp_delta)
-        return Released(rows, present, shown * held, int(shown.sum()), metrics, memory)
+        return Released(rows, present, shown * large_enough, int(shown.sum()), metrics, memory)
 
     def deviation(self, num_classes: int) -> float:
         """Return σ = z·Δ, the standard deviation of the noise in every entry of a table of K classes."""

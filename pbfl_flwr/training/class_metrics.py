@@ -40,23 +40,23 @@ class ByClass:
         rows = [self.tested, *self.right.values(), *self.answered.values()]
         classes = [label for label in range(len(self.tested)) if any(row[label] for row in rows)]
 
-        def kept(row: Sequence[int]) -> list[int]:
+        def of_classes(row: Sequence[int]) -> list[int]:
             return [row[label] for label in classes]
 
         return {
             "classes": classes,
-            "tested": kept(self.tested),
-            "right": {name: kept(row) for name, row in self.right.items()},
-            "answered": {name: kept(row) for name, row in self.answered.items()},
+            "tested": of_classes(self.tested),
+            "right": {name: of_classes(row) for name, row in self.right.items()},
+            "answered": {name: of_classes(row) for name, row in self.answered.items()},
         }
 
 
 def recalls(tested: ArrayLike, right: ArrayLike) -> NDArray[np.float64]:
     """Return R/T (..., K), NaN for classes without test samples."""
     samples = np.asarray(tested, dtype=np.float64)
-    found: NDArray[np.float64] = np.full(samples.shape, np.nan)
-    np.divide(right, samples, out=found, where=samples > 0)
-    return found
+    shares: NDArray[np.float64] = np.full(samples.shape, np.nan)
+    np.divide(right, samples, out=shares, where=samples > 0)
+    return shares
 
 
 def balanced_accuracy(tested: ArrayLike, right: ArrayLike) -> NDArray[np.float64]:
@@ -67,8 +67,8 @@ def balanced_accuracy(tested: ArrayLike, right: ArrayLike) -> NDArray[np.float64
 def macro_f1(tested: ArrayLike, right: ArrayLike, answered: ArrayLike) -> NDArray[np.float64]:
     """Return the mean of 2·R/(T + A) over the classes with T + A > 0, at least one, for every row (..., K)."""
     both = np.asarray(tested, dtype=np.float64) + np.asarray(answered)
-    found = np.divide(2 * np.asarray(right), both, out=np.full(both.shape, np.nan), where=both > 0)
-    return np.asarray(np.nanmean(found, axis=-1))
+    scores = np.divide(2 * np.asarray(right), both, out=np.full(both.shape, np.nan), where=both > 0)
+    return np.asarray(np.nanmean(scores, axis=-1))
 
 
 def statistics(clients: Sequence[ByClass], name: str) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def statistics(clients: Sequence[ByClass], name: str) -> dict[str, Any]:
     """
     tested = np.array([client.tested for client in clients])
     right, answered = (
-        np.array([found[name] for found in counts])
+        np.array([client[name] for client in counts])
         for counts in ([client.right for client in clients], [client.answered for client in clients])
     )
     all_tested, all_right, all_answered = (counts.sum(axis=0) for counts in (tested, right, answered))

@@ -87,8 +87,8 @@ def _by_class(labels: Tensor, answers: Mapping[str, Sequence[Tensor]], num_class
     """Return the counts of a whole pass. Done after it, so that the GPU is waited for once per predictor, not batch."""
     known = labels.cpu()
 
-    def count(found: Tensor) -> list[int]:
-        each: list[int] = torch.bincount(found, minlength=num_classes).tolist()
+    def count(classes: Tensor) -> list[int]:
+        each: list[int] = torch.bincount(classes, minlength=num_classes).tolist()
         return each
 
     right, answered = {}, {}

@@ -66,8 +66,8 @@ class CrossLayerFusion(nn.Module):
         """Return the fused maps, each in the shape of its own level."""
         unified = [convolution(x) for convolution, x in zip(self.unify, maps, strict=True)]
         fused = []
-        for level, (own, x) in enumerate(zip(unified, maps, strict=True)):
-            mixed = own + self.enhance[level](x)
+        for level, (narrow, x) in enumerate(zip(unified, maps, strict=True)):
+            mixed = narrow + self.enhance[level](x)
             if level + 1 < len(unified):
                 mixed = mixed + F.interpolate(
                     unified[level + 1], size=x.shape[2:], mode="bilinear", align_corners=False
@@ -133,13 +133,13 @@ class MapMemory:
 
     Args:
         stages: of the network; copied.
-        kept: their earlier state.
+        state: their earlier state.
         attention: of a :class:`MapDistillation`; copied.
     """
 
-    def __init__(self, stages: nn.ModuleList, kept: Mapping[str, Tensor], attention: nn.ModuleList) -> None:
+    def __init__(self, stages: nn.ModuleList, state: Mapping[str, Tensor], attention: nn.ModuleList) -> None:
         self.stages, self.attention = copy.deepcopy(stages), copy.deepcopy(attention)
-        self.stages.load_state_dict(dict(kept))
+        self.stages.load_state_dict(dict(state))
         for module in (self.stages, self.attention):
             module.eval().requires_grad_(False)
 

@@ -102,10 +102,10 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         """Body <- θ, head phase, body phase, class means; keep the body and L_fd's modules for the next time."""
         self.install(client, down)
         distillation = self._distillation(client)
-        kept = part_of(client.memory, "teacher")
+        earlier_stages = part_of(client.memory, "teacher")
         teacher = None
-        if distillation is not None and kept:
-            teacher = MapMemory(client.model.stages, kept, distillation.attention)
+        if distillation is not None and earlier_stages:
+            teacher = MapMemory(client.model.stages, earlier_stages, distillation.attention)
         loss = self._loss(client, down.prototypes, distillation, teacher)
         extra_modules = [distillation] if teacher and distillation else []
         if self.config.base == "fedrep":
@@ -167,16 +167,16 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
             kernel=config.attention_kernel,
             seed=seeds.derive(client.seed, "fedcpd", client.key),
         )
-        if kept := part_of(client.memory, "distillation"):
-            module.load_state_dict(kept)
+        if state := part_of(client.memory, "distillation"):
+            module.load_state_dict(state)
         return module.to(client.device)
 
     def _prototypes(self, client: Client) -> Prototypes:
         """Class means of the trained body; empty if α = β = 0, where they are not needed."""
         if not (self.config.align_weight or self.config.contrast_weight):
             return Prototypes.empty(client.task.num_classes, client.task.feature_dim)
-        values, held, _ = class_sums_of(client).means()
-        return Prototypes(values, held)
+        values, present, _ = class_sums_of(client).means()
+        return Prototypes(values, present)
 
     # Server -----------------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         """2·M·|θ| + Σ_i (K_i + K)·d."""
         cost = shared_scalars(self.architecture, task, len(class_counts), self.share)
         if self.config.align_weight or self.config.contrast_weight:
-            cost += sum(held + task.num_classes for held in class_counts) * task.feature_dim
+            cost += sum(classes + task.num_classes for classes in class_counts) * task.feature_dim
         return cost
 
 

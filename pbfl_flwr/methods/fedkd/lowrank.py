@@ -45,13 +45,13 @@ def compress(
     dense: dict[str, Tensor] = {}
     factors: dict[str, Factors] = {}
     for name, tensor in tensors.items():
-        found = None
+        factorised = None
         if tensor.dim() > 1 and len(tensor) > 1 and bool(tensor.any()):
-            found = truncated(tensor, energy, scheme)
-        if found is None:
+            factorised = truncated(tensor, energy, scheme)
+        if factorised is None:
             dense[name] = tensor
         else:
-            factors[name] = found
+            factors[name] = factorised
     return LowRank(dense, factors, base, version, num_examples)
 
 
@@ -63,9 +63,9 @@ def truncated(tensor: Tensor, energy: float, scheme: Scheme) -> Factors | None:
     wide = tensor.detach().cpu().double()
     matrices = wide if scheme == "as-coded" else wide.flatten(1)
     u, sigma, v = torch.linalg.svd(matrices, full_matrices=False)
-    held = sigma.square().reshape(-1, sigma.shape[-1]).sum(0).cumsum(0)  # over all matrices of a batch
-    enough = held > energy * held[-1]  # never true at energy 1: compared with its own last value
-    rank = len(held)
+    energies = sigma.square().reshape(-1, sigma.shape[-1]).sum(0).cumsum(0)  # over all matrices of a batch
+    enough = energies > energy * energies[-1]  # never true at energy 1: compared with its own last value
+    rank = len(energies)
     if scheme == "as-coded":
         first = enough[:-1].nonzero()
         k = int(first[0]) + 1 if len(first) else 0
@@ -95,11 +95,13 @@ def check_shapes(payload: LowRank, shapes: Mapping[str, torch.Size]) -> None:
     Raises:
         RejectedPayload: naming the first difference.
     """
-    found = {name: tuple(tensor.shape) for name, tensor in payload.dense.items()}
-    found |= {name: factors.shape for name, factors in payload.factors.items()}
-    if different := set(found) ^ set(shapes):
+    payload_shapes = {name: tuple(tensor.shape) for name, tensor in payload.dense.items()}
+    payload_shapes |= {name: factors.shape for name, factors in payload.factors.items()}
+    if different := set(payload_shapes) ^ set(shapes):
         raise RejectedPayload(f"tensor '{min(different)}' is missing or unexpected")
     for name, shape in shapes.items():
         as_matrix = (shape[0], shape[1:].numel()) if name in payload.factors else tuple(shape)
-        if found[name] not in (tuple(shape), as_matrix):
-            raise RejectedPayload(f"tensor '{name}' has shape {found[name]}, expected {tuple(shape)}")
+        if payload_shapes[name] not in (tuple(shape), as_matrix):
+            raise RejectedPayload(
+                f"tensor '{name}' has shape {payload_shapes[name]}, expected {tuple(shape)}"
+            )

@@ -224,16 +224,16 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         change = expand(down, {name: p.shape for name, p in reference.named_parameters()})
         if down.base < 0:
             return change
-        held = part_of(client.memory, "held")
-        version = int(client.memory["held-version"]) if held else -1
+        stored = part_of(client.memory, "held")
+        version = int(client.memory["held-version"]) if stored else -1
         if version == down.version:
-            return held  # received before; only the upload was lost
+            return stored  # received before; only the upload was lost
         if version != down.base:
             raise PbflError(
                 f"client {client.id} received an update of mentee version {down.base}, but holds "
-                f"{version if held else 'none'}; the server sends the whole mentee in the next round"
+                f"{version if stored else 'none'}; the server sends the whole mentee in the next round"
             )
-        return {name: held[name] + change[name] for name in change}
+        return {name: stored[name] + change[name] for name in change}
 
     def _upload(
         self, client: Client, trained: Mapping[str, Tensor], received: Mapping[str, Tensor], version: int

@@ -248,9 +248,12 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
         """2·M·|w| + M·|G| + Σ_i [(K_i + K)·d + K_i]; the last K_i are the counts."""
-        own = sum(2 * (body + head) for body, head in parameters)
-        own += len(parameters) * self.shape.parameters(task)
-        return float(own + sum((held + task.num_classes) * task.feature_dim + held for held in class_counts))
+        scalars = sum(2 * (body + head) for body, head in parameters)
+        scalars += len(parameters) * self.shape.parameters(task)
+        return float(
+            scalars
+            + sum((classes + task.num_classes) * task.feature_dim + classes for classes in class_counts)
+        )
 
 
 @dataclass(frozen=True)

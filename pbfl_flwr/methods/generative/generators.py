@@ -164,27 +164,27 @@ def train_generator(
         PbflError: if the loss is not finite.
     """
     named = dict(network.named_parameters())
-    kept = {
+    earlier_moments = {
         parameter: {key: tensor.clone() for key, tensor in moments.items()}
         for name, parameter in named.items()
         if (moments := part_of(state.moments, name))
     }
     group = optimizers.Group(tuple(named.values()), adam.learning_rate)
-    steps = optimizers.Adam([group], adam.weight_decay, kept, fused=False)
+    optimizer = optimizers.Adam([group], adam.weight_decay, earlier_moments, fused=False)
     network.train()
     total = 0.0
     for _ in range(adam.steps):
         value = loss(network)
-        steps.zero_grad()
+        optimizer.zero_grad()
         torch.autograd.backward(value)
-        steps.step()
+        optimizer.step()
         total += float(value.detach())
     if not torch.isfinite(torch.tensor(total)):
         raise PbflError("the server's generator diverged: its loss is not finite; lower its learning rate")
     moments = {
         f"{name}.{key}": tensor.detach().clone()
         for name, parameter in named.items()
-        for key, tensor in steps.state[parameter].items()
+        for key, tensor in optimizer.state[parameter].items()
     }
     return GeneratorState(tensors_of(network), moments), total / adam.steps
 

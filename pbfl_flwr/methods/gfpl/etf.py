@@ -65,20 +65,20 @@ def dot_regression(projected: Tensor, labels: Tensor, frame: Tensor) -> Tensor:
         labels: (B,).
         frame: Z (d, K).
     """
-    own = frame_scores(projected, frame).gather(1, labels[:, None])
-    return (own - 1).square().mean() / 2
+    scores = frame_scores(projected, frame).gather(1, labels[:, None])
+    return (scores - 1).square().mean() / 2
 
 
-def projection_layer(feature_dim: int, seed: int, kept: Mapping[str, Tensor]) -> nn.Linear:
+def projection_layer(feature_dim: int, seed: int, state: Mapping[str, Tensor]) -> nn.Linear:
     """Return the layer l(ω3), d to d, between non-negative sparse features and the dense frame.
 
     Args:
         feature_dim: d.
         seed: of the initial weights, the same for all clients; torch's global random state is restored.
-        kept: the layer's state from the client's memory; empty at first.
+        state: the layer's state from the client's memory; empty at first.
     """
     with seeds.seeded(seeds.derive(seed, "projection")):
         layer = nn.Linear(feature_dim, feature_dim)
-    if kept:
-        layer.load_state_dict(dict(kept))
+    if state:
+        layer.load_state_dict(dict(state))
     return layer

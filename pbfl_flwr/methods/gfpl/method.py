@@ -102,8 +102,8 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
             batches, random = each_feature(client, client.data.train), client.generator("mixtures")
             fitted = fit_mixtures(batches, d, config.components, random.initial_seed(), config.weight)
             upload, metrics = fitted.mixtures, metrics | fitted.metrics()
-        kept = dual[0].state_dict(prefix="projection.") if dual else {}
-        return Update(upload, {**kept, **report.optimizer}, {**metrics, **report.metrics()})
+        projection = dual[0].state_dict(prefix="projection.") if dual else {}
+        return Update(upload, {**projection, **report.optimizer}, {**metrics, **report.metrics()})
 
     def _train(self, client: Client, dual: Dual | None, down: Mixtures | None = None) -> FitReport:
         """Minimise L_train on the data (Eq. 13), or L_retrain on pseudo-features (Eq. 14), which bypass the body."""

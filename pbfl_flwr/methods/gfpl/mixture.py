@@ -127,13 +127,13 @@ def _fitted(em: GaussianMixture, rows: Floats, label: int, pooled: Floats, weigh
         pi, means, stds = em.weights_, em.means_ + centre, np.sqrt(em.covariances_)
     alone = pi * len(rows) < 1.5
     stds = np.maximum(np.where(alone[:, None], pooled, stds), STD_FLOOR)
-    kept = pi * len(rows) > 1e-6  # EM may leave a component without samples
+    populated = pi * len(rows) > 1e-6  # EM may leave a component without samples
     scale = len(rows) if weight == "count" else 1
     return Mixtures(
-        torch.full((int(kept.sum()),), label, dtype=torch.int64),
-        torch.from_numpy(pi[kept] / pi[kept].sum() * scale).to(torch.float32),
-        torch.from_numpy(means[kept]).to(torch.float32),
-        torch.from_numpy(stds[kept]).to(torch.float32),
+        torch.full((int(populated.sum()),), label, dtype=torch.int64),
+        torch.from_numpy(pi[populated] / pi[populated].sum() * scale).to(torch.float32),
+        torch.from_numpy(means[populated]).to(torch.float32),
+        torch.from_numpy(stds[populated]).to(torch.float32),
     )
 
 
@@ -181,14 +181,14 @@ def clusters(means: Floats, stds: Floats, threshold: float) -> list[NDArray[np.i
         threshold: S_C.
     """
     left = np.arange(len(means))
-    found = []
+    groups = []
     while len(left):
         seed = left[:1]
         near = bhattacharyya(means[seed], stds[seed], means[left], stds[left])[0] < threshold
         near[0] = True
-        found.append(left[near])
+        groups.append(left[near])
         left = left[~near]
-    return found
+    return groups
 
 
 def fuse(
@@ -246,9 +246,11 @@ def sample(mixtures: Mixtures, per_class: int, generator: torch.Generator) -> tu
     """
     rows = []
     for label in mixtures.labels.unique().tolist():
-        own = (mixtures.labels == label).nonzero().flatten()
-        drawn = torch.multinomial(mixtures.weights[own], per_class, replacement=True, generator=generator)
-        rows.append(own[drawn])
+        components = (mixtures.labels == label).nonzero().flatten()
+        drawn = torch.multinomial(
+            mixtures.weights[components], per_class, replacement=True, generator=generator
+        )
+        rows.append(components[drawn])
     index = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
     index = index[torch.randperm(len(index), generator=generator)]
     noise = torch.randn(len(index), mixtures.means.shape[1], generator=generator)

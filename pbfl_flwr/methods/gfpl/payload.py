@@ -61,9 +61,9 @@ class Mixtures:
     @classmethod
     def concatenated(cls, parts: Iterable[Mixtures], width: int) -> Mixtures:
         """Return all components of the parts, in their order."""
-        found = [cls.empty(width), *parts]
+        mixtures = [cls.empty(width), *parts]
         names = ("labels", "weights", "means", "stds")
-        return cls(*(torch.cat([getattr(part, name) for part in found]) for name in names))
+        return cls(*(torch.cat([getattr(part, name) for part in mixtures]) for name in names))
 
     @property
     def num_components(self) -> int:
