@@ -10,7 +10,6 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.experiments.running import configuration, watch
-from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.early_stopping import (
@@ -21,7 +20,6 @@ from pbfl_flwr.runs.early_stopping import (
     scores_by_round,
 )
 from pbfl_flwr.runs.records import RoundRecord
-from pbfl_flwr.task import Task
 from tests.flower.inprocess import Federation, federation
 from tests.runs import entry, pbfl
 
@@ -193,18 +191,6 @@ def test_what_is_complete(tmp_path: Path) -> None:
 def test_patience_needs_scores() -> None:
     with pytest.raises(PbflError, match="patience = 3: with client-report = 'none' clients report no scores"):
         parse({"patience": 3, "client-report": "none"})
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"patience": 3}, "patience = 3: not supported by the older interface; allowed is 0"),
-        ({"keep-best": True}, "keep-best = true: not supported by the older interface; allowed is false"),
-    ],
-)
-def test_flowers_older_interface_has_neither(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(PbflError, match=said):
-        LegacyMethodStrategy(parse(keys, SECTIONS), Task(3, 8, (1, 8, 8)))
 
 
 def test_a_method_that_exchanges_late_is_forewarned() -> None:

@@ -3,25 +3,19 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.common import FitRes, bytes_to_ndarray, ndarray_to_bytes
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
-from flwr.server import LegacyContext, ServerConfig
-from flwr.server.client_proxy import ClientProxy
-from flwr.server.workflow import DefaultWorkflow
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
-from pbfl_flwr.flower.secagg.messages import REPORT, fit_result, parameters_of
+from pbfl_flwr.flower.secagg.messages import REPORT
 from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
@@ -314,54 +308,3 @@ def test_a_sum_that_is_none_is_rejected() -> None:
 def test_the_sum_fits_into_31_bits(clients: int, bits: int) -> None:
     assert sums.bits(clients) == bits
     assert clients * 2**bits <= 2**31
-
-
-# The older interface ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("secure", [False, True])
-def test_the_older_interface_is_the_same_method(tmp_path: Path, secure: bool) -> None:
-    """DefaultWorkflow over FitRes, with and without SecAgg+, against our own rounds."""
-    found = federation(tmp_path / "older", aggregation="ppa", secure_aggregation=secure)
-    settings = found.strategy.settings
-    strategy = LegacyMethodStrategy(settings, TASK)
-    context = LegacyContext(
-        Context(1, 0, {}, RecordDict(), {}), ServerConfig(settings.run.num_server_rounds), strategy
-    )
-    workflow = DefaultWorkflow(fit_workflow=strategy.workflow()) if secure else DefaultWorkflow()
-    workflow(found.grid, context)
-    own = federation(tmp_path / "own", aggregation="ppa").run().strategy
-    torch.testing.assert_close(
-        strategy.state.combined.values, own.state.combined.values, atol=0.02 if secure else 1e-6, rtol=1e-3
-    )
-    assert torch.equal(strategy.state.broadcast.present, own.state.broadcast.present)
-    assert len(strategy.reports) == NUM_CLIENTS
-    assert {report.participations for report in strategy.reports.values()} == {2}
-
-
-def test_the_older_interface_drops_and_names_bad_uploads(tmp_path: Path) -> None:
-    settings = federation(tmp_path).strategy.settings
-    present = torch.arange(10) < 5
-    good = Prototypes(torch.where(present[:, None], torch.ones(10, 64), 0), present, None)
-    wide = replace(good, values=torch.ones(10, 63))
-    broken = replace(good, values=good.values * float("nan"))
-    report = Report(10, 4, 1, {"head": 2}, 0.5).to_record()
-
-    def result(upload: Prototypes) -> FitRes:
-        return fit_result(parameters_of(wire.encode(upload)), report)
-
-    def proxy(name: str) -> ClientProxy:
-        return cast(ClientProxy, SimpleNamespace(cid=name))
-
-    torn = replace(result(good), metrics={REPORT: "[1]"})
-    strategy, alone = LegacyMethodStrategy(settings, TASK), LegacyMethodStrategy(settings, TASK)
-    answers = {"a": result(wide), "b": result(good), "c": result(broken), "d": torn}
-    _, figures = strategy.aggregate_fit(1, [(proxy(name), answer) for name, answer in answers.items()], [])
-    alone.aggregate_fit(1, [(proxy("b"), result(good))], [])
-    assert torch.equal(strategy.state.combined.values, alone.state.combined.values)
-    assert list(strategy.reports) == ["b"]
-    assert list(strategy.failures) == ["a", "c", "d"]
-    assert "NaN" in strategy.failures["c"]
-    assert figures["failures"] == 3
-    assert strategy.aggregate_fit(2, [(proxy("a"), result(wide))], []) == (None, {"failures": 1})
-    assert torch.equal(strategy.state.combined.values, alone.state.combined.values)

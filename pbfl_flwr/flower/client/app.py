@@ -46,7 +46,6 @@ from pbfl_flwr.flower.secagg.messages import (
     CONFIG,
     FITINS,
     fit_result,
-    parameters_of,
     payload_of,
     to_be_masked,
 )
@@ -121,19 +120,17 @@ def _guarded(
 
 
 def _train_by_interface(message: Message, context: Context, source: ClientSource) -> Message:
-    """Train for a message of our own strategy, of Flower's older interface, or of secure aggregation."""
+    """Train for a message of our strategy, or of Flower's workflow for secure aggregation."""
     secure = source.settings_of(context).privacy.secure_aggregation
     if secure and RECORD_KEY_CONFIGS in message.content.config_records:
-        return secaggplus_mod(message, context, lambda inner, state: _train_legacy(inner, state, source))
+        return secaggplus_mod(message, context, lambda inner, state: _train_masked(inner, state, source))
     if secure:
         raise PbflError("secure-aggregation = true, but the server requested an unmasked upload")
-    if FITINS in message.content.array_records:
-        return _train_legacy(message, context, source)
     return _train(message, context, source)
 
 
-def _train_legacy(message: Message, context: Context, source: ClientSource) -> Message:
-    """Reply to FitIns with FitRes; under secure aggregation with the vector to be masked next."""
+def _train_masked(message: Message, context: Context, source: ClientSource) -> Message:
+    """Reply to FitIns with FitRes, whose parameters are the vector to be masked next."""
     config = message.content.config_records[CONFIG]
     payload = payload_of(message.content.array_records[FITINS])
     message.content = wire.content(payload, config=ConfigRecord({**config}))
@@ -145,15 +142,12 @@ def _train_legacy(message: Message, context: Context, source: ClientSource) -> M
     number = int(str(config["round"]))
     if (uploaded := Report.from_record(report).round) != number:  # the server could not detect this in a sum
         raise PbflError(f"sent its upload of round {uploaded} instead of round {number}")
-    parameters = parameters_of(upload)
     settings = source.settings_of(context)
-    if settings.privacy.secure_aggregation:
-        method = build_method(settings)
-        data = source.data_of(settings, identify(context, settings, str(config["experiment"])))
-        task = data.task(settings.models.feature_dim)
-        parameters, clipped = to_be_masked(wire.decode(upload, method.up, task), method)
-        if clipped:
-            report["secure-clipped"] = float(clipped)
+    data = source.data_of(settings, identify(context, settings, str(config["experiment"])))
+    method, task = build_method(settings), data.task(settings.models.feature_dim)
+    parameters, clipped = to_be_masked(wire.decode(upload, method.up, task), method)
+    if clipped:
+        report["secure-clipped"] = float(clipped)
     result = fit_result(parameters, report)
     return Message(fitres_to_recorddict(result, True), reply_to=message)
 

@@ -22,8 +22,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import (
+    EvaluateIns,
+    EvaluateRes,
     FitIns,
     FitRes,
     NDArray,
@@ -36,21 +39,43 @@ from flwr.server import LegacyContext, ServerConfig, SimpleClientManager
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
+from flwr.server.strategy import Strategy
+from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
 from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.serverapp import Grid
 
-from pbfl_flwr.config import Settings
+from pbfl_flwr.config import PrivacySettings, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, classes_counted
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
-from pbfl_flwr.flower.secagg.legacy import TrainingOnly, summed, workflow_of
 from pbfl_flwr.flower.secagg.messages import parameters_of, report_of, summing
 from pbfl_flwr.flower.server.exchange import Outcome, Phase, error_reason, read, rejection_reason
 from pbfl_flwr.method import Method
-from pbfl_flwr.payloads import Payload
+from pbfl_flwr.payloads import Payload, Prototypes
+from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.task import Task
+
+
+def workflow_of(keys: PrivacySettings, bound: float, num_clients: int, timeout: float) -> SecAggPlusWorkflow:
+    """Return Flower's SecAgg+ for a plain sum of vectors within ±R, see :mod:`pbfl_flwr.prototypes.secure_sums`.
+
+    Args:
+        keys: give the share of clients whose secret shares must be received.
+        bound: R.
+        num_clients: clients that train in a round.
+        timeout: seconds for each of the protocol's four stages.
+    """
+    return SecAggPlusWorkflow(
+        1.0,
+        keys.secure_threshold,
+        max_weight=1.0,
+        clipping_range=bound,
+        quantization_range=2 ** sums.bits(num_clients),
+        modulus_range=2**32,
+        timeout=timeout,
+    )
 
 
 class SecureRounds:
@@ -140,6 +165,26 @@ class SecureRounds:
         return outcome
 
 
+def summed(
+    method: Method[Any, Any, Any], mean: NDArray, clients: int, task: Task, num_clients: int
+) -> Prototypes:
+    """Return the upload that represents the sum of all uploads.
+
+    Args:
+        method: its uploads can be summed.
+        mean: of the clients' vectors, as computed by Flower.
+        clients: number of these clients.
+        task: what all clients agree on.
+        num_clients: M.
+
+    Raises:
+        RejectedPayload: if the vector is not a sum of tables.
+    """
+    total = np.asarray(mean, dtype=np.float64) * clients
+    pipeline = summing(method)
+    return pipeline.summed(sums.from_vector(total, task.num_classes, clients, pipeline.bound), num_clients)
+
+
 @contextmanager
 def _errors_as_one_line(number: int) -> Iterator[None]:
     """Turn any exception of the protocol into a one-line PbflError; because of the masks, the client is unknown."""
@@ -152,8 +197,8 @@ def _errors_as_one_line(number: int) -> Iterator[None]:
         ) from error
 
 
-class _WorkflowStrategy(TrainingOnly):
-    """Passes this round's training messages to the workflow, and keeps its results."""
+class _WorkflowStrategy(Strategy):
+    """Passes this round's training messages to the workflow, and keeps its results; it has no evaluation rounds."""
 
     def __init__(self, messages: Iterable[Message], grid: Grid) -> None:
         self._messages, self._grid = list(messages), grid
@@ -184,6 +229,22 @@ class _WorkflowStrategy(TrainingOnly):
         if results:
             self.mean = parameters_to_ndarrays(results[0][1].parameters)[0]
         return None, {}
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        return []
+
+    def aggregate_evaluate(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, EvaluateRes]],
+        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        return None, {}
+
+    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
+        return None
 
 
 class _MeteredGrid:

@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
@@ -34,7 +34,6 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import classes_counted
-from pbfl_flwr.flower.secagg.server import SecureRounds
 from pbfl_flwr.flower.server import recorder, rounds, stopping
 from pbfl_flwr.flower.server.exchange import Instructions, Kind, Phase, RoundPlan, read
 from pbfl_flwr.flower.server.grid import polling
@@ -58,6 +57,9 @@ from pbfl_flwr.runs.early_stopping import (
 from pbfl_flwr.runs.records import ClientsRecord, NewClientsRecord, RoundRecord, Scores
 from pbfl_flwr.sinks import check
 from pbfl_flwr.task import Task
+
+if TYPE_CHECKING:
+    from pbfl_flwr.flower.secagg.server import SecureRounds
 
 MAX_REPEATS = 3  # of one round, because nodes became unreachable during it
 REPEATED = "round repeated because too many nodes were unreachable"
@@ -97,7 +99,11 @@ class MethodStrategy(Strategy):
         self.primary_predictor = self.method.primary_predictor if predictor == "auto" else predictor
         self.task: Task | None = None
         self.membership: Membership | None = None
-        self._secure = SecureRounds(settings, self.method) if settings.privacy.secure_aggregation else None
+        self._secure: SecureRounds | None = None
+        if settings.privacy.secure_aggregation:
+            from pbfl_flwr.flower.secagg.server import SecureRounds
+
+            self._secure = SecureRounds(settings, self.method)
         self._recorder = Recorder(self.run, settings, self.primary_predictor) if self.run else None
         self._participations: dict[int, int] = {}  # client -> rounds trained in, as last reported
         self._num_rounds = settings.run.num_server_rounds

@@ -18,7 +18,6 @@ from pbfl_flwr.experiments import report, results
 from pbfl_flwr.experiments.run_export import as_csv
 from pbfl_flwr.experiments.show import show_run
 from pbfl_flwr.flower.client import handshake as client_hello
-from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.server.membership import Admission, Membership
 from pbfl_flwr.flower.server.roster import Roster, client_from_reply
 from pbfl_flwr.method import Round
@@ -421,10 +420,3 @@ def test_a_silent_node_holds_a_round_for_a_minute_at_most_and_ever_more_seldom()
 def test_what_does_not_go_together(keys: dict[str, Scalar], reason: str) -> None:
     with pytest.raises(PbflError, match=reason):
         parse({"method": "fedproto", **keys}, SECTIONS)
-
-
-def test_flowers_older_interface_has_none() -> None:
-    with pytest.raises(
-        PbflError, match="min-clients = 2: not supported by the older interface; allowed is 0"
-    ):
-        LegacyMethodStrategy(parse({"method": "fedproto", "min-clients": 2}, SECTIONS), TASK)

@@ -14,12 +14,10 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show
 from pbfl_flwr.experiments.results import Record
 from pbfl_flwr.flower.client.device import own_settings
-from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Payload, Prototypes
 from pbfl_flwr.prototypes.attacks import malicious
-from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, federation, same_tensors, silent
 
 ATTACK: dict[str, Any] = {"attack.kind": "sign-flip", "attack.share": 0.4}
@@ -158,9 +156,3 @@ def test_under_masks_a_lie_goes_into_the_sum(tmp_path: Path) -> None:
         masked.state.combined.values, plain.state.combined.values, atol=2e-3, rtol=1e-3
     )
     assert masked.history[0].accuracy == plain.history[0].accuracy
-
-
-def test_the_older_interface_refuses(tmp_path: Path) -> None:
-    settings = parse({"num-clients": 4, "attack.kind": "noise"}, SECTIONS)
-    with pytest.raises(PbflError, match="the older interface cannot identify malicious clients"):
-        LegacyMethodStrategy(settings, Task(4, 512, (1, 16, 16)))

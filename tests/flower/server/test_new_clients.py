@@ -20,13 +20,11 @@ from pbfl_flwr.experiments.results import Record, load, series
 from pbfl_flwr.experiments.running import watch
 from pbfl_flwr.experiments.running.configuration import RequestedKeys
 from pbfl_flwr.experiments.summaries import summary_sheet
-from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.serving.export import state_file
-from pbfl_flwr.task import Task
 from tests.flower.inprocess import Answer, Federation, federation, raises, same_tensors
 from tests.runs import entry, write_run
 
@@ -207,14 +205,6 @@ def test_a_round_without_enough_of_the_others_ends_the_run(tmp_path: Path) -> No
 def test_what_cannot_be_is_said_beforehand(keys: dict[str, Scalar], said: str) -> None:
     with pytest.raises(PbflError, match=said):
         parse({"num-clients": 4, **keys}, SECTIONS)
-
-
-def test_the_older_interface_has_none() -> None:
-    settings = parse({"num-clients": 4, "new-clients": 1}, SECTIONS)
-    with pytest.raises(
-        PbflError, match="new-clients = 1: not supported by the older interface; allowed is 0"
-    ):
-        LegacyMethodStrategy(settings, Task(10, 64, (1, 16, 16)))
 
 
 def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
