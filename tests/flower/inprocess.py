@@ -207,7 +207,7 @@ class InProcessGrid(LocalGrid):
         config: the run configuration that every client sees.
         nodes: the node ids; the n-th runs client n unless ``partitions`` says otherwise.
         order: seed of the order in which clients run and replies arrive; None is the order of asking.
-        faults: (client, round) -> what goes wrong. The hello is round 0, the final evaluation round -1.
+        faults: (client, round) -> what goes wrong. The handshake is round 0, the final evaluation round -1.
         partitions: the client id of every node.
         node_configs: what the operators of devices wrote; by default the nodes are the simulation's.
     """
@@ -332,7 +332,7 @@ class ScriptedGrid(LocalGrid):
             client = message.metadata.dst_node_id - 100
             answer: RecordDict | Message | None
             if message.metadata.message_type == "query":
-                said = {**hello(client, self.task), "architecture": self.architecture}
+                said = {**handshake_reply(client, self.task), "architecture": self.architecture}
                 answer = wire.content(config=ConfigRecord(said))
             else:
                 answer = self.answers(client, int(str(message.content[wire.CONFIG]["round"])))
@@ -352,8 +352,8 @@ class ScriptedGrid(LocalGrid):
         return [Message(Error(code=5, reason="its node is unavailable"), reply_to=m) for m in asked]
 
 
-def hello(client: int, task: Task) -> dict[str, Any]:
-    """What a client says in the hello round."""
+def handshake_reply(client: int, task: Task) -> dict[str, Any]:
+    """What a client replies in the handshake."""
     return {
         "client": client,
         "simulated": True,

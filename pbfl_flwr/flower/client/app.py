@@ -29,7 +29,7 @@ from pbfl_flwr.data import forget_data
 from pbfl_flwr.errors import PbflError, format_exception, is_out_of_memory
 from pbfl_flwr.flower.client import fault_injection
 from pbfl_flwr.flower.client.device import identify, peak_gpu_memory, release_gpu_memory
-from pbfl_flwr.flower.client.handshake import answer_hello, clear_checks
+from pbfl_flwr.flower.client.handshake import answer_handshake, clear_checks
 from pbfl_flwr.flower.client.saving import state_after_round
 from pbfl_flwr.flower.client.session import (
     ClientSession,
@@ -73,8 +73,8 @@ def make_client_app(data: DataSource | None = None, settings: Settings | None = 
     app = ClientApp()
 
     @app.query()
-    def hello(message: Message, context: Context) -> Message:
-        return _guarded(answer_hello, message, context, source)
+    def handshake(message: Message, context: Context) -> Message:
+        return _guarded(answer_handshake, message, context, source)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:

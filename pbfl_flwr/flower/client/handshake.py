@@ -1,4 +1,4 @@
-"""A client's reply in the hello round: its properties, after checking that its network accepts its data."""
+"""A client's reply in the handshake: its properties, after checking that its network accepts its data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pbfl_flwr.flower.client.device import choose_device, identify
 from pbfl_flwr.flower.client.session import ClientSource, architecture_for, configured_data
 from pbfl_flwr.flower.code_version import code_version
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.declaration import digest
+from pbfl_flwr.flower.messages.identity import digest
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.models.build import (
     build_model,
@@ -27,8 +27,8 @@ from pbfl_flwr.task import Task
 from pbfl_flwr.training.augmentation import check_augmentation
 
 
-def answer_hello(message: Message, context: Context, source: ClientSource) -> Message:
-    """Return the reply to a hello, after a dry run of the client's network on inputs of its data's shape.
+def answer_handshake(message: Message, context: Context, source: ClientSource) -> Message:
+    """Return the reply to a handshake, after a dry run of the client's network on inputs of its data's shape.
 
     Raises:
         PbflError: if a check fails; on a device it contains the client-id, which the server does not know yet.

@@ -21,7 +21,7 @@ from pbfl_flwr.data import ClientData, client_data, own_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.device import Identity, choose_device, identify, own_settings, share_of_cores
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.declaration import check_declaration
+from pbfl_flwr.flower.messages.identity import check_identity
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import SplitModel, architecture_of, build_model, optimize_layout
@@ -113,7 +113,7 @@ def open_client(message: Message, context: Context, source: ClientSource) -> Cli
     loading_started = time.perf_counter()
     data = source.data_of(settings, identity)
     loading = time.perf_counter() - loading_started
-    check_declaration(config, identity.client, data)
+    check_identity(config, identity.client, data)
     task = data.task(settings.models.feature_dim)
     store = store_of(message, context, source)
     training = settings.training.of(store.architecture)

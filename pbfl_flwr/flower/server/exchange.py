@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 
 from pbfl_flwr.errors import LONGEST, format_exception, printable
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.declaration import DECLARATION, declaration
+from pbfl_flwr.flower.messages.identity import IDENTITY, declared_identity
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.server.roster import Roster
@@ -140,7 +140,7 @@ class Instructions:
             if self.best:
                 config[wire.KEEP_BEST] = self.best
             if not (client := roster.clients[number]).simulated:
-                config[DECLARATION] = declaration(client.label, client.task, client.labels, client.columns)
+                config[IDENTITY] = declared_identity(client.label, client.task, client.labels, client.columns)
             message = Message(
                 wire.content(encoded[id(payload)][1], config=config),
                 dst_node_id=client.node,

@@ -26,7 +26,7 @@ from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import SHORT, Answer, Federation, LocalGrid, federation, hello, silent
+from tests.flower.inprocess import SHORT, Answer, Federation, LocalGrid, federation, handshake_reply, silent
 from tests.flower.sites import run, sites
 
 TASK = Task(3, 4, (2,))
@@ -338,7 +338,7 @@ def test_who_joins_during_the_last_round_is_scored(tmp_path: Path) -> None:
 
 def member(client: int | str, **said: Any) -> ClientRecord:
     return client_from_reply(
-        9, ConfigRecord({**hello(0, TASK), "simulated": False, **said, "client": client})
+        9, ConfigRecord({**handshake_reply(0, TASK), "simulated": False, **said, "client": client})
     )
 
 

@@ -22,7 +22,7 @@ from pbfl_flwr.method import Client
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import FIRST_NODE, federation, flower_error, hello, plain, tiny_data
+from tests.flower.inprocess import FIRST_NODE, federation, flower_error, handshake_reply, plain, tiny_data
 from tests.flower.sites import run, sites, write_site
 
 
@@ -33,7 +33,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def member(client: int | str, node: int = 1) -> ClientRecord:
     task = Task(3, 4, (2,))
-    return client_from_reply(node, ConfigRecord({**hello(0, task), "client": client}))
+    return client_from_reply(node, ConfigRecord({**handshake_reply(0, task), "client": client}))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from tests.flower.inprocess import (
     after_round,
     federation,
     flower_error,
-    hello,
+    handshake_reply,
     late,
     plain,
     raises,
@@ -683,7 +683,7 @@ def test_two_processes_of_one_client_take_turns(tmp_path: Path) -> None:
 
 def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def member(client: int, node: int, **said: Any) -> ClientRecord:
-        return client_from_reply(node, ConfigRecord({**hello(client, TASK), **said}))
+        return client_from_reply(node, ConfigRecord({**handshake_reply(client, TASK), **said}))
 
     before = checked_roster([member(0, 11), member(1, 12)])
     came = [member(1, 22, architecture="resnet4"), member(5, 23)]
@@ -699,7 +699,7 @@ def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.Mo
 
 def test_of_two_new_nodes_of_a_client_that_failed_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def member(node: int) -> ClientRecord:
-        return client_from_reply(node, ConfigRecord(hello(1, TASK)))
+        return client_from_reply(node, ConfigRecord(handshake_reply(1, TASK)))
 
     monkeypatch.setattr(returning, "send_handshake", lambda *arguments: ([member(23), member(22)], {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
@@ -714,7 +714,7 @@ def test_a_device_that_starts_again_while_a_resumed_run_waits_for_others_is_one_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def member(client: int, node: int) -> ClientRecord:
-        return client_from_reply(node, ConfigRecord(hello(client, TASK)))
+        return client_from_reply(node, ConfigRecord(handshake_reply(client, TASK)))
 
     runs_on = {11: 0, 21: 0, 22: 1}  # node -> client
     online = iter([[11], [21], [21, 22]])

@@ -47,7 +47,7 @@ from tests.flower.inprocess import (
     altered,
     federation,
     flower_error,
-    hello,
+    handshake_reply,
     lost,
     numbers,
     plain,
@@ -519,7 +519,7 @@ def test_two_nodes_with_one_client_id_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_disagreement_names_both_sides(change: dict[str, Any], text: str) -> None:
-    said = [{**hello(client, TASK), **(change if client == 2 else {})} for client in range(3)]
+    said = [{**handshake_reply(client, TASK), **(change if client == 2 else {})} for client in range(3)]
     with pytest.raises(PbflError) as error:
         checked_roster(client_from_reply(node, ConfigRecord(record)) for node, record in enumerate(said))
     assert f"clients disagree on {text}" in str(error.value)

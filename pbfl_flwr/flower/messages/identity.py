@@ -1,6 +1,6 @@
-"""A device's declaration: its name and the form of its data at the hello, checked against in every later message.
+"""A device's identity: its name and the form of its data at the handshake, checked against in every later message.
 
-A SuperNode with a registered key keeps its node id when it is restarted, so it gets no second hello, although its
+A SuperNode with a registered key keeps its node id when it is restarted, so it gets no second handshake, although its
 operator may have changed its name or data meanwhile.
 """
 
@@ -16,7 +16,7 @@ from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import Task
 
-DECLARATION = "said"  # key in a message's ConfigRecord
+IDENTITY = "identity"  # key in a message's ConfigRecord
 LONGEST_LIST = 200  # characters of names in an error message
 
 
@@ -25,8 +25,8 @@ def digest(names: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16] if names else ""
 
 
-def declaration(client: int | str, task: Task, labels: Sequence[str], columns: str) -> str:
-    """Return a device's declaration in four lines: client id, K and input shape, digest of the classes, columns.
+def declared_identity(client: int | str, task: Task, labels: Sequence[str], columns: str) -> str:
+    """Return a device's identity in four lines: client id, K and input shape, digest of the classes, columns.
 
     Args:
         client: its number or its name.
@@ -38,11 +38,11 @@ def declaration(client: int | str, task: Task, labels: Sequence[str], columns: s
     return f"{client}\n{task.num_classes} classes of inputs {shape}\n{digest(labels)}\n{columns}"
 
 
-def check_declaration(config: ConfigRecord, client: int | str, data: ClientData) -> None:
-    """Check that a device has the same client id and the same form of data as at the hello.
+def check_identity(config: ConfigRecord, client: int | str, data: ClientData) -> None:
+    """Check that a device has the same client id and the same form of data as at the handshake.
 
     Args:
-        config: of the server's message; without a declaration (in a simulation, and on Flower's older interface)
+        config: of the server's message; without an identity (in a simulation)
             nothing is checked.
         client: its current number or name.
         data: its current data.
@@ -50,12 +50,12 @@ def check_declaration(config: ConfigRecord, client: int | str, data: ClientData)
     Raises:
         PbflError: naming what has changed.
     """
-    if DECLARATION not in config:
+    if IDENTITY not in config:
         return
     columns = digest(data.columns or data.vocabulary)
     declared, current = (
-        str(config[DECLARATION]).split("\n"),
-        declaration(client, data.task(1), data.label_names, columns).split("\n"),
+        str(config[IDENTITY]).split("\n"),
+        declared_identity(client, data.task(1), data.label_names, columns).split("\n"),
     )
     listed = ", ".join(data.label_names)[:LONGEST_LIST]
     reasons = (
