@@ -72,7 +72,7 @@ class LastState(nn.Module):
         *before, uppermost = self.layers
         words = self.embedding(ids)
         for layer in before:
-            words = self.dropout(layer(words)[0])
+            words = self.dropout(_outputs(layer, words))
         return _state(uppermost, words, last_places(ids))
 
 
@@ -105,8 +105,19 @@ def last_places(ids: Tensor) -> Tensor:
     return ((ids != PAD) * torch.arange(ids.shape[1], device=ids.device)).amax(dim=1)
 
 
+def _outputs(reader: nn.Module, words: Tensor) -> Tensor:
+    """Return the outputs of a recurrent layer, (B, length, d); in float32 on CPUs that have no bfloat16 LSTM."""
+    reduced = words.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    if reduced and isinstance(reader, nn.LSTM) and "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        with torch.autocast("cpu", enabled=False):
+            outputs: Tensor = reader(words.float())[0]
+            return outputs
+    outputs = reader(words)[0]
+    return outputs
+
+
 def _state(reader: nn.Module, words: Tensor, last: Tensor) -> Tensor:
-    states: Tensor = reader(words)[0]  # (B, length, d)
+    states = _outputs(reader, words)
     return states.gather(1, last[:, None, None].expand(-1, 1, states.shape[2])).squeeze(1)
 
 

@@ -317,7 +317,7 @@ def test_checkpoints_of_another_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("a/b", "cnn4"), "label 'a/b': allowed are"),
+        (("a/b", "cnn4"), "label 'a/b': must be"),
         (("x", "cnn5"), "did you mean"),
         (("x", "small-4"), "unknown model 'small-4'"),
         (("x", "cnn4+32"), "weights are stored for a body only; allowed is 'cnn4'"),

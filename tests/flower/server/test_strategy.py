@@ -659,8 +659,9 @@ def test_history_ahead_of_the_checkpoint_is_cut_back(tmp_path: Path, two_rounds:
     run = tmp_path / "run"
     before = lines(two_rounds)
     for name in ("rounds.jsonl", "clients.jsonl"):
+        last = json.loads((run / name).read_text().splitlines()[-1])
         with (run / name).open("a") as file:
-            file.write(json.dumps({"round": 3, "accuracy": {}}) + '\n{"round": 4, "accu')
+            file.write(json.dumps({**last, "round": 3}) + '\n{"round": 4, "accu')
     resumed = again(tmp_path, num_server_rounds=2).run()
     assert lines(resumed) == before
     text = (run / "clients.jsonl").read_text()
