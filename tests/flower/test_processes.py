@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pbfl_flwr.flower.deploy import watchdog as reaper
+from pbfl_flwr.flower.deploy import watchdog
 from pbfl_flwr.flower.deploy.processes import Processes
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="has no process groups")
@@ -21,13 +21,13 @@ LEAVES_A_CHILD = (
 def test_a_group_is_ended_once_and_then_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its leader was waited for its number may be somebody else's."""
     ended: list[int] = []
-    original = reaper.end_group
+    original = watchdog.end_group
 
     def ending(group: int, reap: Any) -> None:
         ended.append(group)
         original(group, reap)
 
-    monkeypatch.setattr(reaper, "end_group", ending)
+    monkeypatch.setattr(watchdog, "end_group", ending)
     processes = Processes()
     with (tmp_path / "log").open("wb") as log:
         first = processes.start([sys.executable, "-c", LEAVES_A_CHILD], tmp_path, os.environ, log)
@@ -44,11 +44,11 @@ def test_a_group_is_ended_once_and_then_forgotten(tmp_path: Path, monkeypatch: p
     assert second.returncode is not None
 
 
-def test_the_reaper_leaves_alone_what_was_ended() -> None:
+def test_the_watchdog_leaves_alone_what_was_ended() -> None:
     kept = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     said = f"{kept.pid}\n{other.pid}\n-{kept.pid}\n-99999\n"
-    watching = subprocess.Popen([sys.executable, "-I", reaper.__file__], stdin=subprocess.PIPE, text=True)
+    watching = subprocess.Popen([sys.executable, "-I", watchdog.__file__], stdin=subprocess.PIPE, text=True)
     watching.communicate(said, timeout=30)  # its input ends without a word: whoever wrote it is gone
     try:
         assert other.wait(30) < 0
@@ -58,9 +58,9 @@ def test_the_reaper_leaves_alone_what_was_ended() -> None:
         kept.wait()
 
 
-def test_the_reaper_outlasts_what_a_cluster_sends_to_every_process_of_a_job() -> None:
+def test_the_watchdog_outlasts_what_a_cluster_sends_to_every_process_of_a_job() -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    command = [sys.executable, "-I", reaper.__file__]
+    command = [sys.executable, "-I", watchdog.__file__]
     watching = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
     time.sleep(2)  # until it has started
     watching.terminate()
@@ -72,15 +72,15 @@ def test_the_reaper_outlasts_what_a_cluster_sends_to_every_process_of_a_job() ->
         other.kill()
 
 
-def test_without_its_reaper_all_is_ended_as_well(tmp_path: Path) -> None:
+def test_without_its_watchdog_all_is_ended_as_well(tmp_path: Path) -> None:
     """Also the last word to it, which nobody reads."""
     processes = Processes()
     with (tmp_path / "log").open("wb") as log:
         started = processes.start(
             [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, os.environ, log
         )
-    assert processes._reaper is not None
-    processes._reaper.kill()
-    processes._reaper.wait()
+    assert processes._watchdog is not None
+    processes._watchdog.kill()
+    processes._watchdog.wait()
     processes.close()
     assert started.returncode is not None

@@ -128,7 +128,7 @@ def run_in_parallel(
     """Execute the runs that are not finished, several at a time, and return the failed ones.
 
     Each is a process, whose output goes to ``pbfl.log`` in the run's directory. If this process is interrupted, so are
-    all of them, and it waits until they have cleaned up; if it is killed, their reapers end them.
+    all of them, and it waits until they have cleaned up; if it is killed, their watchdogs end them.
 
     Args:
         planned: runs in the order in which they are started.
@@ -196,7 +196,7 @@ def _prefixes(planned: Sequence[Planned]) -> dict[Path, str]:
 
 @dataclass(frozen=True, eq=False)
 class _Running:
-    """A run being executed, in a process with a reaper of its own, since process ids may be reused later."""
+    """A run being executed, in a process with a watchdog of its own, since process ids may be reused later."""
 
     run: Planned
     slot: Slot

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.deploy import watchdog as reaper
+from pbfl_flwr.flower.deploy import watchdog
 
 HANGUPS: tuple[signal.Signals, ...] = () if sys.platform == "win32" else (signal.SIGHUP,)
 """Signals sent when the terminal closes; none on Windows."""
@@ -34,10 +34,10 @@ class Processes:
     def __init__(self, *scratch: Path) -> None:
         self._scratch = scratch
         self._started: list[subprocess.Popen[bytes]] = []
-        self._reaper: subprocess.Popen[bytes] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
         if os.name == "posix":
-            self._reaper = subprocess.Popen(
-                [sys.executable, "-I", reaper.__file__, *map(str, scratch)],
+            self._watchdog = subprocess.Popen(
+                [sys.executable, "-I", watchdog.__file__, *map(str, scratch)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -80,7 +80,7 @@ class Processes:
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         if os.name == "posix":
-            reaper.end_group(process.pid, process.poll)
+            watchdog.end_group(process.pid, process.poll)
         else:
             process.kill()
             process.wait()
@@ -92,17 +92,17 @@ class Processes:
         self.end()
         for directory in self._scratch:
             shutil.rmtree(directory, ignore_errors=True)
-        if self._reaper is not None and self._reaper.stdin is not None:
+        if self._watchdog is not None and self._watchdog.stdin is not None:
             self._tell("done")
             with contextlib.suppress(BrokenPipeError):  # closing flushes again what could not be written
-                self._reaper.stdin.close()
-            self._reaper.wait()
+                self._watchdog.stdin.close()
+            self._watchdog.wait()
 
     def _tell(self, line: str) -> None:
-        if self._reaper is not None and self._reaper.stdin is not None:
+        if self._watchdog is not None and self._watchdog.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
-                self._reaper.stdin.write(f"{line}\n".encode())
-                self._reaper.stdin.flush()
+                self._watchdog.stdin.write(f"{line}\n".encode())
+                self._watchdog.stdin.flush()
 
 
 @contextlib.contextmanager
