@@ -9,11 +9,13 @@ from pbfl_flwr.methods import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = "[tool.flwr.app.config"
+ALL_NODES = {"num-clients": 0}  # so that plain `flwr run` uses the nodes of its simulation, however many
 
 
 def lines(group: type[Group]) -> list[str]:
     """Return ``key = default`` for every key of a group, in TOML."""
-    return [f"{key} = {json.dumps(value)}" for key, value in group().model_dump(by_alias=True).items()]
+    defaults = group().model_dump(by_alias=True)
+    return [f"{key} = {json.dumps(ALL_NODES.get(key, value))}" for key, value in defaults.items()]
 
 
 def config_block() -> str:

@@ -35,6 +35,8 @@ def test_a_key_is_in_one_group() -> None:
 def test_pyproject_tells_flower_every_key_and_default_in_order() -> None:
     declared = config_block()
     assert list(declared) == list(FIELDS)
+    assert declared.pop("num-clients") == 0  # all nodes of a simulation
+    declared["num-clients"] = FIELDS["num-clients"].default
     for key, field in FIELDS.items():
         assert (type(declared[key]), declared[key]) == (type(field.default), field.default), key
 
@@ -42,7 +44,12 @@ def test_pyproject_tells_flower_every_key_and_default_in_order() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_can_be_built_from_the_defaults(method: str) -> None:
     one_network = {"models": "cnn4"} if method == "fedavg" else {}
-    assert build_method(parse({**config_block(), "method": method, **one_network}, SECTIONS)).name == method
+    assert (
+        build_method(
+            parse({**config_block(), "num-clients": 20, "method": method, **one_network}, SECTIONS)
+        ).name
+        == method
+    )
 
 
 def test_values_beyond_the_bounds_of_a_key_are_rejected() -> None:

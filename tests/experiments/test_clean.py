@@ -18,7 +18,7 @@ from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.client_store import ClientState, ClientStore
 from pbfl_flwr.runs.directory import STATES_REMOVED, RunDirectory
 from pbfl_flwr.runs.locks import lock_of
-from tests.flower.test_local import KEYS
+from tests.flower.engines.test_grid import KEYS
 from tests.runs import entry, pbfl
 
 NOW = ("--older-than", "0d")

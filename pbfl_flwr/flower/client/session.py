@@ -19,7 +19,14 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import Scalar, Settings, TrainingSettings, parse
 from pbfl_flwr.data import ClientData, client_data, own_data
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.client.device import Identity, choose_device, identify, own_settings, share_of_cores
+from pbfl_flwr.flower.client.device import (
+    Identity,
+    choose_device,
+    identify,
+    own_settings,
+    share_of_cores,
+    simulated,
+)
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.identity import check_identity
 from pbfl_flwr.method import Client, Method
@@ -42,7 +49,7 @@ class ClientSource:
 
     def settings_of(self, context: Context) -> Settings:
         """Return the run's settings with the overrides of this node's configuration."""
-        common = self.settings or _settings(tuple(sorted(context.run_config.items())))
+        common = self.settings or _settings(tuple(sorted(_run_config(context).items())))
         return _own_settings(common.model_dump_json(), tuple(sorted(context.node_config.items())))
 
     def data_of(self, settings: Settings, identity: Identity) -> ClientData:
@@ -61,6 +68,18 @@ class ClientSource:
                 f"{need}{', or a number instead, which takes that share of the common dataset' * configured}"
             )
         return self.data(settings, identity.client)
+
+
+def _run_config(context: Context) -> dict[str, Scalar]:
+    """Return the run configuration, where ``num-clients = 0`` stands for all nodes of a simulation."""
+    config = dict(context.run_config)
+    if config.get("num-clients") == 0:
+        if not simulated(context.node_config):
+            raise PbflError(
+                "num-clients = 0: only in simulations; devices need their number, e.g. num-clients=3"
+            )
+        config["num-clients"] = context.node_config["num-partitions"]
+    return config
 
 
 def configured_data(settings: Settings, client: int) -> ClientData:

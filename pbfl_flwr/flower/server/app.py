@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from flwr.serverapp import Grid
 
-from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.config import RunSettings, Scalar, parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.server.membership import count_simulated_nodes
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.directory import RunDirectory
@@ -20,7 +21,7 @@ def serve(grid: Grid, run_config: Mapping[str, Scalar], run_id: int) -> None:
 
     Args:
         grid: connects to the clients.
-        run_config: flat keys.
+        run_config: flat keys; num-clients = 0 stands for all nodes of a simulation.
         run_id: Flower's; names the run directory unless the configuration does.
 
     Raises:
@@ -28,6 +29,11 @@ def serve(grid: Grid, run_config: Mapping[str, Scalar], run_id: int) -> None:
     """
     run = RunDirectory(run_directory(str(run_config.get("run-dir", "")), run_id))
     try:
+        if run_config.get("num-clients") == 0:
+            run_config = {
+                **run_config,
+                "num-clients": count_simulated_nodes(grid, RunSettings().join_timeout),
+            }
         settings = parse(run_config, SECTIONS)
         strategy = MethodStrategy(settings, run.path)
     except PbflError:

@@ -41,6 +41,7 @@ REVEALS = (  # what the handshake reveals to the server
     Reveal("hash of pretrained weights", "to warn if clients begin with different ones", message="handshake"),
     Reveal("version of pbfl-flwr", "to warn if it differs from the server's", message="handshake"),
 )
+JOIN_PAUSE = 2.0  # seconds; Flower's simulation registers its nodes in a loop without pauses
 MAX_NODES_NAMED = 3  # in one line
 CLIENT_ID = "client-id = "  # contained in a reason if it already identifies the client
 RECONNECT_TIMEOUT = 60.0  # seconds at most, for the handshake of a node that connects during a run
@@ -92,6 +93,25 @@ def wait_for_nodes(
         f"needs --federation-config 'num-supernodes={target}' (pbfl run passes it), a deployment needs "
         f"{target} running SuperNodes"
     )
+
+
+def count_simulated_nodes(grid: Grid, timeout: float) -> int:
+    """Return how many nodes a simulation has: those that are there once no more have joined for a while.
+
+    Args:
+        grid: Flower's.
+        timeout: seconds to wait for the first one.
+
+    Raises:
+        PbflError: if none has joined when the timeout has passed.
+    """
+    first = wait_for_nodes(grid, 1, timeout)
+    deadline, count = time.monotonic() + JOIN_PAUSE, len(first)
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        if (now := len(list(grid.get_node_ids()))) != count:
+            deadline, count = time.monotonic() + JOIN_PAUSE, now
+    return count
 
 
 def send_handshake(

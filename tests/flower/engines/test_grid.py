@@ -23,10 +23,12 @@ from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.engines import executors as worker_pool
 from pbfl_flwr.flower.engines import grid as local
 from pbfl_flwr.flower.engines.executors import DIED, WorkerPool, WorkerSpec
-from pbfl_flwr.flower.engines.grid import LocalGrid, federate, run_immediately, worker_specs
+from pbfl_flwr.flower.engines.grid import LocalGrid, federate, in_this_process, run_immediately, worker_specs
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import grid as waiting
+from pbfl_flwr.flower.server import membership
+from pbfl_flwr.flower.server.app import serve
 from pbfl_flwr.flower.server.grid import polling
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
@@ -75,6 +77,26 @@ def test_the_results_of_any_other_grid(tmp_path: Path) -> None:
     assert [line.failures for line in lines] == [[], []]
     assert "round 2/2" in (tmp_path / "run" / "flower.log").read_text()
     assert not device.in_worker(), "it was one only for a while"
+
+
+def test_zero_clients_stand_for_all_nodes_of_a_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "JOIN_PAUSE", 0.1)
+    keys = {**KEYS, "num-server-rounds": 1}
+    everyone: dict[str, Scalar] = {**keys, "num-clients": 0, "run-dir": str(tmp_path / "all")}
+    with device.as_worker(1):
+        serve(LocalGrid(in_this_process(), run_immediately, everyone, 3), everyone, 1)
+    federate(tmp_path / "three", keys, 3, Resources(workers=1))
+    runs = [RunDirectory(tmp_path / name) for name in ("all", "three")]
+    assert runs[0].record().configuration["num-clients"] == 3
+    assert runs[0].result() == runs[1].result() != ""
+
+
+def test_devices_need_their_number() -> None:
+    grid = LocalGrid(in_this_process(), run_immediately, {"num-clients": 0}, 1)
+    (reply,) = grid.send_and_receive(ask(grid, [0]))
+    assert "num-clients = 0: only in simulations" in str(reply.error.reason)
 
 
 def test_a_directory_that_another_run_has_is_left_alone(tmp_path: Path) -> None:
@@ -329,7 +351,7 @@ def test_a_client_that_fails_gives_its_cards_memory_back(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
-    grid = LocalGrid(local.in_this_process(), run_immediately, {**KEYS, "models": "har-cnn"}, 3)
+    grid = LocalGrid(in_this_process(), run_immediately, {**KEYS, "models": "har-cnn"}, 3)
     (reply,) = grid.send_and_receive(ask(grid, [0]))
     assert "har-cnn" in str(reply.error.reason)
     assert given_back == [1]
