@@ -1,10 +1,11 @@
-"""The interface that every method implements: both halves of a round in one module.
+"""The interface that every method implements: both halves of a round, and how it predicts, in one module.
 
 ::
 
     server   init(task) ----> state --broadcast--> Down
     client                                          |-> local_update(client, down) -> Up, memory
-    server   state <--------- aggregate(state, uploads, at)
+                                                    |-> predictors(client, down) -> {name: features, logits -> scores}
+    server   state <--------- aggregate(state, uploads, round_info)
 
 State is passed in and returned, never through file names, globals or mutation. The only object changed in place is
 ``client.model``, the network into which the client's own weights were copied for this update; the caller stores it
@@ -181,7 +182,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Train the client's network in place and return the upload and the new memory."""
 
     @abstractmethod
-    def aggregate(self, state: StateT, uploads: Mapping[int, UpT], at: Round) -> StateT:
+    def aggregate(self, state: StateT, uploads: Mapping[int, UpT], round_info: Round) -> StateT:
         """Return the new state; ``uploads`` come in ascending client order and are already validated.
 
         The old state and the uploads must not be changed. If the method :meth:`streams`, an upload is decoded at each
@@ -189,7 +190,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """
 
     def streams(self) -> bool:
-        """Whether :meth:`aggregate` is a sum over the uploads, weighted by ``at.shares``.
+        """Whether :meth:`aggregate` is a sum over the uploads, weighted by ``round_info.shares``.
 
         Such a method reads one upload at a time, so that only a few are in memory, and it can give late uploads a
         smaller weight (``stale-weight``).

@@ -72,7 +72,9 @@ class CosProto(Method[Prototypes, Prototypes, Prototypes]):
         means, held, _ = class_sums_of(client).means()  # (K, d), (K,)
         return Update(Prototypes(F.normalize(means), held), report.optimizer, report.metrics())
 
-    def aggregate(self, state: Prototypes, uploads: Mapping[int, Prototypes], at: Round) -> Prototypes:
+    def aggregate(
+        self, state: Prototypes, uploads: Mapping[int, Prototypes], round_info: Round
+    ) -> Prototypes:
         """The mean over the holders of a class; what nobody sent stays."""
         if not uploads:
             return state

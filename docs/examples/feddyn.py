@@ -117,14 +117,14 @@ class FedDyn(Method[Dynamics, Weights, Weights]):
         }
         return Update(upload, {**kept, **report.optimizer}, report.metrics())
 
-    def aggregate(self, state: Dynamics, uploads: Mapping[int, Weights], at: Round) -> Dynamics:
+    def aggregate(self, state: Dynamics, uploads: Mapping[int, Weights], round_info: Round) -> Dynamics:
         """First h, then w; both stay if nobody answers."""
         if not uploads:
             return state
         weights, drift = {}, {}
         for name, w in state.weights.tensors.items():
             mean = torch.stack([upload.tensors[name] for upload in uploads.values()]).mean(dim=0)
-            share = len(uploads) / at.num_clients
+            share = len(uploads) / round_info.num_clients
             drift[name] = state.drift.tensors[name] - self.alpha * share * (mean - w)
             weights[name] = mean - drift[name] / self.alpha
         return Dynamics(Weights(weights), Weights(drift))

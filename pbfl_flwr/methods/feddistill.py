@@ -154,7 +154,9 @@ class FedDistill(Method[DistillState, Logits, Logits]):
         values, present, _ = outputs.means()
         return Update(Logits(values, present), report.optimizer, report.metrics())
 
-    def aggregate(self, state: DistillState, uploads: Mapping[int, Logits], at: Round) -> DistillState:
+    def aggregate(
+        self, state: DistillState, uploads: Mapping[int, Logits], round_info: Round
+    ) -> DistillState:
         """Average every class over the clients that sent it."""
         if not uploads:
             return state
@@ -163,7 +165,7 @@ class FedDistill(Method[DistillState, Logits, Logits]):
         stale = table.present & ~fresh.present
         sent: dict[int, Logits] = {}
         if self.form == "paper":
-            nothing = self.init(at.task, 0).table
+            nothing = self.init(round_info.task, 0).table
             for client in sorted({*state.sent, *uploads}):
                 old, new = state.sent.get(client, nothing), uploads.get(client, nothing)
                 rows = torch.where(stale.unsqueeze(1), old.values, new.values)

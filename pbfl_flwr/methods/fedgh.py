@@ -81,12 +81,12 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         metrics = {**report.metrics(), **sent.metrics}
         return Update(Prototypes(sent.rows, sent.present), {**report.optimizer, **sent.memory}, metrics)
 
-    def aggregate(self, state: Weights, uploads: Mapping[int, Prototypes], at: Round) -> Weights:
+    def aggregate(self, state: Weights, uploads: Mapping[int, Prototypes], round_info: Round) -> Weights:
         """Train the head on the prototypes; without any it is not changed."""
         if not any(upload.num_present for upload in uploads.values()):
             return state
         vectors, labels = stack_uploads(uploads.values())  # (N, d), (N,)
-        order = seeds.generator(at.seed, "fedgh", at.number)
+        order = seeds.generator(round_info.seed, "fedgh", round_info.number)
         weight = nn.Parameter(state.tensors["head.weight"].clone())
         bias = nn.Parameter(state.tensors["head.bias"].clone())
         sgd = optimizers.SGD([optimizers.Group((weight, bias), self.learning_rate)], fused=False)

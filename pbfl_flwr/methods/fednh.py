@@ -145,7 +145,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
         return WeightsAndPrototypes(weights, Prototypes(rows, everywhere))
 
     def aggregate(
-        self, state: WeightsAndPrototypes, uploads: Mapping[int, WeightsAndPrototypes], at: Round
+        self, state: WeightsAndPrototypes, uploads: Mapping[int, WeightsAndPrototypes], round_info: Round
     ) -> WeightsAndPrototypes:
         """Average body and scale; move the rows of W."""
         if not uploads:

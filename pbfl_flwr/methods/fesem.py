@@ -129,7 +129,7 @@ class FeSEM(Method[Centres, Weights, Weights]):
         report = plain(client, down)
         return Update(answer(client, "all"), report.optimizer, report.metrics())
 
-    def aggregate(self, state: Centres, uploads: Mapping[int, Weights], at: Round) -> Centres:
+    def aggregate(self, state: Centres, uploads: Mapping[int, Weights], round_info: Round) -> Centres:
         """E-step and M-step over the clients that answered."""
         if not uploads:
             return state
@@ -138,9 +138,9 @@ class FeSEM(Method[Centres, Weights, Weights]):
             chosen = self._distances(uploads.values(), state.weights).argmin(dim=1)
             centres = state.weights
         else:
-            chosen = self._first_clusters(list(uploads.values()), state.weights[0], at)
+            chosen = self._first_clusters(list(uploads.values()), state.weights[0], round_info)
             centres = state.weights * self.centres
-        size = max(at.num_clients, 1 + max(clients), len(state.assigned))  # clients may have joined
+        size = max(round_info.num_clients, 1 + max(clients), len(state.assigned))  # clients may have joined
         assigned = torch.full((size,), NOBODY, dtype=torch.int64)
         assigned[: len(state.assigned)] = state.assigned
         assigned[clients] = chosen
@@ -171,7 +171,7 @@ class FeSEM(Method[Centres, Weights, Weights]):
             dtype=torch.float64,
         )
 
-    def _first_clusters(self, uploads: Sequence[Weights], start: Weights, at: Round) -> Tensor:
+    def _first_clusters(self, uploads: Sequence[Weights], start: Weights, round_info: Round) -> Tensor:
         """Return (N,) int64 cluster indices: k-means with k-means++ initialisation on w_i - w_0.
 
         k-means runs on N coordinates with the same pairwise distances, computed from the inner products, so that its
@@ -192,7 +192,7 @@ class FeSEM(Method[Centres, Weights, Weights]):
         squares = inner.diagonal()[:, None] + inner.diagonal()
         alike = squares - 2 * inner <= SAME * squares
         different = len(alike.byte().argmax(dim=1).unique())  # maps each client to the first equal one
-        seed = seeds.derive(at.seed, "fesem") % 2**32
+        seed = seeds.derive(round_info.seed, "fesem") % 2**32
         means = KMeans(min(self.centres, different), n_init=10, random_state=seed).fit(coordinates.numpy())
         return torch.from_numpy(means.labels_).to(torch.int64)
 

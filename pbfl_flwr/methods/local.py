@@ -38,7 +38,7 @@ class Local(Method[Nothing, Nothing, Nothing]):
         report = fit(client, classification(client.model))
         return Update(Nothing(), report.optimizer, report.metrics())
 
-    def aggregate(self, state: Nothing, uploads: Mapping[int, Nothing], at: Round) -> Nothing:
+    def aggregate(self, state: Nothing, uploads: Mapping[int, Nothing], round_info: Round) -> Nothing:
         """Return the state unchanged."""
         return state
 

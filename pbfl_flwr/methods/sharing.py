@@ -180,9 +180,9 @@ class AveragedWeights(Method[Weights, Weights, Weights]):
     down = Weights
     up = Weights
 
-    def aggregate(self, state: Weights, uploads: Mapping[int, Weights], at: Round) -> Weights:
+    def aggregate(self, state: Weights, uploads: Mapping[int, Weights], round_info: Round) -> Weights:
         """Average the uploads."""
-        return average(state, uploads, self.weighting, at.shares)
+        return average(state, uploads, self.weighting, round_info.shares)
 
     def streams(self) -> bool:
         """True: it is a weighted sum."""

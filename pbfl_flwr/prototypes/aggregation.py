@@ -349,16 +349,16 @@ class Combination:
     stages: Stages
     dense: bool = False
 
-    def combine(self, uploads: Uploads, at: Round) -> Prototypes:
+    def combine(self, uploads: Uploads, round_info: Round) -> Prototypes:
         """Return the aggregate of at least one upload; its num_examples is n_t if the clients scale by it."""
-        combined = self._rule(uploads, at)
+        combined = self._rule(uploads, round_info)
         if self.dense:  # a row that is zero everywhere was sent by nobody
             combined = replace(combined, present=(combined.values != 0).any(dim=1))
         return combined
 
-    def _rule(self, uploads: Uploads, at: Round) -> Prototypes:
-        K, rule, sent = at.task.num_classes, self.stages.aggregation, uploads.values()
-        shares = at.shares_of(uploads)
+    def _rule(self, uploads: Uploads, round_info: Round) -> Prototypes:
+        K, rule, sent = round_info.task.num_classes, self.stages.aggregation, uploads.values()
+        shares = round_info.shares_of(uploads)
         if rule == "mean":
             return mean(sent, shares)
         if rule == "weighted":
@@ -370,14 +370,16 @@ class Combination:
         if rule == "trimmed-mean":
             return trimmed_mean(sent, self.stages.trim_share)
         if rule == "ppa":
-            known = None if self.stages.sends_total else self._expected_total(uploads, at)
+            known = None if self.stages.sends_total else self._expected_total(uploads, round_info)
             return ppa(sent, K, known, shares)
         if rule == "aps-mean":
             combined = aps(sent, 1.0, "mean", shares)  # μ is applied by the client
             # A mean over holders does not grow with the number of answers, so μ is based on the samples of all clients.
-            everybody = round((combined.num_examples or 0) * at.num_clients / self._answered(uploads, at))
+            everybody = round(
+                (combined.num_examples or 0) * round_info.num_clients / self._answered(uploads, round_info)
+            )
             return replace(combined, num_examples=everybody or None)
-        return aps(sent, self._whole(uploads, at), "sum", shares)
+        return aps(sent, self._whole(uploads, round_info), "sum", shares)
 
     def at_scale_of(self, n_t: int | None, previous: Prototypes) -> Prototypes:
         """Rescale earlier sums over n samples to n_t samples, since clients multiply all rows by 0.9·K/n_t."""
@@ -385,15 +387,15 @@ class Combination:
             return previous
         return replace(previous, values=previous.values * (n_t / previous.num_examples), num_examples=n_t)
 
-    def training_scale(self, uploads: Uploads, at: Round) -> float | None:
+    def training_scale(self, uploads: Uploads, round_info: Round) -> float | None:
         """Return the factor that, times |N_j|, rescales an upload to the features' scale: K/n or μ; None for 1."""
         if self.stages.aggregation == "ppa":
-            return at.task.num_classes / self._total(uploads, at)
+            return round_info.task.num_classes / self._total(uploads, round_info)
         if self.stages.aggregation not in APS_RULES:
             return None
         if self.stages.aps_scale == "auto":
-            return self.mu(at.task, self._total(uploads, at))
-        return self.stages.aps_scale * self._whole(uploads, at)
+            return self.mu(round_info.task, self._total(uploads, round_info))
+        return self.stages.aps_scale * self._whole(uploads, round_info)
 
     def mu(self, task: Task, num_examples: int | None) -> float:
         """Return APS's μ.
@@ -431,23 +433,27 @@ class Combination:
         rows = torch.where(present[:, None], total.rows * factor, torch.zeros_like(total.rows))
         return Prototypes(rows.to(torch.float32), present, None, n_t)
 
-    def _total(self, uploads: Uploads, at: Round) -> int:
+    def _total(self, uploads: Uploads, round_info: Round) -> int:
         """Return n_t, the number of training samples in this round's uploads."""
         if not self.stages.sends_total:
-            return self._expected_total(uploads, at)
+            return self._expected_total(uploads, round_info)
         return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
 
-    def _expected_total(self, uploads: Uploads, at: Round) -> int:
-        answered = self._answered(uploads, at)
-        return max(1, round(self.stages.total_examples * answered / at.configured_clients))
+    def _expected_total(self, uploads: Uploads, round_info: Round) -> int:
+        answered = self._answered(uploads, round_info)
+        return max(1, round(self.stages.total_examples * answered / round_info.configured_clients))
 
-    def _whole(self, uploads: Uploads, at: Round) -> float:
+    def _whole(self, uploads: Uploads, round_info: Round) -> float:
         """Return the factor n/n_t from this round's sum to one over all clients, for a numeric μ: M / answers."""
-        return 1.0 if self.stages.aps_scale == "auto" else at.configured_clients / self._answered(uploads, at)
+        return (
+            1.0
+            if self.stages.aps_scale == "auto"
+            else round_info.configured_clients / self._answered(uploads, round_info)
+        )
 
     @staticmethod
-    def _answered(uploads: Uploads, at: Round) -> float:
-        return sum(at.shares_of(uploads) or [1.0] * len(uploads))
+    def _answered(uploads: Uploads, round_info: Round) -> float:
+        return sum(round_info.shares_of(uploads) or [1.0] * len(uploads))
 
 
 # Norm bounding --------------------------------------------------------------------------------------------

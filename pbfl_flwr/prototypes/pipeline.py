@@ -209,12 +209,14 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """The global prototypes."""
         return state.broadcast
 
-    def aggregate(self, state: PipelineState, uploads: Mapping[int, Prototypes], at: Round) -> PipelineState:
+    def aggregate(
+        self, state: PipelineState, uploads: Mapping[int, Prototypes], round_info: Round
+    ) -> PipelineState:
         """Bound norms, combine, keep classes that nobody sent, train, align, compress."""
-        task, stages = at.task, self.stages
+        task, stages = round_info.task, self.stages
         nobody = Prototypes.empty(task.num_classes, self.sparsity.width(task))
         uploads, cut = bounded(uploads, stages.norm_bound)
-        fresh = self.combination.combine(uploads, at) if uploads else nobody
+        fresh = self.combination.combine(uploads, round_info) if uploads else nobody
         before = self.combination.at_scale_of(fresh.num_examples, state.combined)
         combined, ages = aggregation.keep_stale(before, fresh, state.ages, stages.stale)
         combined = replace(combined, num_examples=fresh.num_examples or before.num_examples)
@@ -225,12 +227,14 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             {"oldest-prototype": float(ages.max()), **cut},
         )
         if self.server_training is not None and trained is not None:
-            trained, values, shown = self._train(trained, uploads or {0: nobody}, at)
+            trained, values, shown = self._train(trained, uploads or {0: nobody}, round_info)
             metrics |= shown
             if self.server_training.absent == "keep":
                 present = torch.ones_like(present)
         if stages.alignment != "off":
-            aligned = align(values, present, stages.alignment, seed=seeds.derive(at.seed, "alignment"))
+            aligned = align(
+                values, present, stages.alignment, seed=seeds.derive(round_info.seed, "alignment")
+            )
             values = aligned.values
             metrics |= aligned.report.metrics()
         values = torch.where(present[:, None], values, torch.zeros_like(values))
@@ -239,13 +243,13 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         return PipelineState(down, combined, ages, trained, metrics)
 
     def _train(
-        self, trained: TrainableState, uploads: Mapping[int, Prototypes], at: Round
+        self, trained: TrainableState, uploads: Mapping[int, Prototypes], round_info: Round
     ) -> tuple[TrainableState, Tensor, dict[str, float]]:
         """Train FedTGP's generator on all uploaded vectors; n-scaled ones are rescaled to the features' scale."""
         assert self.server_training is not None
-        task, settings = at.task, self.server_training
+        task, settings = round_info.task, self.server_training
         dense = [self.dense(up, task) for up in uploads.values()]
-        vectors, labels = stack_uploads(dense, self.combination.training_scale(uploads, at))
+        vectors, labels = stack_uploads(dense, self.combination.training_scale(uploads, round_info))
         trained, values, report = train_prototypes(
             trained,
             vectors,
@@ -256,7 +260,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             momentum=settings.momentum,
             margin_cap=settings.margin_cap,
             margin_of=settings.margin,
-            generator=seeds.generator(at.seed, "fedtgp", at.number),
+            generator=seeds.generator(round_info.seed, "fedtgp", round_info.number),
         )
         return trained, values, report.metrics()
 

@@ -52,7 +52,7 @@ class Aggregation:
 
     state: Any
     uploads: dict[int, Payload]
-    at: Round
+    round_info: Round
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     result: Any
@@ -67,8 +67,8 @@ class Recorder(MethodStrategy):
         state, before = self.state, copies((self.state, uploads))
         result = super().aggregate_fit(server_round, uploads, shares)
         assert self.task is not None
-        at = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
-        seen = Aggregation(state, dict(uploads), at, before, copies((state, uploads)), result)
+        round_info = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
+        seen = Aggregation(state, dict(uploads), round_info, before, copies((state, uploads)), result)
         self.__dict__.setdefault("aggregations", []).append(seen)
         return result
 
@@ -145,12 +145,17 @@ def test_everything_that_stays_and_travels_is_finite(played: Played) -> None:
 def test_payloads_cross_the_wire(played: Played, dtype: Any) -> None:
     last = played.aggregations[-1]
     for client, upload in last.uploads.items():
-        back = wire.decode(wire.encode(upload, dtype), played.method.up, last.at.task)
-        played.method.validate(back, last.state, last.at.task)
+        back = wire.decode(wire.encode(upload, dtype), played.method.up, last.round_info.task)
+        played.method.validate(back, last.state, last.round_info.task)
         assert back.scalars() == upload.scalars()
         _close(upload, back, dtype, f"up {client}")
         down = played.method.broadcast(last.result, client)
-        _close(down, wire.decode(wire.encode(down, dtype), played.method.down, last.at.task), dtype, "down")
+        _close(
+            down,
+            wire.decode(wire.encode(down, dtype), played.method.down, last.round_info.task),
+            dtype,
+            "down",
+        )
 
 
 def _close(sent: Payload, received: Payload, dtype: str, what: str) -> None:
@@ -179,12 +184,12 @@ def test_aggregate_leaves_its_input_alone(played: Played) -> None:
 def test_aggregate_is_a_function_of_its_input(played: Played) -> None:
     last = played.aggregations[-1]
     torch.manual_seed(12345)  # nothing may hang on the global generator
-    again = played.method.aggregate(deepcopy(last.state), deepcopy(last.uploads), last.at)
+    again = played.method.aggregate(deepcopy(last.state), deepcopy(last.uploads), last.round_info)
     assert same_tensors(tensors_in(again), tensors_in(last.result))
 
 
 def test_a_checkpoint_continues_with_the_same_bits(played: Played, tmp_path: Path) -> None:
-    method, task = played.method, played.aggregations[0].at.task
+    method, task = played.method, played.aggregations[0].round_info.task
     fresh = method.init(task, played.federation.strategy.settings.run.seed)
     for state in (fresh, *(aggregation.result for aggregation in played.aggregations)):
         restored = method.state.from_tensors(_through_a_file(state, tmp_path), task)
@@ -195,7 +200,7 @@ def test_a_checkpoint_continues_with_the_same_bits(played: Played, tmp_path: Pat
         assert method.report(restored) == pytest.approx(method.report(state), nan_ok=True)
     last = played.aggregations[-1]
     restored = method.state.from_tensors(_through_a_file(last.state, tmp_path), task)
-    went_on = method.aggregate(restored, last.uploads, last.at)
+    went_on = method.aggregate(restored, last.uploads, last.round_info)
     assert same_tensors(went_on.to_tensors(), last.result.to_tensors())
 
 
@@ -245,15 +250,15 @@ def test_no_upload_crashes_the_server(played: Played) -> None:
     for _ in range(120):
         mutant = _mutated(tensors, rng)
         try:
-            upload = method.up.from_tensors(mutant, last.at.task)
-            method.validate(upload, last.state, last.at.task)
+            upload = method.up.from_tensors(mutant, last.round_info.task)
+            method.validate(upload, last.state, last.round_info.task)
             upload.scalars()
         except RejectedPayload:
             continue
         assert all(bool(torch.isfinite(t).all()) for t in upload.to_tensors().values()), sorted(mutant)
         if aggregated < 6:
             aggregated += 1
-            state = method.aggregate(last.state, {**last.uploads, victim: upload}, last.at)
+            state = method.aggregate(last.state, {**last.uploads, victim: upload}, last.round_info)
             method.report(state)
             method.broadcast(state, 0).scalars()
 

@@ -88,11 +88,11 @@ def test_the_generator_is_pushed_off_the_prototypes_of_the_round_before(make_met
     for number, value in ((1, 1.0), (2, 5.0), (3, 9.0)):
         rows = Prototypes(torch.full((4, 6), value), torch.ones(4).bool(), torch.ones(4, dtype=torch.int64))
         uploads = {0: WeightsAndPrototypes(Weights(state.taught.weights.tensors, 4), rows)}
-        at = Round(number, task, 1)
+        round_info = Round(number, task, 1)
         with patch.object(
             FedPA, "_generator_loss", autospec=True, side_effect=FedPA._generator_loss
         ) as asked:
-            state = method.aggregate(state, uploads, at)
+            state = method.aggregate(state, uploads, round_info)
         table = asked.call_args.args[2]
         pushed.append(float(table.values[0, 0]) if table.num_present else None)
     assert pushed == [None, 1.0, 5.0]

@@ -98,8 +98,8 @@ class ReadOnce(Mapping[int, Prototypes]):
 def test_a_method_that_streams_reads_every_upload_once(keys: dict[str, str]) -> None:
     method = build_method(parse({"feature-dim": 2, "num-clients": 2, "cps-dim": 0, **keys}, SECTIONS))
     uploads = ReadOnce({1: IN_TIME, 5: LATE})
-    at = Round(1, TASK, 2, 0, {5: 0.5} if method.streams() else {})
-    state = method.aggregate(method.init(TASK, 0), uploads, at)
+    round_info = Round(1, TASK, 2, 0, {5: 0.5} if method.streams() else {})
+    state = method.aggregate(method.init(TASK, 0), uploads, round_info)
     assert state.broadcast.num_present == 3
     assert uploads.reads == 2 or not method.streams()
     assert method.streams() == (

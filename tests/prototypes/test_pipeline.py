@@ -54,12 +54,12 @@ def uploads(width: int = 8, scaled: bool = False, total: bool = False) -> dict[i
     return found
 
 
-def at(number: int = 1) -> Round:
+def round_info(number: int = 1) -> Round:
     return Round(number, TASK, num_clients=3, seed=0)
 
 
 def run(found: Pipeline, sent: dict[int, Prototypes]) -> Prototypes:
-    state = found.aggregate(found.init(TASK, 0), sent, at())
+    state = found.aggregate(found.init(TASK, 0), sent, round_info())
     return found.broadcast(state, 0)
 
 
@@ -304,7 +304,7 @@ def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form:
                     sent[0].values + one(1, 50, n).values, torch.tensor([True, True, False, False]), None, n
                 )
             }
-        state = found.aggregate(state, sent, at(number))
+        state = found.aggregate(state, sent, round_info(number))
         targets = found._targets(mine, found.broadcast(state, 0))
         torch.testing.assert_close(targets[:2], torch.full((2, 8), size))
     assert state.ages.tolist()[:2] == [0, 2]
@@ -436,8 +436,8 @@ def test_upscaling_is_the_clients() -> None:
 @pytest.mark.parametrize("stale", ["keep", "drop"])
 def test_a_class_nobody_sends_is_kept_or_dropped(stale: str) -> None:
     found = method(stale=stale)
-    first = found.aggregate(found.init(TASK, 0), uploads(), at(1))
-    second = found.aggregate(first, {0: uploads()[0]}, at(2))  # classes 0 and 1 only
+    first = found.aggregate(found.init(TASK, 0), uploads(), round_info(1))
+    second = found.aggregate(first, {0: uploads()[0]}, round_info(2))  # classes 0 and 1 only
     kept = stale == "keep"
     assert second.broadcast.present.tolist() == [True, True, kept, kept]
     assert second.ages.tolist() == ([0, 0, 1, 1] if kept else [0, 0, -1, -1])
@@ -447,8 +447,8 @@ def test_a_class_nobody_sends_is_kept_or_dropped(stale: str) -> None:
 @pytest.mark.parametrize("name", ["fedproto", "fedtgp"])
 def test_a_round_without_uploads_leaves_the_prototypes_as_they_are(name: str) -> None:
     found = method(name)
-    state = found.aggregate(found.init(TASK, 0), uploads(), at())
-    later = found.aggregate(state, {}, at(2))
+    state = found.aggregate(found.init(TASK, 0), uploads(), round_info())
+    later = found.aggregate(state, {}, round_info(2))
     assert torch.equal(later.broadcast.values, state.broadcast.values)
     assert torch.equal(later.broadcast.present, state.broadcast.present)
     assert later.ages.tolist() == [age + (age >= 0) for age in state.ages.tolist()]

@@ -407,10 +407,10 @@ class MethodStrategy(Strategy):
         """
         run = self.settings.run
         M = len(self.participants.clients) if self.membership else run.participants
-        at = Round(server_round, self._task, M, run.seed, dict(shares or {}), run.participants)
+        round_info = Round(server_round, self._task, M, run.seed, dict(shares or {}), run.participants)
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
-        state = self.method.aggregate(self.state, uploads, at)
+        state = self.method.aggregate(self.state, uploads, round_info)
         stopping.need_finite(self.method.broadcast(state, min(uploads, default=0)), server_round)
         return state
 

@@ -186,7 +186,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         return WeightsAndPrototypes(body, Prototypes.empty(task.num_classes, task.feature_dim))
 
     def aggregate(
-        self, state: WeightsAndPrototypes, uploads: Mapping[int, WeightsAndPrototypes], at: Round
+        self, state: WeightsAndPrototypes, uploads: Mapping[int, WeightsAndPrototypes], round_info: Round
     ) -> WeightsAndPrototypes:
         """Average bodies by samples and prototypes over holders; a class that nobody sent keeps its prototype."""
         if not uploads:

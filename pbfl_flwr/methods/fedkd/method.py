@@ -260,7 +260,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
 
     # Server -----------------------------------------------------------------------------------------------
 
-    def aggregate(self, state: MenteeState, uploads: Mapping[int, LowRank], at: Round) -> MenteeState:
+    def aggregate(self, state: MenteeState, uploads: Mapping[int, LowRank], round_info: Round) -> MenteeState:
         """Average and compress; the new mentee is what clients can rebuild from the compressed form."""
         if not uploads:
             return state
@@ -270,15 +270,15 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         mean = average(Weights(nothing) if safe else state.weights, expanded, self.weighting).tensors
         update = compress(
             mean,
-            self.energy(at.number),
+            self.energy(round_info.number),
             self.scheme,
             base=state.version if safe else -1,
-            version=at.number,
+            version=round_info.number,
         )
         rebuilt = expand(update, state.shapes)
         if safe:
             rebuilt = {name: state.weights.tensors[name] + rebuilt[name] for name in rebuilt}
-        return MenteeState(Weights(rebuilt), update, at.number, tuple(uploads))
+        return MenteeState(Weights(rebuilt), update, round_info.number, tuple(uploads))
 
     def validate(self, upload: LowRank, state: MenteeState, task: Task) -> None:
         """Check the shapes of all tensors, and that an update is relative to the version that was sent."""

@@ -148,7 +148,7 @@ class FedGen(Method[GenerativeState, GeneratorBroadcast, LabelledHead]):
         return Update(upload, report.optimizer, report.metrics())
 
     def aggregate(
-        self, state: GenerativeState, uploads: Mapping[int, LabelledHead], at: Round
+        self, state: GenerativeState, uploads: Mapping[int, LabelledHead], round_info: Round
     ) -> GenerativeState:
         """Average the heads, then train the generator against the average."""
         heads = {client: upload.weights for client, upload in uploads.items()}
@@ -158,7 +158,7 @@ class FedGen(Method[GenerativeState, GeneratorBroadcast, LabelledHead]):
         taught = replace(state.taught, weights=head, label_counts=counts)
         if not self.persist or not bool(counts.any()):
             return replace(state, taught=taught, clients=known)
-        random = seeds.generator(at.seed, "fedgen", at.number)
+        random = seeds.generator(round_info.seed, "fedgen", round_info.number)
 
         def loss(network: FeatureGenerator) -> Tensor:
             labels = draw_labels(counts, max(2, self.batch_size), random)  # BatchNorm needs two samples
@@ -166,7 +166,7 @@ class FedGen(Method[GenerativeState, GeneratorBroadcast, LabelledHead]):
             logits = nn.functional.linear(features, head.tensors["head.weight"], head.tensors["head.bias"])
             return nn.functional.cross_entropy(logits, labels)
 
-        network = self.shape.load(at.task, state.generator.tensors)
+        network = self.shape.load(round_info.task, state.generator.tensors)
         generator, mean_loss = train_generator(state.generator, network, self.adam, loss)
         return GenerativeState(
             replace(taught, generator=Weights(generator.tensors)), generator, known, mean_loss

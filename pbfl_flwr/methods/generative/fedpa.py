@@ -188,7 +188,7 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         return Update(upload, report.optimizer, report.metrics())
 
     def aggregate(
-        self, state: GenerativeState, uploads: Mapping[int, WeightsAndPrototypes], at: Round
+        self, state: GenerativeState, uploads: Mapping[int, WeightsAndPrototypes], round_info: Round
     ) -> GenerativeState:
         """Average weights and prototypes, then train the generator against the clients' heads."""
         if not any(upload.prototypes.num_present for upload in uploads.values()):
@@ -197,9 +197,9 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         weights = average(old.weights, {i: up.weights for i, up in uploads.items()}, self.weighting)
         fresh = aggregation.weighted(upload.prototypes for upload in uploads.values())
         table, _ = aggregation.keep_stale(old.prototypes, fresh, mode=self.stale)
-        network = self.shape.load(at.task, state.generator.tensors)
-        loss = self._generator_loss(uploads, old.prototypes, fresh.present, at)
-        rate = self.config.server_learning_rate * self.config.server_rate_decay ** (at.number - 1)
+        network = self.shape.load(round_info.task, state.generator.tensors)
+        loss = self._generator_loss(uploads, old.prototypes, fresh.present, round_info)
+        rate = self.config.server_learning_rate * self.config.server_rate_decay ** (round_info.number - 1)
         adam = Adam(self.config.server_steps, rate, self.config.server_weight_decay)
         generator, mean_loss = train_generator(state.generator, network, adam, loss)
         generated = torch.maximum(old.label_counts, fresh.present.long())
@@ -211,7 +211,7 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         uploads: Mapping[int, WeightsAndPrototypes],
         table: Prototypes | None,
         classes: Tensor,
-        at: Round,
+        round_info: Round,
     ) -> GeneratorLoss:
         sent = list(uploads.values())
         heads = [linear_head_of(up.weights) for up in sent]
@@ -222,9 +222,9 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
             table=table,
             classes=classes,
             size=max(2, self.batch_size),
-            generation=generation_weight(at.number - 1),
+            generation=generation_weight(round_info.number - 1),
             adversarial=self.config.adversarial_weight,
-            random=seeds.generator(at.seed, "fedpa", at.number),
+            random=seeds.generator(round_info.seed, "fedpa", round_info.number),
         )
 
     def validate(self, upload: WeightsAndPrototypes, state: GenerativeState, task: Task) -> None:

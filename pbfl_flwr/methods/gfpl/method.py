@@ -155,12 +155,16 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         """Return the fused mixtures in the round after an exchange, else nothing."""
         return state.broadcast
 
-    def aggregate(self, state: MixtureState, uploads: Mapping[int, Mixtures], at: Round) -> MixtureState:
+    def aggregate(
+        self, state: MixtureState, uploads: Mapping[int, Mixtures], round_info: Round
+    ) -> MixtureState:
         """Fuse the last upload of every client (Algorithm 1) in rounds of exchange."""
-        if not self.exchanges(at.number):
+        if not self.exchanges(round_info.number):
             return state.silent()
         state, config = state.received(uploads, self.stale), self.config
-        fused = fuse([state.held], at.task.feature_dim, threshold=config.threshold, distance=config.distance)
+        fused = fuse(
+            [state.held], round_info.task.feature_dim, threshold=config.threshold, distance=config.distance
+        )
         return replace(state, broadcast=fused)
 
     def validate(self, upload: Mixtures, state: MixtureState, task: Task) -> None:

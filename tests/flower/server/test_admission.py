@@ -283,9 +283,9 @@ def test_m_is_who_has_joined_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     seen: list[int] = []
     aggregate = Pipeline.aggregate
 
-    def watched(self: Pipeline, state: Any, uploads: Any, at: Round) -> Any:
-        seen.append(at.num_clients)
-        return aggregate(self, state, uploads, at)
+    def watched(self: Pipeline, state: Any, uploads: Any, round_info: Round) -> Any:
+        seen.append(round_info.num_clients)
+        return aggregate(self, state, uploads, round_info)
 
     monkeypatch.setattr(Pipeline, "aggregate", watched)
     nodes = sites(tmp_path, "a", "b", "c")
@@ -308,8 +308,8 @@ def test_constants_for_all_clients_do_not_change_with_who_has_joined(
 ) -> None:
     aggregate, rounds = Pipeline.aggregate, []
 
-    def watched(self: Pipeline, state: Any, uploads: Any, at: Round) -> Any:
-        new = aggregate(self, state, uploads, at)
+    def watched(self: Pipeline, state: Any, uploads: Any, round_info: Round) -> Any:
+        new = aggregate(self, state, uploads, round_info)
         rounds.append(len(uploads))
         sums = torch.stack([upload.values for upload in uploads.values()]).sum(0)
         factor = 3 / (20 * len(uploads))  # K/n: the 80 samples of four clients are 20 of each that answers

@@ -1001,7 +1001,9 @@ class Personal(Method[Prototypes, Prototypes, Prototypes]):
     def local_update(self, client: Any, down: Prototypes) -> Update[Prototypes]:
         return Update(down)
 
-    def aggregate(self, state: Prototypes, uploads: Mapping[int, Prototypes], at: Round) -> Prototypes:
+    def aggregate(
+        self, state: Prototypes, uploads: Mapping[int, Prototypes], round_info: Round
+    ) -> Prototypes:
         return state
 
 
