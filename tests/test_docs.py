@@ -100,10 +100,24 @@ def test_the_quick_starts_flwr_run_has_valid_keys() -> None:
         build_method(parse(configuration.gather(None, shlex.split(config)).values, SECTIONS))
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    titles = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_exist(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+def test_links_and_anchors_exist(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
+    missing = [
+        f"{target}#{anchor}"
+        for target, anchor in links
+        if not (linked := page.parent / target if target else page).exists()
+        or (anchor and anchor not in anchors(linked))
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("name", METHODS)
