@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
+from PIL import Image, ImageOps
 
 from pbfl_flwr.data.cache import Allocate
 from pbfl_flwr.data.contract import Rows
 from pbfl_flwr.errors import PbflError
-
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}  # by EXIF orientation
 
 
 class LabelledImages(Protocol):
@@ -53,12 +44,10 @@ class ImageFiles:
 
 def _upright(image: Image.Image) -> Image.Image:
     """Apply an image's EXIF orientation, if it has one."""
-    image.load()  # rotates TIFF images already
-    try:
-        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except SyntaxError:  # damaged EXIF data in a readable image
-        return image
-    return image if turn is None else image.transpose(turn)
+    image.load()
+    with suppress(SyntaxError):  # damaged EXIF data in a readable image
+        ImageOps.exif_transpose(image, in_place=True)
+    return image
 
 
 def _eight_bits(image: Image.Image, path: Path) -> Image.Image:

@@ -18,7 +18,7 @@ from pbfl_flwr.config import MAX_CLASSES, DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.clients import materialise
 from pbfl_flwr.data.contract import Partition, Pool, Rows
-from pbfl_flwr.data.own.restricted_pickle import load_object_array
+from pbfl_flwr.data.own.restricted_pickle import load_arrays
 from pbfl_flwr.data.sources.files import given_path
 from pbfl_flwr.errors import PbflError
 
@@ -183,24 +183,12 @@ def _names(settings: DataSettings, num_classes: int, root: Path) -> tuple[str, .
 
 
 def _read_part(path: Path) -> tuple[NDArray[Any], Rows]:
-    content = load_object_array(path, "data")
-    if not isinstance(content, dict) or not {"x", "y"} <= content.keys():
-        raise PbflError(f"{path} must hold a dict with x and y")
-    try:
-        x, y = (_array(content[name]) for name in ("x", "y"))
-    except (ValueError, TypeError, OverflowError) as error:  # ragged or non-numeric lists
-        raise PbflError(f"{path}: x and y are not arrays ({error})") from error
-    numbers = all(np.issubdtype(part.dtype, np.number) for part in (x, y))
-    if not numbers or x.ndim < 1 or y.shape != (len(x),):
+    x, y = load_arrays(path, "data", ("x", "y"))
+    if x.ndim < 1 or y.shape != (len(x),):
         raise PbflError(
-            f"{path}: x is {x.dtype} {x.shape}, y {y.dtype} {y.shape}; allowed are numbers (n, ...) and (n,), no text"
+            f"{path}: x is {x.dtype} {x.shape}, y {y.dtype} {y.shape}; they must be (n, ...) and (n,)"
         )
     whole = y.astype(np.int64)
     if not np.array_equal(whole, y):
         raise PbflError(f"{path}: y does not consist of whole numbers")
     return x, whole
-
-
-def _array(values: object) -> NDArray[Any]:
-    # Lists are converted to numbers: in an array of strings every entry takes the size of the longest.
-    return values if isinstance(values, np.ndarray) else np.asarray(values, dtype=np.float64)
