@@ -1,6 +1,7 @@
 # make run   the main job: FedProto, 20 clients, four architectures, handwritten digits, 20 rounds
 # make test  format, lint, types and tests
 # make test-long  more tests of killed processes, some of which wait minutes for Flower
+# make test-newest-flower  tests of messages, grid and engines on the newest Flower that installs, in .venv-newest
 # make keys  docs/keys.md and the keys in pyproject.toml, from their declarations
 # make docs  the documentation as a site in docs/_build/html; fails on a link that leads nowhere
 # Needs Python 3.11 or newer and make; everything else goes into .venv.
@@ -9,15 +10,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NEWEST := .venv-newest
 
-.PHONY: install run test test-long lint format keys docs clean
+.PHONY: install run test test-long test-newest-flower lint format keys docs clean
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]} is too old: 3.11 or newer is needed, e.g. make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[test]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[simulation,test]'
 	touch $@
 
 run: install
@@ -28,6 +30,19 @@ test: lint
 
 test-long: install
 	$(BIN)/python -m pytest -m long
+
+# Only the packages of torch are borrowed, by a .pth file; pip sees them as installed and takes everything else anew.
+$(NEWEST)/.installed: pyproject.toml | $(STAMP)
+	$(BIN)/python -m venv --clear $(NEWEST)
+	mkdir $(NEWEST)/torch
+	ln -s $(foreach name,torch* functorch nvidia* triton* cuda*,$(abspath $(wildcard $(VENV)/lib/python*/site-packages/$(name)))) $(NEWEST)/torch
+	echo $(abspath $(NEWEST)/torch) > $$(echo $(NEWEST)/lib/python*/site-packages)/torch.pth
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet -e '.[simulation,test]'
+	touch $@
+
+test-newest-flower: $(NEWEST)/.installed
+	$(NEWEST)/bin/python -m pip list | grep -E '^(flwr|ray) '
+	$(NEWEST)/bin/python -m pytest tests/flower/engines tests/flower/messages tests/flower/test_flower_version.py tests/flower/test_wire.py
 
 lint: install
 	$(BIN)/ruff format --check .
@@ -46,5 +61,5 @@ docs: install
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(NEWEST) docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

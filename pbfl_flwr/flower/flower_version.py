@@ -56,4 +56,4 @@ def _versions() -> tuple[Version | None, Requirement]:
 
 
 def _advice(required: Requirement) -> str:
-    return f"allowed is {required.specifier}: pip install '{required}'"
+    return f"must be {required.specifier}: pip install '{required.name}{required.specifier}'"

@@ -143,7 +143,7 @@ def executable(name: str) -> str:
     """
     path = Path(sys.executable).parent / name
     if not path.exists():
-        raise PbflError(f"'{path}' is missing: install Flower with its simulation engine, flwr[simulation]")
+        raise PbflError(f"'{path}' is missing: install Flower into this environment")
     return str(path)
 
 
