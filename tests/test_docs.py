@@ -3,7 +3,9 @@
 import re
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -139,6 +141,16 @@ def test_the_readme_links_only_methods_that_exist() -> None:
     linked = re.findall(r"\(docs/methods/(.+?)\.md\)", (ROOT / "README.md").read_text())
     assert len(linked) > 20
     assert {*linked} - {*METHODS} == {"cps-ppa-cpkd"}  # settings of FedProto and FedTGP
+
+
+def test_the_reference_names_what_exists() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    blocks = re.findall(r"auto(module|class|function):: (\S+)\n(?:   :members:(.*)\n)?", text)
+    assert len(blocks) > 20
+    for kind, name, members in blocks:
+        documented = import_module(name) if kind == "module" else resolve_name(name)
+        for member in filter(None, members.replace(" ", "").split(",")):
+            assert hasattr(documented, member), f"{name} has no {member}"
 
 
 def test_the_page_of_keys_is_what_the_command_prints() -> None:
