@@ -109,8 +109,7 @@ def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
     one_round: dict[str, Scalar] = {**CONFIG, "num-server-rounds": 1, "local-epochs": 1}
     with Deployment(run_dir, nodes) as deployment:
         run_id = deployment.submit(ROOT, {**CONFIG, "run-dir": str(run_dir)})
-        assert deployment.files is not None
-        ca, known = deployment.files.ca, deployment.files.directory / "node-0"
+        ca, known = deployment.ca, deployment.key(0)
         # The doctor reports beforehand what a SuperNode would meet.
         findings = check_connection(CheckTargets(deployment.fleet_address, ca, known))
         assert [finding.what for finding in findings if finding.status is Status.FAILED] == []

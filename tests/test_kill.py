@@ -136,9 +136,7 @@ def test_a_killed_supernode_comes_back_with_its_state(place: Path, secure: bool)
         assert before in ((1, 1), (2, 2)), "a state file is of a finished round or of the one before"
 
         def start() -> subprocess.Popen[bytes]:
-            files = deployment.files
-            key = files.directory / "node-2" if files else None
-            return deployment.start_node(2, nodes[2], key, files.ca if files else None)
+            return deployment.start_node(2, nodes[2], deployment.key(2), deployment.ca)
 
         again, tried = start(), time.monotonic()
 

@@ -171,7 +171,7 @@ def test_a_directory_in_a_files_place_is_refused_before_anything_is_replaced(
     (tmp_path / name).mkdir()
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
     with pytest.raises(
-        PbflError, match=rf"^{re.escape(str(tmp_path / name))}: a directory; allowed is a file"
+        PbflError, match=rf"^{re.escape(str(tmp_path / name))}: is a directory; must be a file"
     ):
         security.make_certificates(tmp_path, ["localhost"], 30, force=True)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before

@@ -62,7 +62,7 @@ def certs(
     try:
         if renew and force:
             raise PbflError(
-                "--renew and --force: one keeps the CA, the other replaces it; allowed is one of the two"
+                "--renew and --force: one keeps the CA, the other replaces it; must be one of the two"
             )
         with writing(out):
             if renew:
@@ -76,8 +76,8 @@ def certs(
     names = ", ".join(security.alternatives(server))
     say(console, f"certificate for {names}, valid until {end:%Y-%m-%d}")
     if of_all:
-        said = "the CA ends then, too: before that, create a new one with --force and copy its ca.pem to every device"
-        say(console, said, "yellow")
+        advice = "the CA ends then, too: before that, create a new one with --force and copy its ca.pem to every device"
+        say(console, advice, "yellow")
     for file, place in (
         (security.CA_CERTIFICATE, "copy to every device and to users of flwr; not secret"),
         (security.SERVER_CERTIFICATE, "stays on the server; not secret"),
@@ -211,15 +211,15 @@ def local(
     console = screen()
     try:
         source = checkout(app_dir)
-        wanted = [*(assignments or []), *([f"method={method}"] if method else [])]
+        settings = [*(assignments or []), *([f"method={method}"] if method else [])]
         if resume is None:
-            plan = deployment.plan(preset, wanted, nodes or [], count, run_dir, secure=not insecure)
+            plan = deployment.plan(preset, settings, nodes or [], count, run_dir, secure=not insecure)
         elif nodes or count or preset or run_dir or insecure:
             raise PbflError(
-                "--resume: a resumed federation keeps its SuperNodes; allowed with it are --set, --method and --app"
+                "--resume: a resumed federation keeps its SuperNodes; options beside it must be --set, --method, --app"
             )
         else:
-            plan = deployment.resumed(resume, wanted)
+            plan = deployment.resumed(resume, settings)
         with writing(plan.run_dir):
             plan.run_dir.mkdir(parents=True, exist_ok=True)
     except PbflError as error:

@@ -73,29 +73,31 @@ def check_data(
         "input-shape": input_shape,
         "text-column": text_column,
     }
-    found, refused = None, None
+    inspection, refused = None, None
     try:
         more["vocabulary"] = str(expanded(vocabulary).absolute()) if vocabulary else ""
         settings = settings_for(path, **{key.replace("-", "_"): value for key, value in more.items()})
-        found = inspect(settings, files)
+        inspection = inspect(settings, files)
         if model:
-            check_models(model, Task(len(found.labels), 512, found.input_shape, found.vocabulary_size))
+            check_models(
+                model, Task(len(inspection.labels), 512, inspection.input_shape, inspection.vocabulary_size)
+            )
     except PbflError as error:
         refused = str(error)
     if as_json:
-        known = {"path": str(path)} if found is None else found.as_dict()
+        known = {"path": str(path)} if inspection is None else inspection.as_dict()
         document(json.dumps({**known, "refused": refused}, indent=1) + "\n")
         if refused is not None:
             raise typer.Exit(REFUSED)
         return
-    if found is not None:
-        for line in found.lines():
+    if inspection is not None:
+        for line in inspection.lines():
             say(screen(), line)
-    if found is None or refused is not None:
+    if inspection is None or refused is not None:
         raise error_exit(PbflError(f"refused: {refused}"))
     if (file := names_file(labels)) is not None:
         more["labels"] = str(file.absolute())
-    keys = {"client-id": "NAME", "data-path": str(found.path), **more}
+    keys = {"client-id": "NAME", "data-path": str(inspection.path), **more}
     say(screen(), f"ok: {_node_config({key: value for key, value in keys.items() if value})}")
 
 
@@ -105,7 +107,7 @@ def _node_config(keys: Mapping[str, str]) -> str:
     for key, value in keys.items():
         if UNWRITABLE.search(value) or {"'", '"'} <= set(value):
             return (
-                f"but --node-config cannot contain {key} = {value!r}: allowed are values without control characters "
+                f"but --node-config cannot contain {key} = {value!r}: must be values without control characters "
                 "and with only one of ' and \"; rename it"
             )
         quoted = '"' + value.replace("\\", "\\\\") + '"' if "'" in value else f"'{value}'"
@@ -138,7 +140,7 @@ def vocabulary(
 
     try:
         if out.exists():
-            raise PbflError(f"--out {out} already exists; allowed is a new file")
+            raise PbflError(f"--out {out} already exists; must be a new file")
         words = tokens.vocabulary(chain.from_iterable(texts_of(file, text_column) for file in files), most)
         with writing(out):
             write_atomically(out, "".join(f"{word}\n" for word in words).encode())
@@ -194,26 +196,28 @@ def export(
     console = screen()
     try:
         if best and number is not None:
-            raise PbflError("--best and --round: allowed is one of the two")
+            raise PbflError("--best and --round: must be one of the two")
         if whole and (client or number is not None):
             raise PbflError(
-                "--global with --client or --round: allowed with --global are --best, --like and --model"
+                "--global with --client or --round: options beside --global must be --best, --like or --model"
             )
         if like and not whole:
-            raise PbflError("--like: allowed only with --global")
+            raise PbflError("--like: must be used with --global")
         if whole:
-            kept = averaged(
+            saved = averaged(
                 expanded(path), [expanded(file) for file in like or ()], best=best, allowed_code=model
             )
         else:
             file = exporting.state_file(expanded(path), client)
-            wanted = exporting.best_of(expanded(path)) if best else number
-            kept = exporting.read_state(file if wanted is None else exporting.of_round(file, wanted))
+            server_round = exporting.best_of(expanded(path)) if best else number
+            saved = exporting.read_state(
+                file if server_round is None else exporting.of_round(file, server_round)
+            )
         with writing(out):
-            files = exporting.export(kept, expanded(out), model)
+            files = exporting.export(saved, expanded(out), model)
     except PbflError as error:
         raise error_exit(error) from None
-    card, shape = kept.card, "x".join(map(str, kept.card.input_shape))
+    card, shape = saved.card, "x".join(map(str, saved.card.input_shape))
     say(
         console,
         f"{f'client {card.client}' if card.client else 'the server'}, {card.method}, {card.architecture} after round "
@@ -244,7 +248,7 @@ def predict(
 
     try:
         exported = open_exported(expanded(model_dir), model)
-        found = list(ask(exported, files, by, text_column))
+        predictions = list(ask(exported, files, by, text_column))
     except PbflError as error:
         raise error_exit(error) from None
-    document(written(found, exported.card.labels, form.value))
+    document(written(predictions, exported.card.labels, form.value))

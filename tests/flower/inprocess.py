@@ -7,6 +7,7 @@ into any client's reply of any round.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,10 +20,8 @@ from unittest.mock import patch
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from pbfl_flwr.data import ClientData, Shard, load_pool
 from pbfl_flwr.flower.client import device, session
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.session import DataSource
+from pbfl_flwr.flower.engines.grid import Handler, LocalGrid, run_immediately
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server.rounds import FinishedRound
@@ -56,7 +56,9 @@ SPLITS: tuple[tuple[dict[int, int], dict[int, int]], ...] = (
 NUM_CLIENTS = len(SPLITS)
 
 Answer = Callable[[], Message]
-Fault = Callable[[Message, Answer], Message | None]
+"""Runs the client on the message and returns its reply."""
+Fault = Callable[[Message, Answer], "Message | Delayed | None"]
+"""What a message meets instead of its client: returns the reply that arrives, late or not; None for silence."""
 Watcher = Callable[[Sequence[Message], Sequence[Message]], None]
 
 
@@ -116,7 +118,28 @@ def configuration(directory: Path, method: str = "fedproto", **keys: Scalar) -> 
     return {**base, **SHORT.get(method, {}), **given}
 
 
-def flower_error(reason: str, code: int = 8) -> Fault:
+# Faults -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """A reply that arrives so many seconds after the question."""
+
+    reply: Message
+    seconds: float
+
+
+def delayed(seconds: float) -> Fault:
+    """The client answers, but its reply takes so long, or forever."""
+    return lambda message, answer: Delayed(answer(), seconds)
+
+
+def unreported(message: Message, answer: Answer) -> Delayed:
+    """The client never gets the message, and Flower does not say so."""
+    return Delayed(flower_error("")(message, answer), math.inf)
+
+
+def flower_error(reason: str, code: int = 8) -> Callable[[Message, Answer], Message]:
     """What Flower itself answers for a client; such a reply comes from "node 1"."""
 
     def fault(message: Message, answer: Answer) -> Message:
@@ -159,7 +182,11 @@ def altered(change: Callable[[RecordDict], RecordDict | None]) -> Fault:
 
     def fault(message: Message, answer: Answer) -> Message:
         reply = answer()
-        return Message(change(reply.content) or reply.content, reply_to=message)
+        return (
+            Message(change(reply.content) or reply.content, reply_to=message)
+            if reply.has_content()
+            else reply
+        )
 
     return fault
 
@@ -173,48 +200,44 @@ def upload(tensors: Mapping[str, Tensor]) -> Fault:
     return altered(change)
 
 
-def late(grid: Callable[[], InProcessGrid]) -> Fault:
-    """The client trains and answers, but after the round's deadline."""
-
-    def fault(message: Message, answer: Answer) -> None:
-        grid().late.append(answer())
-
-    return fault
+# The grid ---------------------------------------------------------------------------------------------------
 
 
-class LocalGrid(Grid):
-    """A grid without a SuperLink: run 1, and nothing that a strategy does not need."""
+class Clock:
+    """Time that passes only where somebody waits; stands in for the module ``time``."""
 
-    def set_run(self, run: Run) -> None:
-        raise AssertionError("a strategy is in its run already")
+    def __init__(self) -> None:
+        self.now = 0.0
 
-    @property
-    def run(self) -> Run:
-        return Run.create_empty(1)
+    def monotonic(self) -> float:
+        return self.now
 
-    def create_message(self, *arguments: Any, **keys: Any) -> Message:
-        raise AssertionError("Flower has another way to make messages")
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise AssertionError("messages are sent and their replies awaited")
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class InProcessGrid(LocalGrid):
-    """A federation's clients behind Flower's interface.
+    """The package's own grid with a fault hook and a fake clock; the only stand-in for Flower's.
+
+    A ClientApp gets its messages, and the grid its replies, through Flower's own serialisation. What a fault raises
+    ends the server, as a kill does. A message that nobody answers is reported as lost to whoever asks for its reply
+    after the deadline, as Flower does.
 
     Args:
-        app: the ClientApp.
+        app: the ClientApp, or a function in its place, see :func:`scripted`.
         config: the run configuration that every client sees.
         nodes: the node ids; the n-th runs client n unless ``partitions`` says otherwise.
         order: seed of the order in which clients run and replies arrive; None is the order of asking.
         faults: (client, round) -> what goes wrong. The handshake is round 0, the final evaluation round -1.
         partitions: the client id of every node.
         node_configs: what the operators of devices wrote; by default the nodes are the simulation's.
+        clock: moved by this grid only, unless it is shared.
+        seconds: that every reply takes.
     """
 
     def __init__(
         self,
-        app: ClientApp,
+        app: Handler,
         config: Mapping[str, Scalar],
         num_clients: int = NUM_CLIENTS,
         *,
@@ -223,133 +246,113 @@ class InProcessGrid(LocalGrid):
         partitions: Sequence[int] | None = None,
         nodes: Sequence[int] | None = None,
         node_configs: Sequence[Mapping[str, Scalar]] | None = None,
+        clock: Clock | None = None,
+        seconds: float = 0.0,
     ) -> None:
-        self.node_configs = node_configs
-        self.app, self.config = app, dict(config)
+        super().__init__(app, run_immediately, config, num_clients)
+        self.app, self.config, self.node_configs = app, dict(config), node_configs
         self.partitions = list(partitions if partitions is not None else range(num_clients))
         self.nodes = list(nodes or (FIRST_NODE + 13 * n for n in range(len(self.partitions))))
         self.order = None if order is None else random.Random(order)
         self.faults = dict(faults or {})
+        self.clock, self.seconds = clock or Clock(), seconds
         self.cores = 1  # of every client
-        self.late: list[Message] = []  # replies that are fetched after their round
         self.watchers: list[Watcher] = []  # told of what was asked and what was answered
         self.sent: list[Message] = []
         self.asked: list[tuple[int, int, str]] = []  # (client, round, kind) in the order of asking
         self.states: dict[int, RecordDict] = {}  # what Flower keeps for a node between messages
-        self._sent = 0
+        self._due: dict[str, float] = {}  # message id -> when its reply is there
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.nodes)
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        pending = list(messages)
-        for message in pending:
-            self._sent += 1
-            message.metadata.__dict__["_message_id"] = (
-                f"message-{self._sent:012d}"  # as long as any other, as Flower's are
-            )
-        self.sent += pending
-        if self.order is not None:
-            self.order.shuffle(pending)
-        replies = [reply for message in pending if (reply := self._ask(message)) is not None]
-        if self.order is not None:
-            self.order.shuffle(replies)
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        sent = list(messages)
+        deadline = math.inf if timeout is None else self.clock.now + timeout
+        ids = self._push(self._shuffled(sent), deadline)
+        self.sent += sent
+        in_time = [message_id for message_id in ids if self._due[message_id] < deadline]
+        ends = [self._due[message_id] for message_id in in_time] if len(in_time) == len(ids) else [deadline]
+        self.clock.now = max([self.clock.now, *ends])
+        replies = self._shuffled(self.pull_messages(in_time))
         for watcher in self.watchers:
-            watcher(self.sent[-len(pending) :], replies)
+            watcher(sent, replies)
         return replies
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """What came since: late replies; for what will never come, Flower's own word that it will not."""
-        wanted = set(message_ids)
-        came = [reply for reply in self.late if reply.metadata.reply_to_message_id in wanted]
-        awaited = {reply.metadata.reply_to_message_id for reply in self.late}
-        self.late = [reply for reply in self.late if reply not in came]
-        lost = [m for m in self.sent if m.metadata.message_id in wanted - awaited]
-        return came + [Message(Error(code=5, reason="its node is unavailable"), reply_to=m) for m in lost]
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return super().pull_messages([i for i in message_ids if self._due.get(i, math.inf) <= self.clock.now])
 
-    def _ask(self, message: Message) -> Message | None:
+    def _shuffled(self, messages: list[Message]) -> list[Message]:
+        return messages if self.order is None else self.order.sample(messages, len(messages))
+
+    def _process(self, message: Message, deadline: float) -> Message:
         client = self.partitions[self.nodes.index(message.metadata.dst_node_id)]
-        kind = message.metadata.message_type
-        group = message.metadata.group_id or ""
-        number = int(group) if group.isdecimal() else 0
+        kind, number = message.metadata.message_type, round_of(message)
         self.asked.append((client, number, kind))
-        received = Message(through_flower(message.content), metadata=message.metadata)  # type: ignore[call-overload]
+        fault = self.faults.get((client, number if kind != "evaluate" else -1))
+        reply: Message | Delayed | None
+        if fault is None:
+            reply = self._answer(client, message)
+        else:
+            reply = fault(message, lambda: self._answer(client, message))
+        due = self.clock.now + self.seconds
+        if isinstance(reply, Delayed):
+            due = self.clock.now + reply.seconds
+            reply = reply.reply
+        elif reply is None:
+            reply, due = Message(Error(code=5, reason="its node is unavailable"), reply_to=message), deadline
+        self._due[message.metadata.message_id] = due
+        return reply
+
+    def _answer(self, client: int, message: Message) -> Message:
+        simulated: Mapping[str, Scalar] = {"partition-id": client, "num-partitions": len(self.nodes)}
         context = Context(
             run_id=1,
             node_id=message.metadata.dst_node_id,
-            node_config=(
-                dict(self.node_configs[client])
-                if self.node_configs
-                else {"partition-id": client, "num-partitions": len(self.nodes)}
-            ),
+            node_config=dict(self.node_configs[client] if self.node_configs else simulated),
             state=self.states.setdefault(client, RecordDict()),
             run_config=dict(self.config),
         )
-
-        def answer() -> Message:
-            with (
-                patch.object(device, "in_worker", lambda: self.node_configs is None),
-                patch.object(session, "share_of_cores", lambda: self.cores),
-            ):
-                reply = self.app(received, context)
-            if reply.has_content():
-                reply = Message(through_flower(reply.content), reply_to=message)
-            return reply
-
-        fault = self.faults.get((client, number if kind != "evaluate" else -1))
-        return fault(message, answer) if fault else answer()
+        if not isinstance(self.app, ClientApp):
+            return self.app(message, context)
+        received = Message(through_flower(message.content), metadata=message.metadata)  # type: ignore[call-overload]
+        with (
+            patch.object(device, "in_worker", lambda: self.node_configs is None),
+            patch.object(session, "share_of_cores", lambda: self.cores),
+        ):
+            reply = self.app(received, context)
+        return Message(through_flower(reply.content), reply_to=message) if reply.has_content() else reply
 
 
-Script = Callable[[int, int], RecordDict | Message | None]
+def round_of(message: Message) -> int:
+    """Return the round of a message, 0 for the handshake."""
+    group = message.metadata.group_id or ""
+    return int(group) if group.isdecimal() else 0
 
 
-class ScriptedGrid(LocalGrid):
-    """A grid without clients: what a client answers in a round of training is written down beforehand.
+def scripted(
+    task: Task, answers: Callable[[int, int], RecordDict | Message], architecture: str = "cnn4"
+) -> Handler:
+    """Return clients that do not train: what they answer is written down beforehand.
 
     Args:
-        task: what the clients bring.
-        answers: (client, round) -> the content of the reply, or None for none at all.
-        num_clients: how many there are.
+        task: what they bring.
+        answers: (client, round) -> the content of the reply, or Flower's error in its place.
         architecture: what they say that they have.
     """
 
-    def __init__(self, task: Task, answers: Script, num_clients: int = 4, architecture: str = "cnn4") -> None:
-        self.task, self.answers, self.num_clients = task, answers, num_clients
-        self.architecture = architecture
-        self._sent = 0
-        self._unanswered: list[Message] = []
+    def app(message: Message, context: Context) -> Message:
+        client = int(context.node_config["partition-id"])
+        if message.metadata.message_type == "query":
+            properties = ConfigRecord({**handshake_reply(client, task), "architecture": architecture})
+            return Message(wire.content(config=properties), reply_to=message)
+        reply = answers(client, round_of(message))
+        if isinstance(reply, RecordDict):
+            return Message(reply, reply_to=message)
+        reply.metadata.__dict__["_reply_to_message_id"] = message.metadata.message_id
+        return reply
 
-    def get_node_ids(self) -> Iterable[int]:
-        return range(100, 100 + self.num_clients)
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        replies = []
-        for message in messages:
-            self._sent += 1
-            message.metadata.__dict__["_message_id"] = f"scripted-{self._sent:012d}"
-            client = message.metadata.dst_node_id - 100
-            answer: RecordDict | Message | None
-            if message.metadata.message_type == "query":
-                said = {**handshake_reply(client, self.task), "architecture": self.architecture}
-                answer = wire.content(config=ConfigRecord(said))
-            else:
-                answer = self.answers(client, int(str(message.content[wire.CONFIG]["round"])))
-            if isinstance(answer, RecordDict):
-                answer = Message(answer, reply_to=message)
-            elif answer is not None:
-                answer.metadata.__dict__["_reply_to_message_id"] = message.metadata.message_id
-            if answer is not None:
-                replies.append(answer)
-            else:
-                self._unanswered.append(message)
-        return replies[::-1]
-
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Flower's own word for what will not come."""
-        asked = [m for m in self._unanswered if m.metadata.message_id in set(message_ids)]
-        return [Message(Error(code=5, reason="its node is unavailable"), reply_to=m) for m in asked]
+    return app
 
 
 def handshake_reply(client: int, task: Task) -> dict[str, Any]:
@@ -433,6 +436,7 @@ def federation(
     partitions: Sequence[int] | None = None,
     nodes: Sequence[int] | None = None,
     node_configs: Sequence[Mapping[str, Scalar]] | None = None,
+    seconds: float = 0.0,
     **keys: Scalar,
 ) -> Federation:
     """Return a federation that has not run yet."""
@@ -447,6 +451,7 @@ def federation(
         partitions=partitions,
         nodes=nodes,
         node_configs=node_configs,
+        seconds=seconds,
     )
     place = Path(str(config["run-dir"])) if on_disk else None
     return Federation(strategy(parse(config, SECTIONS), place), grid, config)

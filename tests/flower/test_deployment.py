@@ -96,9 +96,9 @@ def test_nodes_that_would_be_refused_are_refused_before_they_start(tmp_path: Pat
     with pytest.raises(PbflError, match="--node 0 and --node 1: both are client-id 1"):
         deployment.check(settings, deployment.complete([{"client-id": 1}], 2, tmp_path))
     for refused, said in (
-        ({"client-id": 1.5}, "client-id = 1.5 in --node-config: allowed is a whole number"),
-        ({"client-id": "a b"}, "client-id = 'a b' in --node-config: allowed is a whole number"),
-        ({"data-client": "x"}, "data-client = 'x' in --node-config: allowed is a whole number"),
+        ({"client-id": 1.5}, "client-id = 1.5 in --node-config: must be a whole number"),
+        ({"client-id": "a b"}, "client-id = 'a b' in --node-config: must be a whole number"),
+        ({"data-client": "x"}, "data-client = 'x' in --node-config: must be a whole number"),
         ({"state-dir": "/s\udcfc"}, "state-dir = '/s\\udcfc': must be a name in UTF-8"),
     ):
         with pytest.raises(PbflError, match=re.escape(f"--node 0: {said}")):
@@ -108,8 +108,7 @@ def test_nodes_that_would_be_refused_are_refused_before_they_start(tmp_path: Pat
 
 
 def test_command_lines(tmp_path: Path) -> None:
-    files = deployment.Files(tmp_path)
-    assert deployment.superlink_options("0.0.0.0:9092", files) == [
+    assert deployment.superlink_options("0.0.0.0:9092", tmp_path) == [
         *("--ssl-ca-certfile", str(tmp_path / "ca.pem")),
         *("--ssl-certfile", str(tmp_path / "server.pem")),
         *("--ssl-keyfile", str(tmp_path / "server.key")),

@@ -117,12 +117,12 @@ def test_all_of_its_data_is_a_devices_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("node", "said"),
     [
-        ({"client-id": 0, "modle": "resnet8"}, "unknown key 'modle'; allowed are client-id"),
+        ({"client-id": 0, "modle": "resnet8"}, "unknown key 'modle'; must be one of client-id"),
         ({"client-id": 0, "batch-size": 0}, "batch-size = 0: must be"),
         ({"client-id": 0, "threads": 0}, "threads = 0: must be"),
         (
             {"client-id": 0, "data-path": "relative"},
-            "data-path = 'relative' in --node-config: allowed is an absolute path",
+            "data-path = 'relative' in --node-config: must be an absolute path",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_what_a_node_may_not_say(node: dict[str, Any], said: str) -> None:
 )
 def test_a_client_id_is_a_whole_number_or_a_name(client: Any) -> None:
     with pytest.raises(
-        PbflError, match=r"client-id = .* allowed is a whole number from 0, or a name of 1 to 64"
+        PbflError, match=r"client-id = .* must be a whole number from 0, or a name of 1 to 64"
     ):
         identify(context({"client-id": client}), RUN, "e")
 
@@ -148,7 +148,7 @@ def test_paths_may_begin_with_the_home_directory_and_are_absolute(monkeypatch: p
     assert own.data.data_dir == "/home/pi/mine.npz"
     assert identify(context(node), own, "e").state_dir == Path("/home/pi/state/e")
     for path in ("state", ""):
-        with pytest.raises(PbflError, match=f"state-dir = '{path}' in --node-config: allowed is an absolute"):
+        with pytest.raises(PbflError, match=f"state-dir = '{path}' in --node-config: must be an absolute"):
             identify(context({"client-id": 0, "state-dir": path}), RUN, "e")
 
 

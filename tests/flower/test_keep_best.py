@@ -135,7 +135,7 @@ def test_an_export_of_the_best_round(tmp_path: Path) -> None:
     said = " ".join(refused.stderr.split())
     assert "last trained in round 3, after round 2; of earlier rounds it has round 1" in said
     both = pbfl("export", path, "--client", 1, "--round", 2, "--best", "--out", tmp_path / "two")
-    assert "--best and --round: allowed is one of the two" in both.stderr
+    assert "--best and --round: must be one of the two" in both.stderr
     device = pbfl("export", home(found), "--client", 1, "--best", "--out", tmp_path / "two")
     assert "is not a run directory" in " ".join(device.stderr.split())
     at_home = pbfl("export", home(found), "--client", 1, "--round", 1, "--out", tmp_path / "three")

@@ -194,9 +194,7 @@ def test_what_is_wrong_with_data_of_ones_own_is_said_before_anything_starts(
 def test_data_that_are_none_are_refused(tmp_path: Path) -> None:
     strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
     app = make_client_app(lambda settings, client: None, strategy.settings)  # type: ignore[arg-type, return-value]
-    with pytest.raises(
-        PbflError, match="the app's data function returned a NoneType: allowed is a ClientData"
-    ):
+    with pytest.raises(PbflError, match="the app's data function returned a NoneType: must be a ClientData"):
         federate_app(strategy, app)
 
 

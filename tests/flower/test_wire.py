@@ -208,7 +208,7 @@ def test_a_message_holds_one_array() -> None:
 
 
 def test_more_bytes_than_allowed_are_not_read() -> None:
-    with pytest.raises(RejectedPayload, match=f"{len(GOOD)} bytes, allowed are {len(GOOD) - 1}"):
+    with pytest.raises(RejectedPayload, match=f"{len(GOOD)} bytes, must be at most {len(GOOD) - 1}"):
         decode(raw(GOOD), Prototypes, TASK, len(GOOD) - 1)
 
 

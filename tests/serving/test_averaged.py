@@ -175,8 +175,8 @@ def test_the_command_and_clients_named_by_hand(tmp_path: Path) -> None:
             "--global: the server of 'fedproto' holds no complete network; export a client's with --client",
         ),
         ("fedrep", [], "--global: the server of 'fedrep' holds no complete network"),
-        ("fedavg", ["--client", "1"], "allowed with --global are"),
-        ("fedavg", ["--round", "1"], "allowed with --global are"),
+        ("fedavg", ["--client", "1"], "options beside --global must be"),
+        ("fedavg", ["--round", "1"], "options beside --global must be"),
     ],
 )
 def test_what_has_no_global_network_is_one_line(

@@ -16,11 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord
-from flwr.client.mod import secaggplus_mod
+from flwr.app import Context, Error, Message, MetricRecord
 from flwr.clientapp import ClientApp
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
-from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from torch.random import fork_rng
 
 from pbfl_flwr import seeds
@@ -28,7 +25,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.data import forget_data
 from pbfl_flwr.errors import PbflError, format_exception, is_out_of_memory
 from pbfl_flwr.flower.client import fault_injection
-from pbfl_flwr.flower.client.device import identify, peak_gpu_memory, release_gpu_memory
+from pbfl_flwr.flower.client.device import peak_gpu_memory, release_gpu_memory
 from pbfl_flwr.flower.client.handshake import answer_handshake, clear_checks
 from pbfl_flwr.flower.client.saving import state_after_round
 from pbfl_flwr.flower.client.session import (
@@ -42,15 +39,7 @@ from pbfl_flwr.flower.client.session import (
 )
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.secagg.messages import (
-    CONFIG,
-    FITINS,
-    fit_result,
-    payload_of,
-    to_be_masked,
-)
 from pbfl_flwr.method import Client, Method, Moment, resolved_moment
-from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.prototypes.attacks import attacked
 from pbfl_flwr.runs.client_store import ClientState
@@ -78,7 +67,7 @@ def make_client_app(data: DataSource | None = None, settings: Settings | None = 
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return _guarded(_train_by_interface, message, context, source)
+        return _guarded(_train_or_mask, message, context, source)
 
     @app.evaluate()
     def score(message: Message, context: Context) -> Message:
@@ -119,37 +108,13 @@ def _guarded(
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
 
 
-def _train_by_interface(message: Message, context: Context, source: ClientSource) -> Message:
+def _train_or_mask(message: Message, context: Context, source: ClientSource) -> Message:
     """Train for a message of our strategy, or of Flower's workflow for secure aggregation."""
-    secure = source.settings_of(context).privacy.secure_aggregation
-    if secure and RECORD_KEY_CONFIGS in message.content.config_records:
-        return secaggplus_mod(message, context, lambda inner, state: _train_masked(inner, state, source))
-    if secure:
-        raise PbflError("secure-aggregation = true, but the server requested an unmasked upload")
+    if source.settings_of(context).privacy.secure_aggregation:
+        from pbfl_flwr.flower.secagg.client import train_masked  # loads Flower's older interface
+
+        return train_masked(message, context, source, _train)
     return _train(message, context, source)
-
-
-def _train_masked(message: Message, context: Context, source: ClientSource) -> Message:
-    """Reply to FitIns with FitRes, whose parameters are the vector to be masked next."""
-    config = message.content.config_records[CONFIG]
-    payload = payload_of(message.content.array_records[FITINS])
-    message.content = wire.content(payload, config=ConfigRecord({**config}))
-    reply = _train(message, context, source)
-    if reply.has_error():  # an injected fault
-        raise PbflError(reply.error.reason or "no answer")
-    content = reply.content
-    report, upload = content.metric_records[wire.METRICS], content.array_records[wire.PAYLOAD]
-    number = int(str(config["round"]))
-    if (uploaded := Report.from_record(report).round) != number:  # the server could not detect this in a sum
-        raise PbflError(f"sent its upload of round {uploaded} instead of round {number}")
-    settings = source.settings_of(context)
-    data = source.data_of(settings, identify(context, settings, str(config["experiment"])))
-    method, task = build_method(settings), data.task(settings.models.feature_dim)
-    parameters, clipped = to_be_masked(wire.decode(upload, method.up, task), method)
-    if clipped:
-        report["secure-clipped"] = float(clipped)
-    result = fit_result(parameters, report)
-    return Message(fitres_to_recorddict(result, True), reply_to=message)
 
 
 def _train(message: Message, context: Context, source: ClientSource) -> Message:
@@ -231,10 +196,10 @@ def _check_usable(upload: Payload, method: Method[Any, Any, Any], client: Client
 @contextmanager
 def _restored(client: Client) -> Iterator[None]:
     """Restore the network's weights and torch's random states afterwards."""
-    own = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
+    weights = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
     with fork_rng([client.device] if client.device.type == "cuda" else []):
         yield
-    client.model.load_state_dict(own)
+    client.model.load_state_dict(weights)
 
 
 def _evaluate(message: Message, context: Context, source: ClientSource) -> Message:

@@ -80,7 +80,7 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
             as a directory name.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", experiment):
-        raise PbflError(f"experiment = {experiment[:100]!r}: allowed are letters, digits, '-' and '_'")
+        raise PbflError(f"experiment = {experiment[:100]!r}: must be letters, digits, '-' and '_'")
     node: Mapping[str, Any] = context.node_config
     client, files = client_id_of(node)
     if simulated(node):
@@ -101,12 +101,12 @@ def client_id_of(node: Mapping[str, Any]) -> tuple[int | str, int | None]:
     """
     client = node.get("client-id", node.get("partition-id"))
     if client is None:
-        raise PbflError(f"client-id is missing in --node-config; allowed is {ALLOWED_ID}")
+        raise PbflError(f"client-id is missing in --node-config; must be {ALLOWED_ID}")
     if not is_number(client) and not (isinstance(client, str) and NAME.fullmatch(client)):
-        raise PbflError(f"client-id = {client!r} in --node-config: allowed is {ALLOWED_ID}")
+        raise PbflError(f"client-id = {client!r} in --node-config: must be {ALLOWED_ID}")
     files = node.get("data-client", client if is_number(client) else None)
     if files is not None and not is_number(files):
-        raise PbflError(f"data-client = {files!r} in --node-config: allowed is a whole number from 0")
+        raise PbflError(f"data-client = {files!r} in --node-config: must be a whole number from 0")
     return client, files
 
 
@@ -116,7 +116,7 @@ def _own_path(node: Mapping[str, Any], key: str) -> Path | None:
         return None
     path = expanded(str(node[key]))
     if not path.is_absolute():
-        raise PbflError(f"{key} = '{node[key]}' in --node-config: allowed is an absolute path")
+        raise PbflError(f"{key} = '{node[key]}' in --node-config: must be an absolute path")
     return path
 
 
@@ -160,7 +160,7 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
     if simulated(node):
         return settings
     if unknown := sorted(set(node) - set(NODE_KEYS) - {"partition-id", "num-partitions"}):
-        raise PbflError(f"--node-config: unknown key '{unknown[0]}'; allowed are {', '.join(NODE_KEYS)}")
+        raise PbflError(f"--node-config: unknown key '{unknown[0]}'; must be one of {', '.join(NODE_KEYS)}")
     if settings.attack.kind != "none":
         raise PbflError(
             f"attack.kind = '{settings.attack.kind}': attacks are possible in simulations only; a device never "
@@ -188,15 +188,16 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
             changed["dataset"] = kind_of(path, texts=vocabulary is not None)
     if Path(labels := str(node.get("labels", ""))).is_absolute():
         changed["labels"] = read_names(Path(labels))
-    own = parse({**settings.as_dict(), **changed}, SECTIONS)
-    networks = dict.fromkeys(architectures(own.models.models))
+    changed_settings = parse({**settings.as_dict(), **changed}, SECTIONS)
+    networks = dict.fromkeys(architectures(changed_settings.models.models))
     if isinstance(node.get("client-id"), str) and len(networks) > 1:
         raise PbflError(
-            f"client-id = '{node['client-id']}' in --node-config: models = '{own.models.models}' assigns "
+            f"client-id = '{node['client-id']}' in --node-config: models = '{changed_settings.models.models}' "
+            f"assigns "
             f"{', '.join(networks)} by client number, and a name has none; add model='{next(iter(networks))}', or "
             "another"
         )
-    return own
+    return changed_settings
 
 
 def share_of_cores() -> int:
@@ -221,10 +222,10 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not cuda:
         raise PbflError(
             "device = 'cuda': this client sees no CUDA device; in a simulation Flower gives it one with "
-            "client-resources-num-gpus above 0 (pbfl run --gpus-per-client 0.25); allowed here is 'cpu' or 'auto'"
+            "client-resources-num-gpus above 0 (pbfl run --gpus-per-client 0.25); must be 'cpu' or 'auto' here"
         )
     if name == "mps" and not mps:
-        raise PbflError("device = 'mps': this machine has no Metal device; allowed here is 'cpu' or 'auto'")
+        raise PbflError("device = 'mps': this machine has no Metal device; must be 'cpu' or 'auto' here")
     if name == "auto":
         name = "cuda" if cuda else "cpu"
     return torch.device(name)

@@ -98,7 +98,7 @@ def _check(data: object) -> None:
         PbflError: giving their type or the invalid part, and what is allowed.
     """
     if not isinstance(data, ClientData):
-        raise PbflError(f"the app's data function returned a {type(data).__name__}: allowed is a ClientData")
+        raise PbflError(f"the app's data function returned a {type(data).__name__}: must be a ClientData")
     try:
         data.check()
     except PbflError as error:

@@ -156,8 +156,8 @@ def open_client(message: Message, context: Context, source: ClientSource) -> Cli
         name,
     )
     if stored is None and settings.models.initial_weights == "own":
-        own = build_model(store.architecture, task, seeds.derive(settings.run.seed, "weights", client.key))
-        model.load_state_dict(own.state_dict())
+        fresh = build_model(store.architecture, task, seeds.derive(settings.run.seed, "weights", client.key))
+        model.load_state_dict(fresh.state_dict())
     method = build_method(settings)
     opening = time.perf_counter() - started - loading
     return ClientSession(client, method, settings, store, stored, (loading, opening))
@@ -169,8 +169,8 @@ def _number(config: ConfigRecord, client: int | str) -> int:
         return client
     if "client" not in config:
         raise PbflError(
-            f"client-id = '{client}': Flower's older strategy interface does not support names; allowed there is a "
-            "whole number from 0"
+            f"client-id = '{client}': Flower's older strategy interface does not support names; must be a whole "
+            "number from 0"
         )
     return int(str(config["client"]))
 

@@ -35,8 +35,8 @@ def slim(app: Path, into: Path) -> None:
         raise PbflError(f"'{into}' exists already; choose another directory")
     project = top_level(app, "pyproject.toml").read_text(encoding="utf-8")
     patterns = ", ".join(f'"{part}/**/*.py"' if (app / part).is_dir() else f'"{part}"' for part in PARTS)
-    project, found = FAB_INCLUDE.subn(f"fab-include = [{patterns}]\n", project)
-    if found != 1:
+    project, replacements = FAB_INCLUDE.subn(f"fab-include = [{patterns}]\n", project)
+    if replacements != 1:
         raise PbflError(f"'{app / 'pyproject.toml'}' has no fab-include")
     into.mkdir(parents=True)
     (into / "pyproject.toml").write_text(project, encoding="utf-8")

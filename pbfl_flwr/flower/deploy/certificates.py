@@ -73,8 +73,8 @@ def make_certificates(
         .sign(ca_key, hashes.SHA256())
     )
     directory.mkdir(parents=True, exist_ok=True)
-    own = {CA_KEY: _pem(ca_key), CA_CERTIFICATE: ca.public_bytes(Encoding.PEM)}
-    _write(directory, own | _of_server(names, days, ca, ca_key), private=(CA_KEY, SERVER_KEY))
+    authority = {CA_KEY: _pem(ca_key), CA_CERTIFICATE: ca.public_bytes(Encoding.PEM)}
+    _write(directory, authority | _of_server(names, days, ca, ca_key), private=(CA_KEY, SERVER_KEY))
 
 
 def renew_certificate(directory: Path, hosts: Sequence[str], days: int) -> None:
@@ -132,10 +132,10 @@ def end_of_trust(certificate: x509.Certificate, ca: Path | None) -> tuple[dateti
 def alternatives(certificate: x509.Certificate) -> list[str]:
     """Return the host names and addresses in a certificate's subjectAltName extension."""
     try:
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return []
-    return [str(name.value) for name in found]
+    return [str(name.value) for name in names]
 
 
 def _of_server(
@@ -198,17 +198,18 @@ def _usage(signs_certificates: bool) -> x509.KeyUsage:
 def _alternatives(hosts: Sequence[str]) -> list[x509.GeneralName]:
     if not hosts:
         raise PbflError("--host is missing: the names and IP addresses under which devices reach the server")
-    found: list[x509.GeneralName] = []
+    names: list[x509.GeneralName] = []
     for host in dict.fromkeys(hosts):
         try:
-            found.append(x509.IPAddress(ipaddress.ip_address(host)))
+            names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
             labels = host.split(".")  # a numeric last label means a mistyped IP address
             if len(host) > 253 or labels[-1].isdigit() or not all(map(LABEL.fullmatch, labels)):
-                allowed = "a name like fl.example.org or an IP address, without a port"
-                raise PbflError(f"--host {host!r}: allowed is {allowed}") from None
-            found.append(x509.DNSName(host))
-    return found
+                raise PbflError(
+                    f"--host {host!r}: must be a name like fl.example.org or an IP address, without a port"
+                ) from None
+            names.append(x509.DNSName(host))
+    return names
 
 
 # Keys of devices ------------------------------------------------------------------------------------------------
@@ -222,10 +223,9 @@ def make_keys(directory: Path, names: Sequence[str]) -> None:
     """
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name) or name.endswith(".pub"):
-            allowed = "letters, digits, '.', '-' and '_', not ending in .pub"
-            raise PbflError(f"name {name!r}: allowed are {allowed}")
+            raise PbflError(f"name {name!r}: must be letters, digits, '.', '-' and '_', not ending in .pub")
     if len(set(names)) < len(names):
-        raise PbflError(f"names {', '.join(names)}: each is allowed only once")
+        raise PbflError(f"names {', '.join(names)}: must differ")
     files = [directory / file for name in names for file in (name, f"{name}.pub")]
     _refuse_existing(files, "keys are not replaced; choose another name or directory")
     directory.mkdir(parents=True, exist_ok=True)
@@ -244,13 +244,13 @@ def read_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
     Raises:
         PbflError: if it cannot be read or Flower does not accept it.
     """
-    allowed = "an OpenSSH private key on a NIST curve without a passphrase, as written by pbfl keys"
+    expected = "an OpenSSH private key on a NIST curve without a passphrase, as written by pbfl keys"
     try:
         key = load_ssh_private_key(_read(path), None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise PbflError(f"{path} cannot be used as a key ({error}); allowed is {allowed}") from None
+        raise PbflError(f"{path} cannot be used as a key ({error}); must be {expected}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, NODE_CURVES):
-        raise PbflError(f"{path} is another type of key; allowed is {allowed}")
+        raise PbflError(f"{path} is another type of key; must be {expected}")
     return key
 
 
@@ -270,10 +270,12 @@ def _write(directory: Path, files: Mapping[str, bytes], private: Collection[str]
     Raises:
         PbflError: if a directory has the name of one of the files; nothing is written then.
     """
-    if taken := [
+    if directories := [
         str(path) for name in files if (path := directory / name).is_dir() and not path.is_symlink()
     ]:
-        raise PbflError(f"{', '.join(taken)}: a directory; allowed is a file, which is replaced, or nothing")
+        raise PbflError(
+            f"{', '.join(directories)}: is a directory; must be a file, which is replaced, or not exist"
+        )
     temporary = {name: directory / f".{name}.tmp" for name in files}
     try:
         for name, data in files.items():
@@ -303,8 +305,8 @@ def _read(path: Path) -> bytes:
 
 
 def _refuse_existing(files: Iterable[Path], advice: str) -> None:
-    if there := [str(file) for file in files if os.path.lexists(file)]:
-        raise PbflError(f"{', '.join(there)}: already exists; {advice}")
+    if existing := [str(file) for file in files if os.path.lexists(file)]:
+        raise PbflError(f"{', '.join(existing)}: already exists; {advice}")
 
 
 # A handshake ----------------------------------------------------------------------------------------------------
@@ -342,7 +344,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise PbflError(f"address {address!r}: allowed is HOST:PORT, e.g. fl.example.org:9092")
+        raise PbflError(f"address {address!r}: must be HOST:PORT, e.g. fl.example.org:9092")
     return host, int(port)
 
 
@@ -362,17 +364,17 @@ def shake_hands(address: str, ca: Path | None, timeout: float = 10.0) -> Handsha
     try:
         trust = ssl.create_default_context(cafile=ca)
     except ssl.SSLError as error:  # OpenSSL is stricter than cryptography, e.g. about leading spaces
-        said = error.reason or "it is truncated"
-        raise PbflError(f"{ca} holds no PEM certificate ({said}): copy it again, unchanged") from None
+        reason = error.reason or "it is truncated"
+        raise PbflError(f"{ca} holds no PEM certificate ({reason}): copy it again, unchanged") from None
     try:
         _connect(address, trust, timeout)
         refusal = None
     except ssl.SSLCertVerificationError as error:
         refusal = REFUSALS.get(error.verify_code, error.verify_message)
     except (ssl.SSLError, ConnectionResetError, TimeoutError) as error:
-        said = getattr(error, "reason", None) or type(error).__name__
+        reason = getattr(error, "reason", None) or type(error).__name__
         return Handshake(
-            f"the server does not use TLS on this port ({said}): was it started with --insecure?", None
+            f"the server does not use TLS on this port ({reason}): was it started with --insecure?", None
         )
     unverified = ssl.create_default_context()
     unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE

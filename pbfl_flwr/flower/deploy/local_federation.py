@@ -11,7 +11,6 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,43 +50,23 @@ REASONS = (
 )
 
 
-@dataclass(frozen=True)
-class Files:
-    """The certificates of a secured SuperLink.
-
-    Attributes:
-        directory: written by :func:`pbfl_flwr.flower.deploy.certificates.make_certificates`.
-    """
-
-    directory: Path
-
-    @property
-    def ca(self) -> Path:
-        """The authority's certificate, which devices also need."""
-        return self.directory / security.CA_CERTIFICATE
-
-    def options(self) -> list[str]:
-        """Return the options of flower-superlink for TLS on all ports and authentication of SuperNodes by key."""
-        return [
-            "--ssl-ca-certfile",
-            str(self.ca),
-            "--ssl-certfile",
-            str(self.directory / security.SERVER_CERTIFICATE),
-            "--ssl-keyfile",
-            str(self.directory / security.SERVER_KEY),
-            "--enable-supernode-auth",
-        ]
-
-
-def superlink_options(fleet_address: str, files: Files | None) -> list[str]:
+def superlink_options(fleet_address: str, certificates: Path | None) -> list[str]:
     """Return flower-superlink's options except those of its Control API (--host, --port).
 
     Args:
         fleet_address: HOST:PORT where SuperNodes connect; not used by Flower versions with a single port.
-        files: certificates; None starts it insecure.
+        certificates: directory written by :func:`pbfl_flwr.flower.deploy.certificates.make_certificates`, for TLS on
+            all ports and authentication of SuperNodes by key; None starts it insecure.
     """
-    own_port = [] if has_one_port() else ["--fleet-api-address", fleet_address]
-    return [*(files.options() if files else ["--insecure"]), *own_port]
+    options = ["--insecure"]
+    if certificates is not None:
+        options = [
+            *("--ssl-ca-certfile", str(certificates / security.CA_CERTIFICATE)),
+            *("--ssl-certfile", str(certificates / security.SERVER_CERTIFICATE)),
+            *("--ssl-keyfile", str(certificates / security.SERVER_KEY)),
+            "--enable-supernode-auth",
+        ]
+    return options if has_one_port() else [*options, "--fleet-api-address", fleet_address]
 
 
 def supernode_options(
@@ -104,16 +83,8 @@ def supernode_options(
     """
     trust = ["--root-certificates", str(ca)] if ca else ["--insecure"]
     authentication = ["--auth-supernode-private-key", str(key)] if key else []
-    return [
-        *trust,
-        *authentication,
-        "--superlink",
-        superlink,
-        "--port",
-        str(port),
-        "--node-config",
-        str(node_config),
-    ]
+    address = ["--superlink", superlink, "--port", str(port)]
+    return [*trust, *authentication, *address, "--node-config", str(node_config)]
 
 
 def node_config(text: str) -> dict[str, Scalar]:
@@ -122,28 +93,26 @@ def node_config(text: str) -> dict[str, Scalar]:
     Raises:
         PbflError: naming the invalid part.
     """
-    found: dict[str, Scalar] = {}
+    config: dict[str, Scalar] = {}
     place = 0
     while rest := text[place:].strip():
         matched = KEY_VALUE.match(text, place)
         if matched is None:
-            raise PbflError(
-                f"node configuration at '{rest}': allowed is key=value, without spaces around the ="
-            )
+            raise PbflError(f"node configuration at '{rest}': must be key=value, without spaces around the =")
         key, value = matched.groups()
         try:
             parsed: Any = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
-            raise PbflError(
-                f"node configuration {key}={value}: allowed is a number, true, false or text in quotes, {key}='{value}'"
-            ) from None
+            parsed = None
         if not isinstance(parsed, bool | int | float | str):
-            raise PbflError(f"node configuration {key}={value}: allowed is one number, true, false or text")
-        if key in found:
-            raise PbflError(f"node configuration {key}={value}: {key} is given twice; allowed is once")
-        found[key] = parsed
+            raise PbflError(
+                f"node configuration {key}={value}: must be one number, true, false or text in quotes, {key}='{value}'"
+            )
+        if key in config:
+            raise PbflError(f"node configuration {key}={value}: {key} is given twice; must be given once")
+        config[key] = parsed
         place = matched.end()
-    return found
+    return config
 
 
 def complete(nodes: Sequence[Mapping[str, Scalar]], count: int, directory: Path) -> list[dict[str, Scalar]]:
@@ -159,9 +128,9 @@ def complete(nodes: Sequence[Mapping[str, Scalar]], count: int, directory: Path)
     """
     if len(nodes) > count:
         raise PbflError(
-            f"--node was given {len(nodes)} times: allowed is up to {count}, the number of SuperNodes"
+            f"--node was given {len(nodes)} times: must be up to {count}, the number of SuperNodes"
         )
-    found = []
+    complete_nodes = []
     for index in range(count):
         node: dict[str, Scalar] = {"client-id": index, "state-dir": str(directory / f"{NODE}{index}")}
         if index < len(nodes):
@@ -169,8 +138,8 @@ def complete(nodes: Sequence[Mapping[str, Scalar]], count: int, directory: Path)
         for key in PATHS:
             if key in node and (key != "labels" or names_file(str(node[key])) is not None):
                 node[key] = str(expanded(str(node[key])).absolute())
-        found.append(node)
-    return found
+        complete_nodes.append(node)
+    return complete_nodes
 
 
 def check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> list[Settings]:
@@ -179,7 +148,7 @@ def check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> list[Set
     Raises:
         PbflError: naming a node whose configuration is not allowed, or two with the same client id.
     """
-    found = []
+    node_settings = []
     owners: dict[Scalar, int] = {}
     for index, node in enumerate(nodes):
         other = owners.setdefault(node["client-id"], index)
@@ -189,10 +158,10 @@ def check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> list[Set
             client_id_of(node)
             for key, value in node.items():
                 in_utf8(key, str(value))
-            found.append(own_settings(settings, node))
+            node_settings.append(own_settings(settings, node))
         except PbflError as error:
             raise PbflError(f"--node {index}: {error}") from None
-    return found
+    return node_settings
 
 
 def why_ended(output: str) -> str | None:
@@ -229,9 +198,18 @@ class Deployment(ManagedSuperLink):
         self._supernodes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
-    def files(self) -> Files | None:
-        """The certificates; None without TLS."""
-        return Files(self._scratch / "security") if self._secure else None
+    def certificates(self) -> Path | None:
+        """Directory of certificates and keys; None without TLS."""
+        return self._scratch / "security" if self._secure else None
+
+    @property
+    def ca(self) -> Path | None:
+        """The authority's certificate, which devices also need; None without TLS."""
+        return self.certificates and self.certificates / security.CA_CERTIFICATE
+
+    def key(self, index: int) -> Path | None:
+        """Return the private key of a SuperNode; None without authentication."""
+        return self.certificates and self.certificates / f"node-{index}"
 
     def submit(self, app: Path, config: Mapping[str, Scalar]) -> str:
         """Submit the app and return Flower's run id.
@@ -271,14 +249,6 @@ class Deployment(ManagedSuperLink):
         """Return the file with a SuperNode's output."""
         return self.run_dir / f"supernode-{index}.log"
 
-    def register(self, public_key: Path) -> None:
-        """Register the public key of a SuperNode.
-
-        Raises:
-            PbflError: if Flower refuses the key.
-        """
-        self._flwr("supernode", "register", str(public_key), "--format", "json")
-
     def start_node(
         self, index: int, node: Mapping[str, Scalar], key: Path | None, ca: Path | None
     ) -> subprocess.Popen[bytes]:
@@ -304,23 +274,18 @@ class Deployment(ManagedSuperLink):
             process.terminate()
         super().__exit__(kind, error, trace)
 
-    @property
-    def _ca(self) -> Path | None:
-        return self.files.ca if self.files else None
-
     def _prepare(self) -> None:
-        if self.files:
-            security.make_certificates(self.files.directory, ["127.0.0.1", "localhost"], days=30)
-            security.make_keys(self.files.directory, [f"node-{i}" for i in range(len(self._nodes))])
+        if self.certificates:
+            security.make_certificates(self.certificates, ["127.0.0.1", "localhost"], days=30)
+            security.make_keys(self.certificates, [f"node-{i}" for i in range(len(self._nodes))])
 
     def _options(self, address: str) -> list[str]:
         self.fleet_address = address if has_one_port() else f"127.0.0.1:{free_port()}"
-        return superlink_options(self.fleet_address, self.files)
+        return superlink_options(self.fleet_address, self.certificates)
 
     def _complete(self) -> None:
         for index, node in enumerate(self._nodes):
-            key = self.files.directory / f"node-{index}" if self.files else None
-            if key is not None:
-                self.register(key.with_name(f"{key.name}.pub"))
+            if key := self.key(index):
+                self._flwr("supernode", "register", f"{key}.pub", "--format", "json")
             self.log_of(index).unlink(missing_ok=True)
-            self._supernodes[index] = self.start_node(index, node, key, self._ca)
+            self._supernodes[index] = self.start_node(index, node, key, self.ca)

@@ -115,11 +115,11 @@ class ManagedSuperLink(ABC):
                 raise PbflError(
                     f"Flower's {name} ended during the run; the last lines of {self.log}:\n{self.tail()}"
                 )
-        found = self._flwr("list", "--run-id", run_id, "--format", "json")["runs"][0]
-        status = str(found["status"])
+        run = self._flwr("list", "--run-id", run_id, "--format", "json")["runs"][0]
+        status = str(run["status"])
         if status not in ENDED and (self._follower is None or self._follower.poll() is not None):
             self._follow(run_id)
-        return status, str(found.get("status-details") or "")
+        return status, str(run.get("status-details") or "")
 
     def stop(self, run_id: str) -> None:
         """Ask Flower to stop the run; no error if the run or the SuperLink has already ended."""
@@ -146,7 +146,7 @@ class ManagedSuperLink(ABC):
         """Return the SuperLink options of this kind of link; ``address`` is that of its Control API."""
 
     @property
-    def _ca(self) -> Path | None:
+    def ca(self) -> Path | None:
         """Certificate of the authority that signed the SuperLink's certificate; None without TLS."""
         return None
 
@@ -155,22 +155,14 @@ class ManagedSuperLink(ABC):
         port = free_port()
         address = f"127.0.0.1:{port}"
         (self._scratch / "home" / "config.toml").write_text(
-            connection(CONNECTION, address, self._ca), encoding="utf-8"
+            connection(CONNECTION, address, self.ca), encoding="utf-8"
         )
-        options = [
-            *self._options(address),
-            "--isolation",
-            "process",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ]
-        self._superlink = self._spawn("flower-superlink", *options)
+        place = ["--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
+        self._superlink = self._spawn("flower-superlink", *self._options(address), *place)
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self._superlink.poll() is None:
-            if healthy(port, self._ca):
-                trust = ["--root-certificates", str(self._ca)] if self._ca else ["--insecure"]
+            if healthy(port, self.ca):
+                trust = ["--root-certificates", str(self.ca)] if self.ca else ["--insecure"]
                 self._superexec = self._spawn("flower-superexec", *trust, "--runtime-api-address", address)
                 return True
             time.sleep(0.1)
@@ -235,13 +227,13 @@ class ManagedSuperLink(ABC):
 
     def _environment(self) -> dict[str, str]:
         loopback = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
-        kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-        if path := kept.get("PYTHONPATH"):  # child processes have another working directory
-            kept["PYTHONPATH"] = os.pathsep.join(
+        environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        if path := environment.get("PYTHONPATH"):  # child processes have another working directory
+            environment["PYTHONPATH"] = os.pathsep.join(
                 str(Path(part).absolute()) for part in path.split(os.pathsep)
             )
         return {
-            **kept,
+            **environment,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "FLWR_HOME": str(self._scratch / "home"),
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",

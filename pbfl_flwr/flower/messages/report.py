@@ -109,10 +109,10 @@ class Report:
             fixed["g"] = [self.gpu_mb]
         metrics = self.metrics or {}
         if reserved := [name for name in metrics if name in OWN]:
-            raise PbflError(f"metric '{reserved[0]}': allowed are other names than {', '.join(OWN)}")
+            raise PbflError(f"metric '{reserved[0]}': must have another name than {', '.join(OWN)}")
         if invalid := [name for name, value in metrics.items() if not isinstance(value, int | float)]:
             raise PbflError(
-                f"metric '{invalid[0]}' is of type {type(metrics[invalid[0]]).__name__}; allowed is a number"
+                f"metric '{invalid[0]}' is of type {type(metrics[invalid[0]]).__name__}; must be a number"
             )
         return MetricRecord({**metrics, **fixed})
 
@@ -139,9 +139,11 @@ class Report:
         if max(counters) >= MAX_COUNT:
             raise RejectedPayload(f"its report counts {max(counters)} samples")
         if len(record) > MAX_METRICS:
-            raise RejectedPayload(f"its report has {len(record)} entries, allowed are {MAX_METRICS}")
+            raise RejectedPayload(f"its report has {len(record)} entries, must be at most {MAX_METRICS}")
         if (longest := max(map(len, record))) > MAX_NAME:
-            raise RejectedPayload(f"its report has a name of {longest} characters, allowed are {MAX_NAME}")
+            raise RejectedPayload(
+                f"its report has a name of {longest} characters, must be at most {MAX_NAME}"
+            )
         scored, by_validation = _named(correct), _named(validated) if num_validation else None
         metrics = {key: _checked(key, value) for key, value in record.items() if not isinstance(value, list)}
         seconds = (data, opened, fitted, evaluated, saved)
@@ -210,10 +212,10 @@ def _table(
     values, length = record.get(key), (first + 2 * len(scored)) * classes
     if not isinstance(values, list) or len(values) != length:
         raise RejectedPayload(f"its report lacks '{key}' of length {length}, counts by class")
-    found = np.array(values) if values else np.zeros(0, dtype=np.int64)
-    if found.dtype.kind != "i" or (found.size and not 0 <= found.min() <= found.max() < MAX_COUNT):
+    counts = np.array(values) if values else np.zeros(0, dtype=np.int64)
+    if counts.dtype.kind != "i" or (counts.size and not 0 <= counts.min() <= counts.max() < MAX_COUNT):
         raise RejectedPayload(f"'{key}' of its report holds values that are not counts")
-    table = found.reshape(-1, classes)
+    table = counts.reshape(-1, classes)
     return table[:first], table[first:]
 
 
@@ -239,6 +241,6 @@ def _list(record: MetricRecord, key: str, length: int) -> list[float]:
 def _checked(key: str, value: float) -> float:
     # The comparison works for integers of any size, and is false for NaN.
     if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:
-        found = value if isinstance(value, float) and not math.isfinite(value) else "a number beyond 1e40"
-        raise RejectedPayload(f"its report holds {found} in '{key[:40]}'")
+        problem = value if isinstance(value, float) and not math.isfinite(value) else "a number beyond 1e40"
+        raise RejectedPayload(f"its report holds {problem} in '{key[:40]}'")
     return float(value)

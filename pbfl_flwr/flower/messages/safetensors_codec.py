@@ -33,11 +33,11 @@ class _Layout:
 
     def read(self, body: bytearray) -> dict[str, Tensor]:
         """Return the tensors, each in its own memory."""
-        found = {}
+        tensors = {}
         for name, dtype, shape, count, start in self.tensors:
             flat = torch.frombuffer(body, dtype=dtype, count=count, offset=start).clone()
-            found[name] = flat if len(shape) == 1 else flat.view(shape)
-        return found
+            tensors[name] = flat if len(shape) == 1 else flat.view(shape)
+        return tensors
 
 
 _layouts: dict[bytes, _Layout] = {}

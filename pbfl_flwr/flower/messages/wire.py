@@ -85,7 +85,7 @@ def _cast(name: str, tensor: Tensor, dtype: Literal["float32", "float16", "bfloa
     if dtype == "float16" and bool((cast.isinf() & tensor.isfinite()).any()):
         raise PbflError(
             f"wire-dtype = 'float16': '{name}' holds {float(tensor.abs().max()):.3g}, float16's maximum is 65504; "
-            "allowed here are 'float32', 'bfloat16' and 'int8'"
+            "must be 'float32', 'bfloat16' or 'int8' here"
         )
     return cast
 
@@ -130,12 +130,12 @@ def _check(array: Array, max_bytes: int) -> None:
     if not array.stype.startswith(FORMAT):
         raise RejectedPayload(f"an array of format '{array.stype[:40]}', expected 'safetensors'")
     if len(data) > max_bytes:
-        raise RejectedPayload(f"{len(data)} bytes, allowed are {max_bytes} (max-upload-mb)")
+        raise RejectedPayload(f"{len(data)} bytes, must be at most {max_bytes} (max-upload-mb)")
     if array.stype != f"{FORMAT}{zlib.crc32(data):08x}":
         raise RejectedPayload("its bytes do not match their checksum")
     if (header := int.from_bytes(data[:8], "little")) > MAX_HEADER:
         raise RejectedPayload(
-            f"not a safetensors payload: a header of {header} bytes, allowed are {MAX_HEADER}"
+            f"not a safetensors payload: a header of {header} bytes, must be at most {MAX_HEADER}"
         )
 
 
@@ -165,7 +165,7 @@ def check_content(content: RecordDict, max_bytes: int) -> None:
     if others := sorted(set(content) - {PAYLOAD, METRICS}):
         raise RejectedPayload(f"unexpected record '{others[0][:40]}'")
     if (size := sum(record.count_bytes() for record in content.values())) > max_bytes:
-        raise RejectedPayload(f"{size} bytes, allowed are {max_bytes} (max-upload-mb)")
+        raise RejectedPayload(f"{size} bytes, must be at most {max_bytes} (max-upload-mb)")
 
 
 def payload_in(content: RecordDict) -> ArrayRecord:

@@ -139,11 +139,11 @@ class SecureRounds:
             return outcome  # the final scoring is not encrypted
         clients = {message.metadata.dst_node_id: c for message, c in phase.messages if c in phase.training}
         waited = time.perf_counter() - phase.started
-        found: dict[int, Report] = {}
+        reports: dict[int, Report] = {}
         results, mean = self._strategy.results, self._strategy.mean
         for node, result in results.items():
             try:
-                found[clients[node]] = report_of(result.metrics, counted)
+                reports[clients[node]] = report_of(result.metrics, counted)
             except Exception as error:  # trust boundary, as in replies.read
                 outcome.failures[clients[node]] = f"its report cannot be read: {rejection_reason(error)}"
         for node, client in clients.items():
@@ -155,9 +155,9 @@ class SecureRounds:
             M = self.settings.run.num_clients
             with _errors_as_one_line(phase.number):
                 total = summed(self.method, mean, len(results), task, M)
-            outcome.uploads = dict.fromkeys(sorted(found), total)
+            outcome.uploads = dict.fromkeys(sorted(reports), total)
             outcome.scalars_up += len(results) * total.values.numel()
-        outcome.reports = dict(sorted({**outcome.reports, **found}.items()))
+        outcome.reports = dict(sorted({**outcome.reports, **reports}.items()))
         outcome.failures = dict(sorted(outcome.failures.items()))
         for node, client in clients.items():
             phase.down[client] = self._grid.down.get(node, Traffic())
@@ -211,13 +211,13 @@ class _WorkflowStrategy(Strategy):
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
-        found: list[tuple[ClientProxy, FitIns]] = []
+        instructions: list[tuple[ClientProxy, FitIns]] = []
         for message in self._messages:
             config = cast(dict[str, Scalar], {**message.content.config_records[wire.CONFIG]})
             payload = parameters_of(message.content.array_records[wire.PAYLOAD])
             proxy = GridClientProxy(message.metadata.dst_node_id, self._grid, 0)
-            found.append((proxy, FitIns(payload, config)))
-        return found
+            instructions.append((proxy, FitIns(payload, config)))
+        return instructions
 
     def aggregate_fit(
         self,

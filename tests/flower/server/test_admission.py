@@ -1,7 +1,7 @@
 """A run that begins with some of its devices, and others that join it."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,15 @@ from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import SHORT, Answer, Federation, LocalGrid, federation, handshake_reply, silent
+from tests.flower.inprocess import (
+    SHORT,
+    Answer,
+    Federation,
+    InProcessGrid,
+    federation,
+    handshake_reply,
+    silent,
+)
 from tests.flower.sites import run, sites
 
 TASK = Task(3, 4, (2,))
@@ -377,26 +385,17 @@ def test_names_take_the_lowest_free_number() -> None:
 
 
 def test_a_silent_node_holds_a_round_for_a_minute_at_most_and_ever_more_seldom() -> None:
-    greeted: list[tuple[int, float | None]] = []
-    online, now = [9, 101], 0  # 9 is the client's, the other one never answers
-
-    class Silent(LocalGrid):
-        def get_node_ids(self) -> list[int]:
-            return online
-
-        def send_and_receive(
-            self, messages: Iterable[Message], *, timeout: float | None = None
-        ) -> list[Message]:
-            greeted.extend((now, timeout) for message in messages)
-            return []
-
-        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-            raise AssertionError("nobody owes an answer")
-
+    grid = InProcessGrid(
+        lambda message, context: pytest.fail("nobody is there"), {}, nodes=[9, 101], partitions=[0, 1]
+    )
+    grid.faults = {(1, 0): silent}  # 9 is the client's, the other one never answers
     membership = Membership(Roster({0: member(0)}), "e", 60.0, Admission(2, anything))
-    for now in range(1, 103):
-        online[1:] = [101] if now != 101 else []
-        assert membership.absent(Silent(), now) == {}
+    greeted = []
+    for number in range(1, 103):
+        grid.nodes[1:] = [101] if number != 101 else []
+        before, now = len(grid.sent), grid.clock.now
+        assert membership.absent(grid, number) == {}
+        greeted += [(number, grid.clock.now - now) for _ in grid.sent[before:]]
     # The pause grows to 32 rounds; a node that was away is greeted as soon as it is back.
     assert greeted == [(number, 60.0) for number in (1, 2, 4, 8, 16, 32, 64, 96, 102)]
     assert membership.warnings == ["a new node is not used: node 101: no answer within 60 s"]

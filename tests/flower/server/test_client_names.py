@@ -63,7 +63,7 @@ def test_more_names_than_numbers() -> None:
     ("fault", "said"),
     [
         ({"modle": "cnn4"}, "1 of 3 clients: client-id = 'b': --node-config: unknown key 'modle'; "),
-        ({"client-id": 1.5}, "1 of 3 clients: client-id = 1.5 in --node-config: allowed is a whole number"),
+        ({"client-id": 1.5}, "1 of 3 clients: client-id = 1.5 in --node-config: must be a whole number"),
     ],
 )
 def test_a_device_that_is_refused_is_named(tmp_path: Path, fault: dict[str, Any], said: str) -> None:

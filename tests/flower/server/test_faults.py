@@ -1,8 +1,9 @@
 """Faults on purpose, stragglers, clients that come back, full disks, a server that is killed: in one process."""
 
+import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,17 +41,19 @@ from pbfl_flwr.util.atomic_files import write_atomically
 from tests.flower.inprocess import (
     NUM_CLIENTS,
     Federation,
-    ScriptedGrid,
+    InProcessGrid,
     after_round,
+    delayed,
     federation,
     flower_error,
     handshake_reply,
-    late,
     plain,
     raises,
     reply_of,
     same_tensors,
+    scripted,
     silent,
+    unreported,
 )
 
 TASK = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))
@@ -202,56 +205,51 @@ def prototypes(rows: dict[int, float]) -> Prototypes:
     return Prototypes(values, present)
 
 
-class LateGrid(ScriptedGrid):
-    """A grid on which some answers come after the round: (client, round) -> the round in which they are there."""
+TIMEOUT = 10.0  # of a round; every reply takes a second
 
-    def __init__(self, answers: Any, late: dict[tuple[int, int], int], num_clients: int = 3) -> None:
-        super().__init__(TASK, answers, num_clients)
-        self.late, self.round = dict(late), 0
-        self.held: list[tuple[int, Message]] = []
-        self.asked: list[list[int]] = []
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        sent = list(messages)
-        if sent and sent[0].metadata.message_type == "train":
-            self.round = int(str(sent[0].content[wire.CONFIG]["round"]))
-            self.asked.append([m.metadata.dst_node_id - 100 for m in sent])
-        found = []
-        for reply in super().send_and_receive(sent, timeout=timeout):
-            client = reply.metadata.src_node_id - 100
-            if (when := self.late.pop((client, self.round), None)) is None:
-                found.append(reply)
-            else:
-                self.held.append((when, reply))
-        return found
-
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        ids = set(message_ids)
-        here = [(w, r) for w, r in self.held if w <= self.round and r.metadata.reply_to_message_id in ids]
-        self.held = [item for item in self.held if item not in here]
-        return [reply for _, reply in here]
+def arrives_after(rounds: int) -> float:
+    """Seconds until a reply that misses the deadline arrives: at once, or within so many further rounds."""
+    return TIMEOUT + max(0.0, rounds - 0.5)
 
 
 def straggling(
-    late: dict[tuple[int, int], int], rounds: int, **keys: Scalar
-) -> tuple[MethodStrategy, LateGrid]:
-    """Client c sends c + 1 for class 0 (and client 2 for class 3), ten times as much a round later."""
+    late: Mapping[tuple[int, int], float],
+    rounds: int,
+    answers: Callable[[int, int], RecordDict | Message] | None = None,
+    **keys: Scalar,
+) -> tuple[MethodStrategy, InProcessGrid]:
+    """Run three clients of which some answer late: client c sends c + 1 for class 0 (and client 2 for class 3), ten
+    times as much a round later.
+
+    Args:
+        late: (client, round) -> seconds until its reply arrives.
+        rounds: of the run.
+        answers: other replies.
+    """
 
     def answer(client: int, server_round: int) -> RecordDict:
         value = (client + 1.0) * 10.0 ** (server_round - 1)
         report = Report(10, 4, server_round, {"head": 2}, 0.5, round=server_round)
         return reply_of(prototypes({0: value, 3: value} if client == 2 else {0: value}), report)
 
-    config = {"num-clients": 3, "num-server-rounds": rounds, "feature-dim": 6, "join-timeout": 0.2}
-    given = {key.replace("_", "-"): value for key, value in keys.items()}
-    strategy, grid = MethodStrategy(parse({**config, **given}, SECTIONS)), LateGrid(answer, late)
+    base = {"num-clients": 3, "num-server-rounds": rounds, "feature-dim": 6, "join-timeout": 0.2}
+    more = {key.replace("_", "-"): value for key, value in keys.items()}
+    strategy = MethodStrategy(parse({**base, "round-timeout": TIMEOUT, **more}, SECTIONS))
+    faults = {when: delayed(seconds) for when, seconds in late.items()}
+    grid = InProcessGrid(scripted(TASK, answers or answer), {}, 3, faults=faults, seconds=1.0)
     strategy.start(grid)
     return strategy, grid
 
 
+def asked(grid: InProcessGrid, server_round: int) -> list[int]:
+    """Return the clients that were asked to train in a round, once for every time."""
+    return [client for client, number, kind in grid.asked if (number, kind) == (server_round, "train")]
+
+
 def test_a_late_answer_is_no_part_of_a_later_round(caplog: pytest.LogCaptureFixture) -> None:
-    strategy, grid = straggling({(2, 1): 1}, 2)  # there when round 2 begins
-    assert grid.asked == [[0, 1, 2], [0, 1, 2]]
+    strategy, grid = straggling({(2, 1): arrives_after(0)}, 2)
+    assert asked(grid, 1) == asked(grid, 2) == [0, 1, 2]
     first, second = strategy.history
     assert first.trained == [0, 1]
     assert first.failures[0].client == 2
@@ -261,8 +259,8 @@ def test_a_late_answer_is_no_part_of_a_later_round(caplog: pytest.LogCaptureFixt
 
 
 def test_a_client_that_owes_an_answer_is_not_asked_and_its_answer_left_out() -> None:
-    strategy, grid = straggling({(2, 1): 2}, 2)  # comes while round 2 is running
-    assert grid.asked == [[0, 1, 2], [0, 1]]
+    strategy, grid = straggling({(2, 1): arrives_after(1)}, 2)
+    assert (asked(grid, 1), asked(grid, 2)) == ([0, 1, 2], [0, 1])
     second = strategy.history[1]
     assert plain(second.failures) == [{"client": 2, "reason": "still busy with round 1"}]
     assert plain(second.late) == [{"client": 2, "round": 1, "weight": 0.0, "reason": "stale-weight is 0"}]
@@ -272,7 +270,7 @@ def test_a_client_that_owes_an_answer_is_not_asked_and_its_answer_left_out() -> 
 
 @pytest.mark.parametrize(("rounds_late", "weight"), [(1, 0.5), (2, 0.25)])
 def test_with_a_stale_weight_it_counts_for_less(rounds_late: int, weight: float) -> None:
-    strategy, _ = straggling({(2, 1): 1 + rounds_late}, 1 + rounds_late, stale_weight=0.5)
+    strategy, _ = straggling({(2, 1): arrives_after(rounds_late)}, 1 + rounds_late, stale_weight=0.5)
     line = strategy.history[-1]
     assert plain(line.late) == [{"client": 2, "round": 1, "weight": weight, "reason": ""}]
     assert line.trained == [0, 1]
@@ -284,27 +282,28 @@ def test_with_a_stale_weight_it_counts_for_less(rounds_late: int, weight: float)
     assert line.accuracy["head"].clients == 2  # its scores are of another round
 
 
-def test_a_late_answer_with_an_earlier_upload_is_as_old_as_that() -> None:
-    """The answer to round 2 comes in round 3, with the upload of round 1, or with one of a round to come."""
-    for claimed, weight, reason in (
-        (1, 0.25, ""),
-        (3, 0.0, "sent its upload of round 3 instead of round 2"),
-    ):
+@pytest.mark.parametrize(
+    ("claimed", "weight", "reason"),
+    [(1, 0.25, ""), (3, 0.0, "sent its upload of round 3 instead of round 2")],
+)
+def test_a_late_reply_with_an_earlier_upload_is_as_old_as_that(
+    claimed: int, weight: float, reason: str
+) -> None:
+    """The reply to round 2 comes in round 3, with the upload of round 1, or with one of a round to come."""
 
-        def answer(client: int, server_round: int, claimed: int = claimed) -> RecordDict:
-            number = claimed if (client, server_round) == (2, 2) else server_round
-            return reply_of(prototypes({0: 1.0}), Report(10, 4, server_round, {"head": 2}, 0.5, round=number))
+    def answer(client: int, server_round: int) -> RecordDict:
+        number = claimed if (client, server_round) == (2, 2) else server_round
+        return reply_of(prototypes({0: 1.0}), Report(10, 4, server_round, {"head": 2}, 0.5, round=number))
 
-        config = {"num-clients": 3, "num-server-rounds": 3, "feature-dim": 6, "stale-weight": 0.5}
-        strategy = MethodStrategy(parse(config, SECTIONS))
-        strategy.start(LateGrid(answer, {(2, 2): 3}))
-        (item,) = strategy.history[2].late
-        assert plain(item) == {"client": 2, "round": min(claimed, 2), "weight": weight, "reason": reason}
+    strategy, _ = straggling({(2, 2): arrives_after(1)}, 3, answer, stale_weight=0.5)
+    (item,) = strategy.history[2].late
+    assert plain(item) == {"client": 2, "round": min(claimed, 2), "weight": weight, "reason": reason}
 
 
 def test_who_never_answers_is_asked_again_after_some_rounds() -> None:
-    strategy, grid = straggling({(2, 1): 99}, 2 + MAX_OVERDUE_ROUNDS)
-    assert [2 in asked for asked in grid.asked] == [True] + [False] * (MAX_OVERDUE_ROUNDS - 1) + [True] * 2
+    strategy, grid = straggling({(2, 1): math.inf}, 2 + MAX_OVERDUE_ROUNDS)
+    rounds = range(1, 3 + MAX_OVERDUE_ROUNDS)
+    assert [2 in asked(grid, n) for n in rounds] == [True] + [False] * (MAX_OVERDUE_ROUNDS - 1) + [True] * 2
     assert strategy.history[-1].trained == [0, 1, 2]
 
 
@@ -339,16 +338,9 @@ def test_what_came_late_counts_in_the_round_that_is_asked_again() -> None:
         report = Report(10, 4, server_round, {"head": 2}, 0.5, round=server_round)
         return reply_of(prototypes({0: 10.0 ** (server_round - 1)}), report)
 
-    config = {
-        "num-clients": 3,
-        "num-server-rounds": 2,
-        "feature-dim": 6,
-        "join-timeout": 0.2,
-        "stale-weight": 0.5,
-    }
-    strategy, grid = MethodStrategy(parse(config, SECTIONS)), LateGrid(answer, {(2, 1): 2, (2, 2): 99})
-    strategy.start(grid)
-    assert grid.asked == [[0, 1, 2], [0, 1], [0, 1, 2]]
+    late = {(2, 1): arrives_after(1), (2, 2): math.inf}
+    strategy, grid = straggling(late, 2, answer, stale_weight=0.5)
+    assert (asked(grid, 1), asked(grid, 2)) == ([0, 1, 2], [0, 1, 0, 1, 2])
     line = strategy.history[1]
     assert line.trained == [0, 1]
     assert plain(line.late) == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
@@ -362,9 +354,7 @@ def test_a_late_answer_that_is_malformed_is_said_and_left_out() -> None:
             good["p"] = wire.with_checksum(b"rubbish")
         return good
 
-    config = {"num-clients": 3, "num-server-rounds": 2, "feature-dim": 6, "stale-weight": 1.0}
-    strategy = MethodStrategy(parse(config, SECTIONS))
-    strategy.start(LateGrid(answer, {(2, 1): 2}))
+    strategy, _ = straggling({(2, 1): arrives_after(1)}, 2, answer, stale_weight=1.0)
     (item,) = strategy.history[1].late
     assert item.weight == 0
     assert item.reason.startswith("upload rejected: not a safetensors payload")
@@ -387,17 +377,10 @@ def test_a_method_that_is_no_sum_refuses_a_stale_weight(tmp_path: Path, method: 
 
 def test_a_straggler_trains_on_and_comes_back_in_its_own_round(tmp_path: Path) -> None:
     """Late in round 1 with real clients: its work counts half in round 2, and it is asked again in round 3."""
-    found = federation(tmp_path, num_server_rounds=3, stale_weight=0.5)
-    found.grid.faults = {(4, 1): late(lambda: found.grid)}
-    pull = found.grid.pull_messages
-    calls: list[int] = []
-
-    def not_yet(ids: Iterable[str]) -> Iterable[Message]:
-        calls.append(1)
-        return [] if len(calls) < 2 else pull(ids)  # before round 2: nothing; after it, it is there
-
-    with patch.object(found.grid, "pull_messages", not_yet):
-        found.run()
+    faults = {(4, 1): delayed(arrives_after(1))}
+    found = federation(
+        tmp_path, num_server_rounds=3, stale_weight=0.5, round_timeout=TIMEOUT, faults=faults, seconds=1.0
+    ).run()
     one, two, three = found.strategy.history
     assert (one.trained, two.trained, three.trained) == ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4])
     assert plain(two.late) == [{"client": 4, "round": 1, "weight": 0.5, "reason": ""}]
@@ -408,17 +391,12 @@ def test_a_straggler_trains_on_and_comes_back_in_its_own_round(tmp_path: Path) -
 
 
 def test_a_client_that_comes_back_on_another_node_goes_on(tmp_path: Path) -> None:
-    found = federation(tmp_path, num_server_rounds=3, faults={(1, 2): silent})
+    found = federation(tmp_path, num_server_rounds=3, faults={(1, 2): unreported})
 
     def restarted() -> None:  # its SuperNode was started again, without a key: Flower gives it another id
         found.grid.nodes[1] = 99
 
-    with (
-        after_round(2, restarted),
-        patch.object(
-            found.grid, "pull_messages", lambda ids: []
-        ),  # Flower does not say that the question died
-    ):
+    with after_round(2, restarted):
         found.run()
     assert found.strategy.history[2].trained == [0, 1, 2, 3, 4]
     assert found.strategy.roster is not None
@@ -492,7 +470,7 @@ def test_a_class_that_nobody_sends_for_ten_rounds_is_said_once() -> None:
 
     config = {"num-clients": 1, "num-server-rounds": 13, "feature-dim": 6}
     strategy = MethodStrategy(parse(config, SECTIONS))
-    strategy.start(ScriptedGrid(TASK, answer, 1))
+    strategy.start(InProcessGrid(scripted(TASK, answer), {}, 1))
     said = [(line.round, note) for line in strategy.history for note in line.warnings]
     assert said == [(11, "no client sent these classes for 10 rounds or more: 2")]
     assert strategy.history[-1].ages == [0, -1, 12, -1]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from pbfl_flwr.methods.gfpl.payload import Mixtures
 from pbfl_flwr.payloads import Payload, Prototypes, Weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.memory import peak_memory
-from tests.flower.inprocess import ScriptedGrid, reply_of, same_tensors
+from tests.flower.inprocess import Fault, InProcessGrid, reply_of, same_tensors, scripted, silent
 
 TASK = Task(num_classes=6, feature_dim=8, input_shape=(1, 16, 16))
 ROUNDS, CLIENTS = 12, 21
@@ -255,18 +255,21 @@ def test_malformed_uploads_change_nothing(name: str) -> None:
     def run(malformed: bool) -> MethodStrategy:
         strategy = MethodStrategy(settings)
 
-        def answer(client: int, server_round: int) -> RecordDict | Message | None:
+        def answer(client: int, server_round: int) -> RecordDict:
             upload = make(strategy, 100 * server_round + client)
             if client not in BAD:
                 return reply_of(upload)
-            if not malformed:
-                return None
             mutation = MUTATIONS[(len(made)) % len(MUTATIONS)]
             made.append(mutation.__name__)
             tensors = {n: t.clone() for n, t in load(wire.encode(upload)["s"].data).items()}
             return mutation(tensors, rng)
 
-        strategy.start(ScriptedGrid(TASK, answer, CLIENTS, str(keys.get("models", "cnn4"))))
+        app = scripted(TASK, answer, str(keys.get("models", "cnn4")))
+        rounds = () if malformed else (*range(1, ROUNDS + 1), -1)
+        faults: dict[tuple[int, int], Fault] = {
+            (client, number): silent for client in BAD for number in rounds
+        }
+        strategy.start(InProcessGrid(app, {}, CLIENTS, order=1, faults=faults))
         return strategy
 
     clean = run(False)
@@ -314,8 +317,8 @@ def test_an_answer_above_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch
 
     settings = parse({**COMMON, "num-clients": 3, "num-server-rounds": 1, "max-upload-mb": 1}, SECTIONS)
     strategy = MethodStrategy(settings)
-    strategy.start(ScriptedGrid(TASK, answer, 3))
+    strategy.start(InProcessGrid(scripted(TASK, answer), {}, 3))
     assert strategy.history[0].trained == [0]
     for failure in strategy.history[0].failures:
-        assert "bytes, allowed are 1048576 (max-upload-mb)" in failure.reason
+        assert "bytes, must be at most 1048576 (max-upload-mb)" in failure.reason
     assert max(read) < 2**20

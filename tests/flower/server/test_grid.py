@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
@@ -19,62 +19,51 @@ from pbfl_flwr.flower.server import grid as waiting
 from pbfl_flwr.flower.server.grid import PollingGrid, poll, polling
 from pbfl_flwr.flower.server.membership import wait_for_nodes
 from pbfl_flwr.flower.server.roster import Roster
-from tests.flower.inprocess import LocalGrid
-
-
-class Clock:
-    """Time that passes only where somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+from tests.flower.inprocess import Answer, Clock, Delayed, InProcessGrid
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(waiting, "time", found)
-    return found
+    clock = Clock()
+    monkeypatch.setattr(waiting, "time", clock)
+    return clock
 
 
-class SlowGrid(LocalGrid):
-    """Nodes that answer after so many seconds; a message to a node that is not there is not taken."""
+class SlowGrid(InProcessGrid):
+    """As Flower's grid: it takes no message to a node that is not there, and must be looked at to hand out replies.
+
+    Args:
+        clock: of the test.
+        seconds: node -> after how many it has joined, and after how many it replies.
+    """
 
     def __init__(self, clock: Clock, seconds: dict[int, float]) -> None:
-        super().__init__()
-        self.clock, self.seconds, self.pulls = clock, seconds, 0
+        super().__init__(self.reply, {}, nodes=list(seconds), partitions=list(seconds), clock=clock)
+        self.faults = {(node, number): self.slowly for node in seconds for number in (0, 3)}
+        self.joined, self.pulls = seconds, 0
         self.pull_interval: float | None = None
-        self.due: dict[str, tuple[float, Message]] = {}
         self.pushed: list[tuple[float, list[int]]] = []
 
+    def reply(self, message: Message, context: Context) -> Message:
+        report = Report(1, 1, seconds=(0.0, 0.0, self.joined[context.node_id], 0.0, 0.0)).to_record()
+        return Message(wire.content(report=report), reply_to=message)
+
+    def slowly(self, message: Message, answer: Answer) -> Delayed:
+        return Delayed(answer(), self.joined[message.metadata.dst_node_id])
+
     def get_node_ids(self) -> list[int]:
-        return [node for node, seconds in self.seconds.items() if seconds <= self.clock.now]
+        return [node for node, seconds in self.joined.items() if seconds <= self.clock.now]
 
     def push_messages(self, messages: Iterable[Message]) -> list[Any]:
-        ids: list[Any] = []
-        messages = list(messages)
-        self.pushed.append((self.clock.now, [message.metadata.dst_node_id for message in messages]))
-        for message in messages:
-            message_id = f"message to {message.metadata.dst_node_id}"
-            message.metadata.__dict__["_message_id"] = message_id
-            if (seconds := self.seconds.get(message.metadata.dst_node_id)) is None:
-                ids.append(None)  # as Flower has it
-            else:
-                ids.append(message_id)
-                report = Report(1, 1, seconds=(0.0, 0.0, seconds, 0.0, 0.0)).to_record()
-                answer = Message(wire.content(report=report), reply_to=message)
-                self.due[message_id] = self.clock.now + seconds, answer
-        return ids
+        sent = list(messages)
+        self.pushed.append((self.clock.now, [message.metadata.dst_node_id for message in sent]))
+        known = [message for message in sent if message.metadata.dst_node_id in self.joined]
+        taken = dict(zip(map(id, known), super().push_messages(known), strict=True))
+        return [taken.get(id(message)) for message in sent]  # None, as Flower has it
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         self.pulls += 1
-        come = [key for key in message_ids if self.due[key][0] <= self.clock.now]
-        return [self.due.pop(key)[1] for key in come]
+        return super().pull_messages(message_ids)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         raise AssertionError("this would wait in silence")
@@ -83,6 +72,10 @@ class SlowGrid(LocalGrid):
 def questions(*nodes: int, group: str = "3") -> list[Message]:
     content = RecordDict({"config": ConfigRecord({"round": 3})})
     return [Message(content, dst_node_id=node, message_type="train", group_id=group) for node in nodes]
+
+
+def ids(*messages: Message) -> list[str]:
+    return [message.metadata.message_id for message in messages]
 
 
 def senders(answers: Iterable[Message]) -> list[int]:
@@ -140,11 +133,11 @@ def test_in_a_simulation_who_took_longest_the_last_time_is_handed_over_first(
 
 def test_who_does_not_answer_in_time_is_left_out_and_its_answer_can_be_had_later(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 0.0, 2: 10.0})
-    attentive_grid = PollingGrid(grid, str)
-    assert senders(attentive_grid.send_and_receive(questions(1, 2), timeout=4.0)) == [1]
+    polling_grid, asked = PollingGrid(grid, str), questions(1, 2)
+    assert senders(polling_grid.send_and_receive(asked, timeout=4.0)) == [1]
     assert clock.now == pytest.approx(4.0)
     clock.sleep(6.5)
-    assert senders(attentive_grid.pull_messages(["message to 2"])) == [2]
+    assert senders(polling_grid.pull_messages(ids(*asked))) == [2]
 
 
 def test_an_answer_at_the_last_moment_counts(clock: Clock) -> None:
@@ -205,8 +198,8 @@ def test_a_node_is_named_by_its_number_until_it_has_said_who_it_is(
     grid = SlowGrid(clock, {5: 0.0, 6: 1000.0})
     roster = Roster({})
     with caplog.at_level(logging.INFO, "flwr"):
-        PollingGrid(grid, roster.node_label).send_and_receive(questions(5, 6, group="hello"), timeout=100)
-    assert caplog.messages == ["hello: 1 of 2 have answered; waiting for node 6, 61 s so far"]
+        PollingGrid(grid, roster.node_label).send_and_receive(questions(5, 6, group="handshake"), timeout=100)
+    assert caplog.messages == ["handshake: 1 of 2 have answered; waiting for node 6, 61 s so far"]
 
 
 def test_nodes_that_have_not_joined_are_counted_while_one_waits(
@@ -222,33 +215,22 @@ def test_nodes_that_have_not_joined_are_counted_while_one_waits(
 
 
 class HalfComeGrid(SlowGrid):
-    """Hands an answer out when its first bytes are there and then waits for the rest, as Flower's grid does."""
+    """Hands a reply out when its first bytes are there and then waits for the rest, as Flower's grid does."""
 
     def __init__(self, clock: Clock, halves: set[int]) -> None:
         super().__init__(clock, {1: 0.0, 2: 0.0, 3: 0.0})
-        self.halves, self.rest = {f"message to {node}" for node in halves}, threading.Event()
-        self.lost: set[str] = set()  # questions whose nodes Flower has given up
+        self.halves, self.rest = halves, threading.Event()
+        self.lost: list[Message] = []  # those whose nodes Flower has given up
         self.code = ErrorCode.NODE_UNAVAILABLE
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        message_ids = list(message_ids)
-        gone = [f"message to {node}" for node in (1, 2, 3) if f"message to {node}" in self.lost]
-        found = super().pull_messages([key for key in message_ids if key in self.due and key not in gone])
-        if self.halves & {answer.metadata.reply_to_message_id for answer in found}:
+        lost = {message.metadata.message_id: message for message in self.lost}
+        replies = super().pull_messages([message_id for message_id in message_ids if message_id not in lost])
+        if self.halves.intersection(senders(replies)):
             self.rest.wait(20)
-        errors = [self.given_up(key) for key in message_ids if key in gone]
-        self.lost -= set(gone)
-        return found + errors
-
-    def given_up(self, question: str) -> Message:
-        found = Message(Error(self.code, "Node Unavailable"), reply_to=self.asked[question])
-        return found
-
-    def push_messages(self, messages: Iterable[Message]) -> list[Any]:
-        messages = list(messages)
-        ids = super().push_messages(messages)
-        self.asked = dict(zip(ids, messages, strict=True))
-        return ids
+        errors = [Message(Error(self.code, "Node Unavailable"), reply_to=m) for m in self.lost]
+        self.lost = []
+        return replies + errors
 
 
 @pytest.fixture
@@ -259,42 +241,42 @@ def halves(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("halves")
 def test_an_answer_that_comes_slowly_holds_up_neither_the_others_nor_the_deadline(clock: Clock) -> None:
     grid = HalfComeGrid(clock, {2})
-    grid.seconds[3] = 5.0
+    grid.joined[3] = 5.0
     heard: list[str] = []
     before = threading.enumerate()
-    watched = PollingGrid(grid, str, heard.append)
-    assert senders(watched.send_and_receive(questions(1, 2, 3), timeout=70)) == [3]
+    watched, asked = PollingGrid(grid, str, heard.append), questions(1, 2, 3)
+    assert senders(watched.send_and_receive(asked, timeout=70)) == [3]
     assert clock.now == pytest.approx(70)
     assert heard == ["round 3: 1 of 3 have answered; waiting for 1, 2, 61 s so far"]
     waits = [thread for thread in threading.enumerate() if thread not in before]
     assert [thread.daemon for thread in waits] == [True], "a server ends without the last byte"
     grid.rest.set()
-    late = eventually(lambda: watched.pull_messages(["message to 2", "message to 1"]), 2)
+    late = eventually(lambda: watched.pull_messages(ids(asked[1], asked[0])), 2)
     assert senders(late) == [2, 1]
 
 
 @pytest.mark.usefixtures("halves")
 def test_a_node_that_flower_gives_up_while_its_answer_comes_is_waited_for(clock: Clock) -> None:
     grid = HalfComeGrid(clock, {2})
-    watched = PollingGrid(grid, str)
-    assert watched.send_and_receive(questions(2), timeout=5) == []
-    grid.lost = {"message to 2"}
-    assert watched.pull_messages(["message to 2"]) == []
+    watched, asked = PollingGrid(grid, str), questions(2)
+    assert watched.send_and_receive(asked, timeout=5) == []
+    grid.lost = asked
+    assert watched.pull_messages(ids(*asked)) == []
     grid.rest.set()
-    assert senders(eventually(lambda: watched.pull_messages(["message to 2"]), 1)) == [2]
-    grid.lost = {"message to 2"}  # and nobody else's bytes are on their way
-    (gone,) = eventually(lambda: watched.pull_messages(["message to 2"]), 1)
+    assert senders(eventually(lambda: watched.pull_messages(ids(*asked)), 1)) == [2]
+    grid.lost = asked  # and nobody else's bytes are on their way
+    (gone,) = eventually(lambda: watched.pull_messages(ids(*asked)), 1)
     assert gone.has_error()
 
 
 @pytest.mark.usefixtures("halves")
 def test_a_client_that_failed_is_known_at_once_while_anothers_answer_comes(clock: Clock) -> None:
     grid = HalfComeGrid(clock, {2})
-    grid.seconds[3] = 1000.0
-    watched = PollingGrid(grid, str)
-    assert watched.send_and_receive(questions(2, 3), timeout=5) == []
-    grid.lost, grid.code = {"message to 3"}, ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-    (failed,) = eventually(lambda: watched.pull_messages(["message to 2", "message to 3"]), 1)
+    grid.joined[3] = 1000.0
+    watched, asked = PollingGrid(grid, str), questions(2, 3)
+    assert watched.send_and_receive(asked, timeout=5) == []
+    grid.lost, grid.code = asked[1:], ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    (failed,) = eventually(lambda: watched.pull_messages(ids(*asked)), 1)
     assert failed.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
     grid.rest.set()
 
