@@ -32,7 +32,7 @@ from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES, FAMILIES
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import ClientsRecord
-from tests.runs import columns, entry, over, pbfl, rounds_of, unread, without_room, write_run
+from tests.small_runs import columns, entry, over, pbfl, rounds_of, unread, without_room, write_run
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from pbfl_flwr.methods import METHODS, SECTIONS
-from tests.runs import entry, write_run
+from tests.small_runs import entry, write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 APPS = ("client_app", "server_app")

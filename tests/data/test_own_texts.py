@@ -16,7 +16,7 @@ from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from tests.flower.inprocess import InProcessGrid
-from tests.runs import pbfl
+from tests.small_runs import pbfl
 
 WORDS = ("<pad>", "<cls>", "<unk>", "<eos>", "rain", "sun", "goal", "match")
 

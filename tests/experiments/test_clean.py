@@ -19,7 +19,7 @@ from pbfl_flwr.runs.client_store import ClientState, ClientStore
 from pbfl_flwr.runs.directory import STATES_REMOVED, RunDirectory
 from pbfl_flwr.runs.locks import lock_of
 from tests.flower.engines.test_grid import KEYS
-from tests.runs import entry, pbfl
+from tests.small_runs import entry, pbfl
 
 NOW = ("--older-than", "0d")
 DAY = 86_400

@@ -26,7 +26,7 @@ from pbfl_flwr.models.build import architecture_of
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import InProcessGrid
-from tests.runs import columns, entry, over, pbfl, write_run
+from tests.small_runs import columns, entry, over, pbfl, write_run
 from tests.test_engine import MARK, hear, nothing_is_left, wait_for_rounds
 
 FILE = """

@@ -13,7 +13,7 @@ from pbfl_flwr.experiments import console as output
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES
 from pbfl_flwr.runs.directory import RunDirectory
-from tests.runs import entry, pbfl, write_run
+from tests.small_runs import entry, pbfl, write_run
 
 MARKDOWN = """**Two runs**
 

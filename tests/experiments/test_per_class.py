@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pbfl_flwr.experiments import per_class, results, show
 from pbfl_flwr.experiments.per_class import Scored
-from tests.runs import columns, entry, write_run
+from tests.small_runs import columns, entry, write_run
 
 # Class b has no test samples. Of the others 3 of 4 and 0 of 1 are right.
 COUNTED: dict[str, Any] = {

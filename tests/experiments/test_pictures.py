@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.results import Group
 from pbfl_flwr.prototypes.alignment import geometry
 from pbfl_flwr.runs.client_store import ClientState
 from tests.flower.inprocess import federation
-from tests.runs import columns, entry, pbfl, write_run
+from tests.small_runs import columns, entry, pbfl, write_run
 
 EVERYWHERE = {
     "label-distribution",

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pbfl_flwr.experiments.comparing import compare, planned_runs
 from pbfl_flwr.runs.directory import RunDirectory
-from tests.runs import entry, pbfl, write_run
+from tests.small_runs import entry, pbfl, write_run
 
 FILE = """
 title = "Two methods"

@@ -14,7 +14,7 @@ from pbfl_flwr.experiments import report, results
 from pbfl_flwr.experiments.results import Group
 from pbfl_flwr.experiments.show import paper_scalars
 from pbfl_flwr.experiments.tables import Sheet
-from tests.runs import entry, pbfl, write_run
+from tests.small_runs import entry, pbfl, write_run
 
 
 class Reader(HTMLParser):

@@ -8,7 +8,7 @@ import pytest
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.catalogue import ROWS
 from pbfl_flwr.experiments.comparing import reproduce, reproduction_table
-from tests.runs import entry, over, pbfl, write_run
+from tests.small_runs import entry, over, pbfl, write_run
 
 FILE = """
 title = "A table"

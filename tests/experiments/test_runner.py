@@ -18,7 +18,7 @@ from pbfl_flwr.experiments.running.runner import interruptible
 from pbfl_flwr.flower.deploy.processes import signals_ignored
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import RunDirectory
-from tests.runs import entry, write_run
+from tests.small_runs import entry, write_run
 
 
 def test_a_file_is_read_where_it_grew(tmp_path: Path) -> None:

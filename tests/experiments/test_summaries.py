@@ -13,7 +13,7 @@ from pbfl_flwr.experiments.results import majority_lines, scores
 from pbfl_flwr.experiments.summaries import paired_sheet, probability, summary_sheet
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import PartitionRecord
-from tests.runs import columns, entry, over, rounds_of, write_run
+from tests.small_runs import columns, entry, over, rounds_of, write_run
 
 ROUNDS = {"num-server-rounds": 2}
 

@@ -18,7 +18,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.comparing import compare, comparison_table, parallel_runs, sweep
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot
 from pbfl_flwr.util.memory import available_memory
-from tests.runs import entry, pbfl, write_run
+from tests.small_runs import entry, pbfl, write_run
 from tests.test_engine import MARK, nothing_is_left
 
 

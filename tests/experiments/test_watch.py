@@ -16,7 +16,7 @@ from pbfl_flwr.experiments.running import watch
 from pbfl_flwr.runs import locks as holders
 from pbfl_flwr.runs.directory import ERROR, SERVER_LOCK, WAITING, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK, claim, lock_of
-from tests.runs import entry, over, pbfl, records, rounds_of, write_run
+from tests.small_runs import entry, over, pbfl, records, rounds_of, write_run
 
 
 def shown(view: watch.View) -> str:

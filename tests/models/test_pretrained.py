@@ -20,7 +20,7 @@ from pbfl_flwr.models.pretrained import digest
 from pbfl_flwr.models.registry import architecture_of, architectures
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.paths import weights_file
-from tests.runs import pbfl
+from tests.small_runs import pbfl
 
 SMALL = Task(3, 16, (3, 32, 32))
 ALIKE = ("resnet34", "resnet101", "resnet152", "vit-b-16")  # made by the functions that make the others

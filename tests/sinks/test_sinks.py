@@ -14,7 +14,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import NewClientsRecord
 from tests.flower.inprocess import federation
-from tests.runs import entry, rounds_of
+from tests.small_runs import entry, rounds_of
 
 
 def run(tmp_path: Path, names: str, rounds: int = 2, resume: bool = False) -> Path:

@@ -11,7 +11,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.flower.deploy.superlink import Engine
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, idle_cards, places, slots
-from tests.runs import pbfl
+from tests.small_runs import pbfl
 
 
 def pretend_cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -26,7 +26,7 @@ from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.serving.export import state_file
 from tests.flower.inprocess import Answer, Federation, federation, raises, same_tensors
-from tests.runs import entry, write_run
+from tests.small_runs import entry, write_run
 
 NEW: dict[str, Any] = {"new_clients": 2, "new_client_rounds": 3}
 SCORED = [3, 5]  # clients 0 to 2 hold 5 + 2 + 5 test samples, the new ones 4 and 6

@@ -39,7 +39,7 @@ print("answered")
 
 
 def test_device_answers_in_every_method_without_ray_compiler_and_secure_aggregation(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", ANSWER, str(tmp_path / "state")],
         cwd=root,

@@ -12,7 +12,7 @@ from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.result_hash import result_hash
 from pbfl_flwr.util.atomic_files import DamagedState
 from tests.flower.inprocess import federation
-from tests.runs import pbfl
+from tests.small_runs import pbfl
 
 SERVER = ("checkpoint.safetensors", "prototypes.safetensors", "best.safetensors")
 

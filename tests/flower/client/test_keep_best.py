@@ -21,7 +21,7 @@ from pbfl_flwr.runs.early_stopping import Score
 from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.serving.export import best_of, of_round, read_state, state_file
 from tests.flower.inprocess import Federation, federation
-from tests.runs import pbfl
+from tests.small_runs import pbfl
 
 CLIENTS = range(5)
 

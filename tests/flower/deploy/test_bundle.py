@@ -16,7 +16,7 @@ from flwr.cli.build import build_fab_from_disk
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy.bundle import PACKED, copy_included, slim
-from tests.runs import pbfl
+from tests.small_runs import pbfl
 
 PROJECT = """
 [project]
@@ -91,7 +91,7 @@ for module in pkgutil.walk_packages(pbfl_flwr.__path__, "pbfl_flwr."):
 
 
 def test_what_is_sent_to_devices_is_whole_and_has_nothing_of_the_command_line(tmp_path: Path) -> None:
-    fab = build_fab_from_disk(Path(__file__).parents[2])
+    fab = build_fab_from_disk(Path(__file__).parents[3])
     with zipfile.ZipFile(BytesIO(fab)) as bundle:
         bundle.extractall(tmp_path)
     assert not {entry.name for entry in (tmp_path / "pbfl_flwr").iterdir()} & {
@@ -108,7 +108,7 @@ def test_what_is_sent_to_devices_is_whole_and_has_nothing_of_the_command_line(tm
 
 def test_an_installed_wheel_hands_over_what_a_checkout_does(tmp_path: Path) -> None:
     """There the files of a checkout's top level are in pbfl_flwr/app, and other packages are around."""
-    checkout, site = Path(__file__).parents[2], tmp_path / "site-packages"
+    checkout, site = Path(__file__).parents[3], tmp_path / "site-packages"
     project = tomllib.loads((checkout / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     for package in (*wheel["packages"], "tests"):
@@ -125,7 +125,7 @@ def test_an_installed_wheel_hands_over_what_a_checkout_does(tmp_path: Path) -> N
 
 
 def test_a_slim_app_has_the_keys_and_the_entry_points_and_no_package(tmp_path: Path) -> None:
-    app = Path(__file__).parents[2]
+    app = Path(__file__).parents[3]
     slim(app, tmp_path / "slim")
     fab = build_fab_from_disk(tmp_path / "slim")
     with zipfile.ZipFile(BytesIO(fab)) as bundle:

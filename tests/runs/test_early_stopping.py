@@ -21,7 +21,7 @@ from pbfl_flwr.runs.early_stopping import (
 )
 from pbfl_flwr.runs.records import RoundRecord
 from tests.flower.inprocess import Federation, federation
-from tests.runs import entry, pbfl
+from tests.small_runs import entry, pbfl
 
 DETERMINISTIC: dict[str, Any] = {
     "learning_rate": 1e-30,
