@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, Shard, load_pool
-from pbfl_flwr.flower.client import device, session
+from pbfl_flwr.flower.client import device, fault_injection, session
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.session import DataSource
 from pbfl_flwr.flower.engines.grid import Handler, LocalGrid, run_immediately
@@ -37,6 +37,7 @@ from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Payload
+from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Record, RoundRecord
 from pbfl_flwr.task import Task
@@ -473,6 +474,27 @@ def after_round(number: int, happens: Callable[[], object]) -> AbstractContextMa
         return record
 
     return patch.object(MethodStrategy, "_commit", committed)
+
+
+def stored_rounds(run: Federation) -> dict[int, Any]:
+    """Return client -> (round, participations) on its disk."""
+    directory = Path(str(run.config["run-dir"])) / "clients" / run.strategy.experiment
+    rounds = {}
+    for file in directory.glob("client-*.safetensors"):
+        _, about = load_tensors(file)
+        rounds[int(about["client"])] = int(about["round"]), int(about["participations"])
+    return rounds
+
+
+def injected(kind: str, hit: set[tuple[int, int]]) -> Any:
+    """Draw this fault for (client, round) in hit and none else."""
+    none: dict[str, Any] = {"drop": False, "crash": False, "corrupt": False, "stale": False, "seconds": 0.0}
+
+    def drawn(settings: Any, client: Any, server_round: int) -> fault_injection.Fault:
+        value = {kind: 1.5 if kind == "seconds" else True} if (client, server_round) in hit else {}
+        return fault_injection.Fault(**{**none, **value}, places=(0.5, 0.9))
+
+    return patch.object(fault_injection, "draw", drawn)
 
 
 def tensors_in(thing: Any, name: str = "") -> dict[str, Tensor]:

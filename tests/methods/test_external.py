@@ -137,9 +137,9 @@ def test_a_prediction_that_no_report_has_room_for_is_refused(make_client):
 @pytest.mark.parametrize(
     ("metrics", "says"),
     [
-        ({"c": 0.5}, r"^metric 'c': allowed are other names than n, c, t, v, o, k, ko, g$"),
+        ({"c": 0.5}, r"^metric 'c': must have another name than n, c, t, v, o, k, ko, g$"),
         ({"loss.ce": 1.0, "ko": 0.5}, "^metric 'ko': "),
-        ({"mine": torch.tensor(0.5)}, "^metric 'mine' is of type Tensor; allowed is a number$"),
+        ({"mine": torch.tensor(0.5)}, "^metric 'mine' is of type Tensor; must be a number$"),
         ({"mine": [0.5]}, "^metric 'mine' is of type list; "),
     ],
 )

@@ -1,9 +1,25 @@
-"""What a device need not load: Ray, the simulation engine, torch's compiler, secure aggregation."""
+"""The ClientApp: what a device loads, and messages that come twice, late, or to two processes."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from filelock import Timeout
+from flwr.app import ConfigRecord, Message
+
+from pbfl_flwr.flower.client import app as client_module
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.prototypes.pipeline import Pipeline
+from tests.flower.inprocess import (
+    NUM_CLIENTS,
+    Answer,
+    federation,
+    plain,
+)
 
 ANSWER = """
 import sys
@@ -50,3 +66,58 @@ def test_device_answers_in_every_method_without_ray_compiler_and_secure_aggregat
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "answered\n"
+
+
+def test_the_same_round_is_answered_again_without_training_again(tmp_path: Path) -> None:
+    calls: list[int] = []
+    update = Pipeline.local_update
+
+    def counting(self: Pipeline, client: Any, down: Any) -> Any:
+        calls.append(client.id)
+        return update(self, client, down)
+
+    def twice(message: Message, answer: Answer) -> Message:
+        first, second = answer(), answer()
+        assert first.content.array_records["p"]["s"].data == second.content.array_records["p"]["s"].data
+        reports: list[dict[str, Any]] = [dict(reply.content.metric_records["m"]) for reply in (first, second)]
+        loss_and_seconds = [report.pop("t") for report in reports]
+        assert reports[0] == reports[1]
+        assert "loss.ce" in reports[0]
+        assert loss_and_seconds[0][0] == loss_and_seconds[1][0]
+        return second
+
+    with patch.object(Pipeline, "local_update", counting):
+        asked_twice = federation(tmp_path / "a", faults={(2, 1): twice, (2, 2): twice}).run()
+    assert calls.count(2) == 2
+    assert asked_twice.fingerprint == federation(tmp_path / "b").run().fingerprint
+
+
+def test_an_older_round_than_the_clients_own_is_refused(tmp_path: Path) -> None:
+    def backwards(message: Message, answer: Answer) -> Message:
+        answer()
+        message.content[wire.CONFIG] = ConfigRecord(
+            {**message.content.config_records[wire.CONFIG], "round": 1}
+        )
+        return answer()
+
+    found = federation(tmp_path, faults={(0, 2): backwards}).run()
+    (failure,) = found.strategy.history[1].failures
+    assert plain(failure) == {"client": 0, "reason": "asked for round 1, but its state is already of round 2"}
+
+
+def test_two_processes_of_one_client_take_turns(tmp_path: Path) -> None:
+    """A SuperNode that still works for a run that was killed, and the one that resumes it: the file is held."""
+    found = federation(tmp_path, num_server_rounds=1)
+    held: list[bool] = []
+    trained = client_module._train_and_save
+
+    def watching(opened: Any, message: Message) -> Message:
+        lock = opened.store.locked()
+        with pytest.raises(Timeout):
+            lock.acquire(timeout=0)
+        held.append(True)
+        return trained(opened, message)
+
+    with patch.object(client_module, "_train_and_save", watching):
+        found.run()
+    assert held == [True] * NUM_CLIENTS

@@ -1,14 +1,25 @@
-"""What a client is opened with: the network and the settings of its own architecture, its share of the cores."""
+"""What a client is opened with: network, initial weights, settings of its architecture, its share of the cores."""
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
+from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client
+from pbfl_flwr.flower.client import handshake as client_handshake
 from pbfl_flwr.flower.client import session
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.checkpoints import as_file, body_of
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.runs.directory import RunRefused
+from pbfl_flwr.task import Task
+from pbfl_flwr.util.paths import weights_file
 from tests.flower.inprocess import federation
 
 
@@ -29,19 +40,27 @@ def test_every_architecture_has_its_own_layout_and_precision(
     assert seen == {"cnn4": ("channels-last", "bfloat16"), "resnet4": ("contiguous", "float32")}
 
 
-def test_clients_begin_alike_or_each_with_its_own_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: dict[str, list[torch.Tensor]] = {}
+@pytest.fixture
+def initial_weights(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+    """The weights of every client that is opened for the first time."""
+    weights: list[dict[str, Tensor]] = []
     original = session.open_client
 
     def opened(message: Any, context: Any, source: Any) -> Any:
-        found: Any = original(message, context, source)
-        if found.stored is None:
-            begun[name].append(found.client.model.head.weight.detach().clone())
-        return found
+        opened_session = original(message, context, source)
+        if opened_session.stored is None:
+            state = opened_session.client.model.state_dict()
+            weights.append({name: tensor.detach().clone() for name, tensor in state.items()})
+        return opened_session
 
     monkeypatch.setattr(client, "open_client", opened)
+    return weights
+
+
+def test_clients_begin_alike_or_each_with_its_own_weights(
+    tmp_path: Path, initial_weights: list[dict[str, Tensor]]
+) -> None:
+    heads: dict[str, list[Tensor]] = {}
     starts: dict[str, dict[str, Any]] = {
         "alike": {},
         "own": {"initial-weights": "own"},
@@ -49,16 +68,17 @@ def test_clients_begin_alike_or_each_with_its_own_weights(
         "fedproto": {"protocol": "fedproto"},
     }
     for name, keys in starts.items():
-        begun[name] = []
+        initial_weights.clear()
         run = federation(
             tmp_path / name, num_clients=3, models="cnn4", batch_size=1, num_server_rounds=1, **keys
         ).run()
         assert run.strategy.history[0].failures == []
-    assert torch.equal(begun["alike"][0], begun["alike"][2])
-    own = begun["own"]
+        heads[name] = [weights["head.weight"] for weights in initial_weights]
+    assert torch.equal(heads["alike"][0], heads["alike"][2])
+    own = heads["own"]
     assert not any(torch.equal(own[i], own[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
-    assert all(torch.equal(*pair) for pair in zip(own, begun["again"], strict=True))
-    assert not torch.equal(*begun["fedproto"][:2])
+    assert all(torch.equal(*pair) for pair in zip(own, heads["again"], strict=True))
+    assert not torch.equal(*heads["fedproto"][:2])
 
 
 def test_a_name_that_is_no_architecture_ends_the_run_before_it_begins(tmp_path: Path) -> None:
@@ -74,3 +94,110 @@ def test_threads(keys: dict[str, Any], threads: int, tmp_path: Path, monkeypatch
     found.grid.cores = 3
     found.run()
     assert set(asked) == {threads}
+
+
+# Pretrained weights ------------------------------------------------------------------------------------------
+
+
+TASK = Task(10, 64, (1, 8, 8))
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SplitModel:
+    """A ResNet-4 with statistics of its own, kept as resnet4@mine."""
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+    model = build_model("resnet4", TASK, 77)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.fill_(0.25)
+    file = weights_file("resnet4", "mine")
+    file.parent.mkdir(parents=True)
+    file.write_bytes(as_file(body_of("resnet4", model.state_dict(), "the test's")))
+    return model
+
+
+@pytest.mark.parametrize(("method", "own"), [("fedavg", False), ("fedper", False), ("fedproto", True)])
+def test_every_client_begins_with_the_kept_body(
+    method: str, own: bool, trained: SplitModel, tmp_path: Path, initial_weights: list[dict[str, Tensor]]
+) -> None:
+    keys: dict[str, Any] = {"initial-weights": "own"} if own else {}
+    run = federation(tmp_path, method, models="resnet4@mine", num_server_rounds=1, on_disk=True, **keys).run()
+    assert run.strategy.history[0].failures == []
+    assert not any("same weights" in note for note in run.strategy.history[0].warnings)
+    assert len(initial_weights) == 5
+    for state in initial_weights:
+        for name, tensor in trained.state_dict().items():
+            if not name.startswith("head."):
+                assert torch.equal(state[name], tensor), name
+    assert torch.equal(initial_weights[0]["head.weight"], initial_weights[1]["head.weight"]) is not own
+    digests = {client.weights for client in run.directory.record().clients}
+    assert len(digests) == 1
+    assert digests != {""}
+
+
+def test_a_server_that_sends_bodies_begins_with_the_kept_one(trained: SplitModel) -> None:
+    settings = parse({"method": "fedavg", "models": "resnet4@mine", "feature-dim": 64}, SECTIONS)
+    sent = build_method(settings).init(TASK, 0).tensors
+    kept = dict(trained.named_parameters())
+    assert all(torch.equal(sent[name], kept[name]) for name in sent if not name.startswith("head."))
+    assert not torch.equal(sent["head.weight"], kept["head.weight"])
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fedgh", "lg-fedavg", "fedgen"])
+def test_a_server_that_sends_no_bodies_needs_no_file(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path))
+    made = build_method(parse({"method": method, "models": "resnet4@mine", "feature-dim": 64}, SECTIONS))
+    made.init(TASK, 0)
+    made.check(TASK, ["resnet4@mine", "resnet4@other"])
+
+
+def test_one_that_does_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path))
+    settings = parse({"method": "fedavg", "models": "resnet4@mine", "feature-dim": 64}, SECTIONS)
+    with pytest.raises(PbflError, match="no weights of resnet4 under the label 'mine' on this machine"):
+        build_method(settings).init(TASK, 0)
+
+
+def test_an_auxiliary_network_may_be_pretrained(trained: SplitModel, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"models": "cnn2", "fml.auxiliary": "resnet4@mine", "learning-rate": 1e-30}
+    run = federation(tmp_path, "fml", num_server_rounds=1, **keys).run()
+    assert run.strategy.history[0].failures == []
+    sent = run.strategy.state.tensors
+    kept = dict(trained.named_parameters())
+    assert all(torch.allclose(sent[name], kept[name]) for name in sent if not name.startswith("head."))
+
+
+def test_a_client_without_the_auxiliary_networks_weights_says_so_before_round_1(
+    trained: SplitModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {"models": "cnn2", "fml.auxiliary": "resnet4@mine"}
+    run = federation(tmp_path, "fml", num_server_rounds=1, **keys)
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "another machine"))
+    with pytest.raises(
+        PbflError, match="clients: model 'resnet4@mine': there are no weights of resnet4 under the"
+    ):
+        run.run()
+    assert run.strategy.history == []
+
+
+def test_clients_whose_kept_weights_differ_are_named_once(trained: SplitModel, tmp_path: Path) -> None:
+    said = iter(["aaaa", "bbbb", "aaaa", "aaaa", "bbbb"])
+    with patch.object(client_handshake, "digest_of_weights", lambda name: next(said)):
+        run = federation(tmp_path, models="resnet4@mine").run()
+    line = "'resnet4@mine' does not begin with the same weights everywhere: aaaa on client 0, 2, 3; bbbb on client 1, 4"
+    assert [found.warnings.count(line) for found in run.strategy.history] == [1, 0]
+
+
+def test_a_run_that_goes_on_does_so_with_the_weights_that_it_began_with(
+    trained: SplitModel, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"models": "resnet4@mine", "on_disk": True}
+    federation(tmp_path, num_server_rounds=1, **keys).run()
+    federation(tmp_path, num_server_rounds=2, resume=True, **keys).run()
+    other = build_model("resnet4", TASK, 78)
+    weights_file("resnet4", "mine").write_bytes(as_file(body_of("resnet4", other.state_dict(), "the test's")))
+    with pytest.raises(RunRefused, match=r"client 0: a resumed run keeps its clients, .* weights = "):
+        federation(tmp_path, num_server_rounds=3, resume=True, **keys).run()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from pbfl_flwr.flower.deploy import watchdog
 from pbfl_flwr.flower.deploy.processes import Processes
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="has no process groups")
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 LEAVES_A_CHILD = (
     "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
 )
@@ -31,9 +33,7 @@ def test_a_group_is_ended_once_and_then_forgotten(tmp_path: Path, monkeypatch: p
     processes = Processes()
     with (tmp_path / "log").open("wb") as log:
         first = processes.start([sys.executable, "-c", LEAVES_A_CHILD], tmp_path, os.environ, log)
-        second = processes.start(
-            [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, os.environ, log
-        )
+        second = processes.start(SLEEP, tmp_path, os.environ, log)
     first.wait(30)
     processes.sweep()
     assert ended == [first.pid]
@@ -44,22 +44,29 @@ def test_a_group_is_ended_once_and_then_forgotten(tmp_path: Path, monkeypatch: p
     assert second.returncode is not None
 
 
-def test_the_watchdog_leaves_alone_what_was_ended() -> None:
-    kept = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    said = f"{kept.pid}\n{other.pid}\n-{kept.pid}\n-99999\n"
+def sleeping() -> subprocess.Popen[bytes]:
+    """Start a process that is collected as soon as it ends; until then its group would exist."""
+    process = subprocess.Popen(SLEEP, start_new_session=True)
+    threading.Thread(target=process.wait, daemon=True).start()
+    return process
+
+
+def test_watchdog_leaves_ended_groups_alone() -> None:
+    ended, other = sleeping(), sleeping()
     watching = subprocess.Popen([sys.executable, "-I", watchdog.__file__], stdin=subprocess.PIPE, text=True)
-    watching.communicate(said, timeout=30)  # its input ends without a word: whoever wrote it is gone
+    # Its input ends without a word: whoever wrote it is gone.
+    watching.communicate(f"{ended.pid}\n{other.pid}\n-{ended.pid}\n-99999\n", timeout=30)
     try:
         assert other.wait(30) < 0
-        assert kept.poll() is None
+        assert ended.poll() is None
     finally:
-        kept.kill()
-        kept.wait()
+        ended.kill()
+        ended.wait()
 
 
-def test_the_watchdog_outlasts_what_a_cluster_sends_to_every_process_of_a_job() -> None:
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+def test_watchdog_ignores_sigterm_of_a_cluster() -> None:
+    """A cluster sends it to every process of a job."""
+    other = sleeping()
     command = [sys.executable, "-I", watchdog.__file__]
     watching = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
     time.sleep(2)  # until it has started
@@ -76,9 +83,7 @@ def test_without_its_watchdog_all_is_ended_as_well(tmp_path: Path) -> None:
     """Also the last word to it, which nobody reads."""
     processes = Processes()
     with (tmp_path / "log").open("wb") as log:
-        started = processes.start(
-            [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, os.environ, log
-        )
+        started = processes.start(SLEEP, tmp_path, os.environ, log)
     assert processes._watchdog is not None
     processes._watchdog.kill()
     processes._watchdog.wait()

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from pbfl_flwr.config import Scalar
 from tests.flower.sites import run
@@ -24,11 +23,6 @@ def table(file: Path, columns: list[str]) -> str:
     rows = [",".join([*(f"{(i + j) % 5}.0" for j in range(256)), str(NAMES[i % 3])]) for i in range(24)]
     file.write_text("\n".join([",".join([*columns, "label"]), *rows]))
     return str(file)
-
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
 
 
 def test_what_changed_on_a_device_is_named_and_costs_its_own_round_alone(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Secure aggregation in process: Flower's own workflow and mod, our messages, tables that nobody sees."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,14 +17,25 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.secagg.messages import REPORT
 from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.payloads import Prototypes, RejectedPayload
+from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, Federation, federation, lost, plain, raises
-from tests.flower.server.test_faults import only
+from tests.flower.inprocess import (
+    NUM_CLIENTS,
+    Answer,
+    Fault,
+    Federation,
+    federation,
+    injected,
+    lost,
+    plain,
+    raises,
+)
 
 TASK = Task(num_classes=10, feature_dim=64, input_shape=(1, 16, 16))
+
+
 SETTINGS: dict[str, dict[str, Scalar]] = {
     "mean": {"aggregation": "mean"},
     "mean, aligned": {"method": "protonorm"},
@@ -223,7 +233,7 @@ def test_an_injected_fault_is_named_as_without_the_protocol(tmp_path: Path) -> N
 
 
 def test_an_earlier_upload_is_not_summed_again(tmp_path: Path) -> None:
-    with only("stale", {(2, 2)}):
+    with injected("stale", {(2, 2)}):
         stale = federation(tmp_path / "a", secure_aggregation=True).run()
     second = stale.strategy.history[1]
     assert second.trained == [0, 1, 3, 4]
@@ -277,34 +287,3 @@ def test_what_is_no_sum_is_refused(keys: dict[str, Scalar], said: str) -> None:
         build_method(parse({"secure-aggregation": True, **keys}, SECTIONS))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-
-
-# Vectors ----------------------------------------------------------------------------------------------------
-
-
-def test_a_table_survives_its_vector() -> None:
-    values = torch.tensor([[1.0, -2.0], [0.0, 0.0], [300.0, 4.0]])
-    upload = Prototypes(values, torch.tensor([True, False, True]), None, 12)
-    vector, clipped = sums.to_vector(upload, 100.0)
-    assert clipped == 1
-    assert len(vector) == 3 * 2 + 3 + 1
-    total = sums.from_vector(2 * vector, 3, 2, 100.0)
-    assert total.rows.tolist() == [[2.0, -4.0], [0.0, 0.0], [200.0, 8.0]]
-    assert total.holders.tolist() == [2, 0, 2]
-    assert total.num_examples == 24
-    vector, clipped = sums.to_vector(replace(upload, num_examples=sums.MOST_SAMPLES + 1), 300.0)
-    assert clipped == 1
-    assert sums.from_vector(vector, 3, 1, 300.0).num_examples == sums.MOST_SAMPLES
-
-
-def test_a_sum_that_is_none_is_rejected() -> None:
-    with pytest.raises(RejectedPayload, match="not a table of 3 classes"):
-        sums.from_vector(np.zeros(9), 3, 2, 100.0)
-    with pytest.raises(RejectedPayload, match="the masks did not cancel"):
-        sums.from_vector(np.full(10, 37.0), 3, 2, 100.0)
-
-
-@pytest.mark.parametrize(("clients", "bits"), [(2, 30), (3, 29), (4, 29), (5, 28), (20, 26), (1000, 21)])
-def test_the_sum_fits_into_31_bits(clients: int, bits: int) -> None:
-    assert sums.bits(clients) == bits
-    assert clients * 2**bits <= 2**31

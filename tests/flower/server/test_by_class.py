@@ -1,20 +1,13 @@
-"""per-class: what is counted by class, what follows from it, what the wire refuses, and where it is written."""
+"""Runs with per-class: what is recorded, and where."""
 
-import json
-import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from flwr.app import MetricRecord, RecordDict
-from sklearn.metrics import balanced_accuracy_score, f1_score
-from torch import Tensor
+from flwr.app import RecordDict
 
-from pbfl_flwr.config import PREDICTORS, EvaluationSettings, parse
+from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
@@ -22,171 +15,25 @@ from pbfl_flwr.flower.messages.traffic import Traffic
 from pbfl_flwr.flower.server.exchange import Outcome, Phase
 from pbfl_flwr.flower.server.rounds import Exchange, clients_record, on_validation, summarise_accuracy
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.sinks import new_client_step, steps
-from pbfl_flwr.training.class_metrics import ByClass, balanced_accuracy, macro_f1, recalls, statistics
-from pbfl_flwr.training.evaluation import evaluate
-from tests.flower.inprocess import SPLITS, Federation, altered, federation, numbers, raises, same_tensors
-from tests.training.test_loop import client, data
+from pbfl_flwr.training.class_metrics import ByClass
+from tests.flower.inprocess import SPLITS, Federation, altered, federation, numbers, same_tensors
 
 SCORES = {"balanced", "balanced_mean", "macro_f1", "macro_f1_mean", "by_class", "tested"}
+
 
 # Two clients, four classes, of which nobody tests the last one.
 # Client 0: labels 0 0 0 1, answers 0 0 1 1; client 1: labels 0 2, answers 0 3.
 FIRST = ByClass([3, 1, 0, 0], {"head": [2, 1, 0, 0]}, {"head": [2, 2, 0, 0]})
+
+
 SECOND = ByClass([1, 0, 1, 0], {"head": [1, 0, 0, 0]}, {"head": [1, 0, 0, 1]})
 
 
 def report(counts: ByClass, **more: Any) -> Report:
     right = {name: sum(row) for name, row in counts.right.items()}
     return Report(9, sum(counts.tested), 1, right, metrics={}, by_class=counts, **more)
-
-
-def test_by_hand() -> None:
-    found = statistics([FIRST, SECOND], "head")
-    assert found["tested"] == [4, 1, 1, 0]
-    assert found["by_class"] == [0.75, 1.0, 0.0, None]
-    assert found["balanced"] == pytest.approx((0.75 + 1 + 0) / 3)
-    # 2R/(T + A): 6/7, 2/3, 0/1 and 0/1, the last of a class that is only answered
-    assert found["macro_f1"] == pytest.approx((6 / 7 + 2 / 3 + 0 + 0) / 4)
-    # client 0 has recalls 2/3 and 1, client 1 has 1 and 0
-    assert found["balanced_mean"] == pytest.approx(((2 / 3 + 1) / 2 + (1 + 0) / 2) / 2)
-    # client 0: 4/5 and 2/3; client 1: 1, 0 and 0
-    assert found["macro_f1_mean"] == pytest.approx(((4 / 5 + 2 / 3) / 2 + (1 + 0 + 0) / 3) / 2)
-
-
-def counted(labels: Sequence[int], answers: Sequence[int], num_classes: int) -> ByClass:
-    pairs = list(zip(labels, answers, strict=True))
-    right = [sum(a == b == k for a, b in pairs) for k in range(num_classes)]
-    tested, answered = ([list(row).count(k) for k in range(num_classes)] for row in (labels, answers))
-    return ByClass(tested, {"head": right}, {"head": answered})
-
-
-def test_as_scikit_learn_has_them() -> None:
-    drawn = np.random.default_rng(7)
-    clients, labels, answers = [], [], []
-    for size in (1, 2, 5, 40, 200):
-        held = drawn.choice(12, size=min(size, 5), replace=False)  # classes 0..11 of 14
-        labels.append(drawn.choice(held, size))
-        answers.append(np.where(drawn.random(size) < 0.6, labels[-1], drawn.integers(0, 13, size)))
-        clients.append(counted(labels[-1].tolist(), answers[-1].tolist(), 14))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of answers that are no label
-        balanced = [balanced_accuracy_score(*pair) for pair in zip(labels, answers, strict=True)]
-        together = balanced_accuracy_score(np.concatenate(labels), np.concatenate(answers))
-    f1 = [f1_score(*pair, average="macro") for pair in zip(labels, answers, strict=True)]
-    found = statistics(clients, "head")
-    assert found["balanced_mean"] == pytest.approx(np.mean(balanced))
-    assert found["macro_f1_mean"] == pytest.approx(np.mean(f1))
-    assert found["balanced"] == pytest.approx(together)
-    assert found["macro_f1"] == pytest.approx(
-        f1_score(np.concatenate(labels), np.concatenate(answers), average="macro")
-    )
-
-
-def test_no_number_without_a_sample_is_made_up() -> None:
-    assert np.isnan(recalls([0, 2], [0, 1])).tolist() == [True, False]
-    assert float(balanced_accuracy([0, 2], [0, 1])) == 0.5
-    assert float(macro_f1([0, 2, 0], [0, 1, 0], [1, 1, 0])) == pytest.approx((0 + 2 / 3) / 2)
-
-
-def test_the_pass_over_the_test_data_counts() -> None:
-    labels = data().test.labels
-    fixed = torch.tensor([0, 1, 1, 0, 1, 2])[: len(labels)]
-    seen = 0
-
-    def oracle(features: Tensor, logits: Tensor) -> Tensor:
-        nonlocal seen
-        batch = fixed[seen % len(fixed) : seen % len(fixed) + len(features)]
-        seen += len(features)
-        return torch.eye(3)[batch]
-
-    who = replace(client(), evaluation=EvaluationSettings(per_class=True, eval_batch_size=4))
-    found = evaluate(who, {"head": oracle})
-    expected = counted(labels.tolist(), fixed.tolist(), 3)
-    assert found.by_class == expected
-    assert sum(expected.right["head"]) == found.correct["head"]
-    assert evaluate(client(), {"head": oracle}).by_class is None
-
-
-def test_without_test_samples_there_are_zeros() -> None:
-    shards = data(test=0)
-    who = replace(client(), data=shards, evaluation=EvaluationSettings(per_class=True))
-    found = evaluate(who, {"head": lambda features, logits: logits})
-    assert found.by_class == ByClass([0] * 3, {"head": [0] * 3}, {"head": [0] * 3})
-    empty = report(found.by_class)
-    assert Report.from_record(empty.to_record(), 3) == empty
-    assert summarise_accuracy({0: empty}) == {}
-
-
-# The wire ---------------------------------------------------------------------------------------------------
-
-
-def twice() -> Report:
-    other = ByClass(FIRST.tested, {"head": [1, 0, 0, 0]}, {"head": [1, 0, 0, 3]})
-    return report(FIRST, other={"head": 1}, other_by_class=other)
-
-
-def test_counts_travel_as_whole_numbers_and_come_back() -> None:
-    for sent in (report(SECOND), twice()):
-        record = sent.to_record()
-        assert all(
-            type(value) is int
-            for value in [*numbers(record, "k"), *(numbers(record, "ko") if "ko" in record else [])]
-        )
-        assert Report.from_record(record, 4) == sent
-    several = ByClass([1, 2], {"head": [1, 1], "local": [0, 2]}, {"head": [2, 1], "local": [1, 2]})
-    assert Report.from_record(report(several).to_record(), 2) == report(several)
-
-
-def test_nobody_looks_at_counts_that_were_not_asked_for() -> None:
-    record = twice().to_record()
-    record["k"] = [-1]
-    found = Report.from_record(record)
-    assert found.by_class is None
-    assert found.other == {"head": 1}
-    assert "k" not in Report(4, 3, 1, {"head": 1}).to_record()
-
-
-LENGTH, COUNT, CONTRADICT = "lacks 'k' of length 12", "values that are not counts", "by class contradict"
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda k: k[:-1], LENGTH),
-        (lambda k: [*k, 0, 0, 0, 0], LENGTH),
-        (lambda k: 3, LENGTH),
-        (lambda k: [float(value) for value in k], COUNT),
-        (lambda k: [*k[:-1], -1], COUNT),
-        (lambda k: [2**62, *k[1:]], COUNT),
-        (lambda k: [k[0] + 1, *k[1:]], CONTRADICT),  # tested: 5 in all, not 4
-        (lambda k: [*k[:4], k[4] + 1, *k[5:]], CONTRADICT),  # right: 4 in all, not 3
-        (lambda k: [*k[:8], k[8] + 1, *k[9:]], CONTRADICT),  # answered: 5 in all, not 4
-        (lambda k: [*k[:4], 1, 2, 0, 0, *k[8:]], CONTRADICT),  # more right than tested, of class 1
-        (lambda k: [*k[:8], 1, 3, 0, 0], CONTRADICT),  # more right than answered, of class 0
-    ],
-)
-def test_malformed_counts_are_rejected(change: Any, said: str) -> None:
-    record = report(FIRST).to_record()
-    record["k"] = change(numbers(record, "k"))
-    with pytest.raises(RejectedPayload, match=said):
-        Report.from_record(record, 4)
-
-
-def test_counts_that_were_asked_for_must_be_there() -> None:
-    with pytest.raises(RejectedPayload, match=LENGTH):
-        Report.from_record(Report(9, 4, 1, {"head": 3}).to_record(), 4)
-    record = MetricRecord({key: value for key, value in twice().to_record().items() if key != "ko"})
-    with pytest.raises(RejectedPayload, match="lacks 'ko' of length 8"):
-        Report.from_record(record, 4)
-    record["ko"] = [0, 1, 0, 0, 1, 0, 0, 3]
-    with pytest.raises(RejectedPayload, match=CONTRADICT):  # right 1 of class 1, answered never
-        Report.from_record(record, 4)
-
-
-# The books --------------------------------------------------------------------------------------------------
 
 
 def test_the_books_keep_what_occurs() -> None:
@@ -307,13 +154,6 @@ def test_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
         federation(tmp_path / "parts", on_disk=True, num_server_rounds=4, resume=True).run()
 
 
-def test_who_failed_and_is_asked_again_says_the_same(tmp_path: Path) -> None:
-    run = federation(tmp_path, per_class=True, faults={(1, 1): raises}, on_disk=True).run()
-    first, second = run.directory.client_records()
-    assert 1 not in first.client
-    assert second.by_class[second.client.index(1)]["classes"]
-
-
 def test_under_secure_aggregation_reports_are_as_in_clear(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"aggregation": "ppa", "num_server_rounds": 1, "per_class": True}
     plain_run = federation(tmp_path / "plain", **keys).run()
@@ -328,10 +168,3 @@ def test_it_needs_clients_that_say_how_they_score() -> None:
     assert str(error.value) == (
         "per-class = true: with client-report = 'none' clients report no scores; must be false"
     )
-
-
-def test_the_lines_are_json(tmp_path: Path) -> None:
-    run = federation(tmp_path, per_class=True, on_disk=True, num_server_rounds=1).run()
-    (record,) = run.directory.round_records()
-    assert json.loads(json.dumps(record.to_json(), allow_nan=False)) == run.strategy.history[0].to_json()
-    assert set(record.accuracy) <= set(PREDICTORS)

@@ -26,11 +26,6 @@ from tests.flower.inprocess import FIRST_NODE, federation, flower_error, handsha
 from tests.flower.sites import run, sites, write_site
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
-
-
 def member(client: int | str, node: int = 1) -> ClientRecord:
     task = Task(3, 4, (2,))
     return client_from_reply(node, ConfigRecord({**handshake_reply(0, task), "client": client}))

@@ -1,4 +1,4 @@
-"""A run that begins with some of its devices, and others that join it."""
+"""Which clients a run has: the handshake, clients that join it, and nodes that go and come back."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message
+from flwr.app import ConfigRecord, Message, RecordDict
 from rich.console import Console
 
 from pbfl_flwr.config import Scalar, parse
@@ -17,8 +17,10 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import report, results
 from pbfl_flwr.experiments.run_export import as_csv
 from pbfl_flwr.experiments.show import show_run
-from pbfl_flwr.flower.client import handshake as client_hello
-from pbfl_flwr.flower.server.membership import Admission, Membership
+from pbfl_flwr.flower.client import handshake as client_handshake
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.server import membership as returning
+from pbfl_flwr.flower.server.membership import Admission, Membership, checked_roster, handshake_with_new_nodes
 from pbfl_flwr.flower.server.roster import Roster, client_from_reply
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import METHODS, SECTIONS
@@ -29,24 +31,29 @@ from pbfl_flwr.task import Task
 from tests.flower.inprocess import (
     SHORT,
     Answer,
+    Fault,
     Federation,
     InProcessGrid,
+    after_round,
+    altered,
     federation,
+    flower_error,
     handshake_reply,
+    plain,
+    raises,
     silent,
+    stored_rounds,
+    tiny_client,
+    unreported,
 )
 from tests.flower.sites import run, sites
 
 TASK = Task(3, 4, (2,))
-
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+IMAGES = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))
 
 
 def coming(fed: Federation, arrivals: Mapping[int, Sequence[int]]) -> Federation:
-    """Let devices come: round -> positions of those that are there from this round on; 1 is before the hello."""
+    """Let devices come: round -> positions of those that are there from this round on; 1 is before the handshake."""
     nodes = [*fed.grid.get_node_ids()]
     online = [nodes[n] for n in arrivals.get(1, [])]
     fed.grid.get_node_ids = lambda: list(online)  # type: ignore[method-assign]
@@ -96,7 +103,7 @@ def test_a_run_begins_with_some_and_others_join_in_any_round(tmp_path: Path) -> 
 def test_who_joins_with_other_pretrained_weights_is_noted(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c", "d")
     said = iter(["1", "1", "2", "1"])
-    with patch.object(client_hello, "digest_of_weights", lambda name: next(said)):
+    with patch.object(client_handshake, "digest_of_weights", lambda name: next(said)):
         found = begun(tmp_path, nodes, {1: [0, 1], 2: [2], 3: [3]})
     notes = [[n for n in line.warnings if "same weights" in n] for line in found.strategy.history]
     assert notes == [
@@ -344,10 +351,9 @@ def test_who_joins_during_the_last_round_is_scored(tmp_path: Path) -> None:
     assert len(RunDirectory(tmp_path / "run").record().clients) == 3
 
 
-def member(client: int | str, **said: Any) -> ClientRecord:
-    return client_from_reply(
-        9, ConfigRecord({**handshake_reply(0, TASK), "simulated": False, **said, "client": client})
-    )
+def member(client: int | str, node: int = 9, **properties: Any) -> ClientRecord:
+    reply = {**handshake_reply(0, TASK), "simulated": False, **properties, "client": client}
+    return client_from_reply(node, ConfigRecord(reply))
 
 
 def anything(roster: Roster) -> None:
@@ -419,3 +425,178 @@ def test_a_silent_node_holds_a_round_for_a_minute_at_most_and_ever_more_seldom()
 def test_what_does_not_go_together(keys: dict[str, Scalar], reason: str) -> None:
     with pytest.raises(PbflError, match=reason):
         parse({"method": "fedproto", **keys}, SECTIONS)
+
+
+# The handshake -----------------------------------------------------------------------------------------------
+
+
+def test_two_nodes_with_one_client_id_are_named(tmp_path: Path) -> None:
+    found = federation(tmp_path, partitions=[0, 1, 1, 3, 4], nodes=[11, 12, 13, 14, 15])
+    with pytest.raises(PbflError, match="client-id 1 is used by two nodes, 12 and 13"):
+        found.run()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num-classes": 5}, "num classes K: client 0 has 4, 2 has 5"),
+        ({"feature-dim": 7}, "feature-dim d: client 0 has 6, 2 has 7"),
+        ({"input-shape": [3, 8, 8]}, "input shape: client 0 has (1, 16, 16), 2 has (3, 8, 8)"),
+        ({"labels": ["0", "1", "3", "2"]}, "label names: client 0 has ('0', '1', '2', '3'), 2 has"),
+    ],
+)
+def test_a_disagreement_names_both_sides(change: dict[str, Any], text: str) -> None:
+    said = [{**handshake_reply(client, IMAGES), **(change if client == 2 else {})} for client in range(3)]
+    with pytest.raises(PbflError) as error:
+        checked_roster(client_from_reply(node, ConfigRecord(record)) for node, record in enumerate(said))
+    assert f"clients disagree on {text}" in str(error.value)
+
+
+def test_clients_that_cannot_start_are_counted_by_reason_before_training(tmp_path: Path) -> None:
+    def some_data(settings: Any, client: int) -> Any:
+        if client in (1, 3):
+            raise PbflError("the data is not there; it belongs at /data/x")
+        return tiny_client(client)
+
+    found = federation(tmp_path, data=some_data)
+    with pytest.raises(
+        PbflError, match=r"^2 of 5 clients: the data is not there; it belongs at /data/x \(on node "
+    ) as error:
+        found.run()
+    assert str(error.value).endswith(f"(on node {found.grid.nodes[1]}, {found.grid.nodes[3]})")
+    assert {kind for _, _, kind in found.grid.asked} == {"query"}
+
+
+def emptied(content: RecordDict) -> None:
+    content.clear()
+
+
+def with_formula(content: RecordDict) -> None:
+    """Its network's name stands in tables, which a spreadsheet may open."""
+    content.config_records[wire.CONFIG]["architecture"] = "=HYPERLINK(1)"
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (silent, "1 of 5 clients: no answer within 1 s (on node "),
+        (altered(emptied), "its handshake reply is empty"),
+        (
+            altered(lambda content: wire.content(config=ConfigRecord({"client": 1}))),
+            "its handshake reply lacks 'input-shape'",
+        ),
+        (altered(with_formula), "architecture '=HYPERLINK(1)' is not a network name"),
+        (flower_error(""), "error code 8"),
+    ],
+)
+def test_a_failed_handshake_is_one_line(tmp_path: Path, fault: Fault, text: str) -> None:
+    with pytest.raises(PbflError) as error:
+        federation(tmp_path, faults={(1, 0): fault}, round_timeout=1.0).run()
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_too_few_nodes_say_how_many_are_wanted(tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match=r"num-clients = 5, but only 3 nodes joined within 0 s"):
+        federation(tmp_path, partitions=[0, 1, 2], join_timeout=0.2).run()
+
+
+def test_an_experiment_that_is_no_name_of_a_directory_is_refused(tmp_path: Path) -> None:
+    found = federation(tmp_path)
+    found.strategy.experiment = "../../elsewhere"
+    with pytest.raises(PbflError, match=r"experiment = '\.\./\.\./elsewhere': must be letters"):
+        found.run()
+
+
+# Nodes that go and come back ---------------------------------------------------------------------------------
+
+
+def test_a_client_that_comes_back_on_another_node_goes_on(tmp_path: Path) -> None:
+    found = federation(tmp_path, num_server_rounds=3, faults={(1, 2): unreported})
+
+    def restarted() -> None:  # its SuperNode was started again, without a key: Flower gives it another id
+        found.grid.nodes[1] = 99
+
+    with after_round(2, restarted):
+        found.run()
+    assert found.strategy.history[2].trained == [0, 1, 2, 3, 4]
+    assert found.strategy.roster is not None
+    assert found.strategy.roster.clients[1].node == 99
+    assert stored_rounds(found)[1] == (3, 2)  # its own state, two participations
+
+
+def test_a_node_that_is_gone_is_named_and_not_asked(tmp_path: Path) -> None:
+    found = federation(tmp_path, num_server_rounds=3, faults={(1, 2): silent}, fraction_train=0.6)
+    nodes = list(found.grid.nodes)
+
+    def changed() -> None:
+        found.grid.nodes[:] = nodes if found.strategy.done != 2 else [*nodes[:1], -1, *nodes[2:]]
+
+    found.grid.faults |= {(1, number): silent for number in (1, 2)}
+    with (
+        after_round(0, changed),
+        patch.object(found.grid, "get_node_ids", lambda: [node for node in found.grid.nodes if node > 0]),
+    ):
+        found.run()
+    third = found.strategy.history[2]
+    assert plain(third.failures) == [{"client": 1, "reason": "its node is not connected"}]
+    assert len(third.trained) == 3  # 60 % of five, of those who are there
+    assert not any(client == 1 and number == 3 for client, number, _ in found.grid.asked)
+
+
+def test_a_second_node_of_a_living_client_is_not_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
+
+    def connected() -> None:
+        found.grid.nodes.append(99)
+        found.grid.partitions.append(3)
+
+    with after_round(1, connected):
+        found.run()
+    first = found.grid.nodes[3]
+    assert f"a new node is not used: client-id 3 is used by two nodes, {first} and 99" in caplog.text
+    assert found.strategy.history[2].trained == [0, 1, 2, 3, 4]
+    assert stored_rounds(found)[3] == (3, 3)
+
+
+def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = checked_roster([member(0, 11), member(1, 12)])
+    came = [member(1, 22, architecture="resnet4"), member(5, 23)]
+    monkeypatch.setattr(returning, "send_handshake", lambda *arguments: (came, {}))
+    nobody: Any = None  # the greeting is replaced: no grid is asked
+    after, refused = handshake_with_new_nodes(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
+    assert after == before
+    assert refused == {
+        22: "client 1 reconnected with another architecture: resnet4, it had cnn4",
+        23: "client-id 5 on node 23 is not part of this run",
+    }
+
+
+def test_of_two_new_nodes_of_a_client_that_failed_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(returning, "send_handshake", lambda *arguments: ([member(1, 23), member(1, 22)], {}))
+    nobody: Any = None  # the greeting is replaced: no grid is asked
+    after, refused = handshake_with_new_nodes(
+        nobody, checked_roster([member(1, 12)]), {12, 22, 23}, {1}, "e", 1.0
+    )
+    assert after.clients[1].node == 22
+    assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
+
+
+def test_a_device_that_starts_again_while_a_resumed_run_waits_for_others_is_one_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs_on = {11: 0, 21: 0, 22: 1}  # node -> client
+    online = iter([[11], [21], [21, 22]])
+    monkeypatch.setattr(
+        returning,
+        "send_handshake",
+        lambda _, nodes, *__: ([member(runs_on[node], node) for node in nodes], {}),
+    )
+    monkeypatch.setattr(returning, "wait_for_nodes", lambda *_, **__: next(online))
+    nobody: Any = None  # greeting and waiting are replaced: no grid is asked
+    recorded = [member(client, 1) for client in (0, 1)]
+    roster, strange = returning.resumed_handshake(nobody, recorded, "e", 1.0, 1.0, 2)
+    assert {client: at.node for client, at in roster.clients.items()} == {0: 21, 1: 22}
+    assert strange == []

@@ -75,7 +75,7 @@ def test_they_get_what_the_rounds_came_to_and_their_uploads_are_not_used(tmp_pat
 
     found.grid.watchers.append(watching)
     found.run()
-    assert all(state is states[-1] for state in states[3:]), "hello and two rounds come before"
+    assert all(state is states[-1] for state in states[3:]), "the handshake and two rounds come before"
     saved = found.directory.new_client_records(2)
     assert saved == found.strategy.new_client_rounds
     correct = [sum(each["head"] for each in record.columns.correct) for record in saved]

@@ -1,23 +1,40 @@
-"""Accuracies over clients, and the line of a round."""
+"""What is recorded of a round: accuracies over clients, at both moments, and ages of classes."""
 
 from dataclasses import replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+from rich.console import Console
 
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import show
+from pbfl_flwr.experiments.report import accuracy_sheet
+from pbfl_flwr.experiments.results import load, scores
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import Traffic
-from pbfl_flwr.flower.server.exchange import Outcome, Phase
+from pbfl_flwr.flower.server.exchange import (
+    Outcome,
+    Phase,
+)
 from pbfl_flwr.flower.server.rounds import (
     Exchange,
     RoundSummary,
     clients_record,
     round_record,
     summarise_accuracy,
+    updated_ages,
 )
+from pbfl_flwr.methods import METHODS
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.runs.records import Accuracy, RoundRecord
-from tests.flower.inprocess import plain
+from pbfl_flwr.sinks import steps
+from tests.flower.inprocess import (
+    Federation,
+    federation,
+    plain,
+    same_tensors,
+)
 
 
 def report(num_test: int, correct: int, **others: int) -> Report:
@@ -106,3 +123,89 @@ def test_what_nobody_reports_is_none() -> None:
     record = round_record(done, RoundSummary("after", {}, [], 0.0, 1.0))
     assert (record.test_loss, record.client_metrics, record.accuracy) == (None, {}, {})
     assert not {"validation", "other_accuracy", "late", "ages", "final"} & set(record.to_json())
+
+
+def test_ages_by_hand() -> None:
+    assert updated_ages(None, {1: 0}, 3) == [-1, 0, -1]
+    assert updated_ages([-1, 0, 4], {0: 0}, 3) == [0, 1, 5]
+    assert updated_ages([2, 0, 4], {0: 1}, 3) == [1, 1, 5]  # the latest upload of class 0 was a round late
+    assert updated_ages(None, None, 3) is None
+    assert updated_ages([0, 1, -1], None, 3) == [1, 2, -1]  # nobody sent anything
+
+
+def test_rejects_predictor_that_the_method_lacks(tmp_path: Path) -> None:
+    message = (
+        "predictor = 'etf': method 'fedproto' has no such predictor with these settings; must be one of auto, head, "
+        "global, global-local, local"
+    )
+    with pytest.raises(PbflError, match=f"^{message}$"):
+        federation(tmp_path, "fedproto", predictor="etf").run()
+
+
+@pytest.mark.parametrize(("predictor", "num_warnings"), [("global", 1), ("head", 0), ("auto", 0)])
+def test_warns_of_predictor_that_no_client_could_score(
+    predictor: str, num_warnings: int, tmp_path: Path
+) -> None:
+    result = federation(tmp_path, "fedproto", predictor=predictor, min_class_count=1000).run()
+    warnings = [warning for record in result.strategy.history for warning in record.warnings]
+    about_predictor = [warning for warning in warnings if warning.startswith("predictor = ")]
+    assert len(about_predictor) == num_warnings
+    assert all(
+        "method 'fedproto' has no scores of it" in warning and "there are scores of head" in warning
+        for warning in about_predictor
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "moment"),
+    [*((method, "after") for method in sorted(METHODS)), *((m, "before") for m in ("fedala", "tinyproto"))],
+)
+def test_the_other_moment_is_what_a_run_that_reports_it_reports(
+    tmp_path: Path, method: str, moment: str
+) -> None:
+    other = {"before": "after", "after": "before"}[moment]
+
+    def of(name: str, **keys: Any) -> Federation:
+        return federation(tmp_path / name, method, num_clients=3, **keys).run()
+
+    twice, reported = (
+        of("twice", evaluate_moment=moment, both_moments=True),
+        of("other", evaluate_moment=other),
+    )
+    states = [run.strategy.state.to_tensors() for run in (twice, reported)]
+    assert same_tensors(*states), "training must not notice"
+    found = [line.other_accuracy for line in twice.strategy.history]
+    assert found == [line.accuracy for line in reported.strategy.history]
+    assert all(line.other_accuracy == {} for line in reported.strategy.history)
+
+
+def test_who_is_only_scored_is_scored_once(tmp_path: Path) -> None:
+    found = federation(tmp_path, both_moments=True, fraction_train=0.4, on_disk=True).run()
+    for line, columns in zip(found.strategy.history, found.directory.client_records(), strict=True):
+        assert line.accuracy["head"].clients == 5
+        assert line.other_accuracy["head"].clients == 2
+        scored = dict(zip(columns.client, columns.correct_other, strict=True))
+        assert {client for client, correct in scored.items() if correct} == set(line.trained)
+
+
+def test_tables_name_the_moment_and_its_round(tmp_path: Path) -> None:
+    after = federation(tmp_path / "after", both_moments=True, on_disk=True).run()
+    before = federation(tmp_path / "before", "fedavg", both_moments=True, on_disk=True).run()
+    for run, said, at in ((after, "before training", 1), (before, "after training", 2)):
+        history = run.strategy.history
+        console = Console(width=120, record=True)
+        show.show_run(run.directory.path, console)
+        last = history[-1].other_accuracy["head"]
+        figures = [f"{100 * getattr(last, name):.2f}" for name in ("weighted", "mean", "std", "worst")]
+        rows = [line.replace("│", " ").split() for line in console.export_text().splitlines()]
+        assert [*said.split(), str(at), *figures] in rows
+        assert (at, last) == scores(history)["head"].other
+        columns = dict(steps(history[-1]))
+        assert columns[at]["other-moment/head/weighted"] == last.weighted
+    sheet = accuracy_sheet(load([after.directory.path]))
+    at = sheet.columns.index("at the other moment")
+    head = next(row for row in sheet.rows if row[1] == "head")
+    assert head[at : at + 2] == (
+        f"{100 * after.strategy.history[-1].other_accuracy['head'].weighted:.2f}",
+        "1",
+    )

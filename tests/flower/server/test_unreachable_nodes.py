@@ -63,7 +63,7 @@ def test_who_has_joined_in_a_round_that_is_asked_again_is_written_down(tmp_path:
     found = federation(tmp_path, faults=outage(1))
 
     def joins(asked: Sequence[Message], answers: Sequence[Message]) -> None:
-        if len(found.grid.sent) == 3 * NUM_CLIENTS:  # the hello, round 1 and the first try of round 2
+        if len(found.grid.sent) == 3 * NUM_CLIENTS:  # the handshake, round 1 and the first try of round 2
             assert found.strategy.membership is not None
             found.strategy.membership.add_joined(["kitchen"])
 
@@ -131,7 +131,7 @@ def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(
     def online() -> list[int]:
         nonlocal poll
         poll += 1
-        return [] if poll == 2 else list(nodes)  # the first look is the hello's
+        return [] if poll == 2 else list(nodes)  # the first look is the handshake's
 
     monkeypatch.setattr(grid, "get_node_ids", online)
     run = found.run()

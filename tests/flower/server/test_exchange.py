@@ -1,0 +1,474 @@
+"""Replies: what is accepted and what is rejected with which reason, and replies that come after their round."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+from torch import Tensor
+
+from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.errors import LONGEST, PbflError
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.server.exchange import MAX_OVERDUE_ROUNDS, OverdueReplies, OverdueReply
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import (
+    InProcessGrid,
+    delayed,
+    federation,
+    flower_error,
+    injected,
+    numbers,
+    plain,
+    reply_of,
+    same_tensors,
+    scripted,
+    silent,
+    stored_rounds,
+    upload,
+)
+
+TASK = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))
+
+
+def strategy_of(**keys: Scalar) -> MethodStrategy:
+    config = {"num-clients": 4, "num-server-rounds": 1, "feature-dim": 6, "join-timeout": 0.2}
+    given = {key.replace("_", "-"): value for key, value in keys.items()}
+    return MethodStrategy(parse({**config, **given}, SECTIONS))
+
+
+def prototypes(seed: int, labels: list[int], counts: list[int] | None = None) -> Prototypes:
+    values = torch.zeros(4, 6)
+    values[labels] = torch.randn(len(labels), 6, generator=torch.Generator().manual_seed(seed))
+    present = torch.zeros(4, dtype=torch.bool)
+    present[labels] = True
+    table = None
+    if counts is not None:
+        table = torch.zeros(4, dtype=torch.int64)
+        table[labels] = torch.tensor(counts)
+    return Prototypes(values, present, table)
+
+
+ROWS = torch.arange(12, dtype=torch.float32).reshape(2, 6)
+
+
+LABELS = torch.tensor([0, 2], dtype=torch.uint8)
+
+
+COUNTS = torch.tensor([3, 4])
+
+
+def tampered(value: float) -> Tensor:
+    rows = ROWS.clone()
+    rows[1, 3] = value
+    return rows
+
+
+POISON: dict[str, tuple[str, dict[str, Tensor], str]] = {
+    "nan": ("mean", {"labels": LABELS, "rows": tampered(float("nan"))}, "'rows' holds NaN or infinity"),
+    "inf": ("mean", {"labels": LABELS, "rows": tampered(float("inf"))}, "'rows' holds NaN or infinity"),
+    "huge": (
+        "mean",
+        {"labels": LABELS, "rows": tampered(1e30)},
+        "'rows' holds 1e+30, allowed is up to 1e+08",
+    ),
+    "narrow": ("mean", {"labels": LABELS, "rows": ROWS[:, :5]}, "rows are 5 wide, expected 6"),
+    "wide": ("mean", {"labels": LABELS, "rows": torch.ones(2, 7)}, "rows are 7 wide, allowed is 1..6"),
+    "flat": ("mean", {"labels": LABELS, "rows": ROWS.flatten()}, "'rows' has 1 dimensions, expected 2"),
+    "class out of range": (
+        "mean",
+        {"labels": torch.tensor([0, 4], dtype=torch.uint8), "rows": ROWS},
+        "class id 4 is outside 0..3",
+    ),
+    "negative class": (
+        "mean",
+        {"labels": torch.tensor([-1, 2]), "rows": ROWS},
+        "class id -1 is outside 0..3",
+    ),
+    "doubled class": ("mean", {"labels": torch.tensor([2, 2]), "rows": ROWS}, "a class is sent twice"),
+    "labels without rows": ("mean", {"labels": LABELS, "rows": ROWS[:1]}, "2 labels for 1 rows"),
+    "no rows at all": ("mean", {"labels": LABELS}, "'rows' is missing"),
+    "zero count": (
+        "weighted",
+        {"labels": LABELS, "rows": ROWS, "counts": torch.tensor([3, 0])},
+        "a row with a count of zero or less",
+    ),
+    "counts without rows": (
+        "weighted",
+        {"labels": LABELS[:1], "rows": ROWS[:1], "counts": COUNTS},
+        "2 counts for 1 rows",
+    ),
+    "no counts": ("weighted", {"labels": LABELS, "rows": ROWS}, "counts are missing of rule 'weighted'"),
+    "enormous count": (
+        "weighted",
+        {"labels": LABELS, "rows": ROWS, "counts": torch.tensor([3, 2**62])},
+        f"a count of {2**62}",
+    ),
+    "unwanted counts": (
+        "mean",
+        {"labels": LABELS, "rows": ROWS, "counts": COUNTS},
+        "counts are not part of rule 'mean'",
+    ),
+    "counts as fractions": (
+        "weighted",
+        {"labels": LABELS, "rows": ROWS, "counts": torch.tensor([3.0, 4.0])},
+        "'counts' must be a list of whole numbers",
+    ),
+    "complex": ("mean", {"labels": LABELS, "rows": ROWS.to(torch.complex64)}, "'rows' is torch.complex64"),
+    "float8": ("mean", {"labels": LABELS, "rows": ROWS.to(torch.float8_e4m3fn)}, "'rows' is torch.float8"),
+    "something else": (
+        "mean",
+        {"labels": LABELS, "rows": ROWS, "extra": COUNTS},
+        "unexpected tensors ['extra']",
+    ),
+}
+
+
+TIMES = numbers(Report(0, 0).to_record(), "t")
+
+
+def poisoned_round(rule: str, poison: RecordDict | Message | None) -> MethodStrategy:
+    """Run one round of four clients; client 2 answers with the poison, or not at all."""
+
+    def answer(client: int, server_round: int) -> RecordDict | Message:
+        if client == 2 and poison is not None:
+            return poison
+        return reply_of(prototypes(client, [client % 4, 3], [2, 1 + client] if rule == "weighted" else None))
+
+    faults = {(2, 1): silent} if poison is None else {}
+    strategy = strategy_of(method="fedproto", aggregation=rule)
+    strategy.start(InProcessGrid(scripted(TASK, answer), {}, 4, order=1, faults=faults))
+    return strategy
+
+
+@pytest.mark.parametrize("name", list(POISON))
+def test_poison_is_rejected_and_named_and_the_aggregate_unharmed(name: str) -> None:
+    rule, tensors, reason = POISON[name]
+    report = Report(10, 4, 1, {"head": 2}, 0.5).to_record()
+    record = wire.with_checksum(_saved(tensors))  # float8 and complex cannot be encoded by our side
+
+    poisoned, without = poisoned_round(rule, wire.content(record, report)), poisoned_round(rule, None)
+
+    (failure,) = poisoned.history[0].failures
+    assert failure.client == 2
+    assert failure.reason.startswith("upload rejected: ")
+    assert reason in failure.reason
+    assert "\n" not in failure.reason
+    assert poisoned.history[0].trained == [0, 1, 3]
+    assert poisoned.history[0].accuracy == without.history[0].accuracy
+    assert same_tensors(poisoned.state.to_tensors(), without.state.to_tensors())
+
+
+def _saved(tensors: Mapping[str, Tensor]) -> bytes:
+    from safetensors.torch import save
+
+    return save({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"n": [10, 4]}, "lacks 'n' of length 4"),
+        ({"n": [10, -4, 1, 0]}, "its counters contradict each other"),
+        ({"n": [10, 1, 1, 0]}, "its counters contradict each other"),
+        ({"n": [2**62, 4, 1, 0]}, "its report counts 4611686018427387904 samples"),
+        ({"n": [1e308, 4.0, 1.0, 0.0]}, "a number beyond 1e40"),
+        ({"c": [1, 2]}, "lacks 'c'"),
+        ({"t": [float("nan")] * len(TIMES)}, "its report holds nan in 't'"),
+        ({"loss.ce": float("inf")}, "its report holds inf in 'loss.ce'"),
+        ({"loss.ce": -1e300}, "a number beyond 1e40 in 'loss.ce'"),
+        ({f"metric-{i}": 0.0 for i in range(200)}, "must be at most 100"),
+    ],
+)
+def test_a_report_that_cannot_be_is_rejected(change: dict[str, Any], reason: str) -> None:
+    record = Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0}).to_record()
+    forged = MetricRecord({**dict(record), **change})
+    strategy = poisoned_round("mean", wire.content(wire.encode(prototypes(2, [0])), forged))
+    (failure,) = strategy.history[0].failures
+    assert failure.client == 2
+    assert reason in failure.reason
+    json.dumps([record.to_json() for record in strategy.history], allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (RecordDict(), "its report is missing"),
+        (RecordDict({"p": ConfigRecord({"a": 1})}), "its report is missing"),
+        (wire.content(report=Report(10, 4).to_record()), "its payload is missing"),
+        (wire.content(ArrayRecord(), Report(10, 4).to_record()), "'labels' is missing"),
+        (
+            wire.content(ArrayRecord({"s": Array(np.ones(3))}), Report(10, 4).to_record()),
+            "an array of format 'numpy.ndarray', expected 'safetensors'",
+        ),
+    ],
+)
+def test_a_reply_without_its_parts_is_rejected(content: RecordDict, reason: str) -> None:
+    (failure,) = poisoned_round("mean", content).history[0].failures
+    assert plain(failure) == {"client": 2, "reason": f"upload rejected: {reason}"}
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "reason"),
+    [
+        ("line one\n" + "x" * 100_000, 8, ("line one; " + "x" * LONGEST)[:LONGEST]),
+        ("", 7, "error code 7"),
+        ("  \n ", 7, "error code 7"),
+        (
+            'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: the reason\n',
+            8,
+            "ValueError: the reason",
+        ),
+        ("\x1b[2J\x1b]0;title\x07 gone\r\x9b1A", 2, "]0;title gone; 1A"),  # steers no terminal
+    ],
+    ids=["long", "empty", "blank", "traceback", "control characters"],
+)
+def test_an_error_is_one_short_line(text: str, code: int, reason: str) -> None:
+    asked = Message(RecordDict(), dst_node_id=100, message_type="train")
+    strategy = poisoned_round("mean", flower_error(text, code)(asked, lambda: asked))
+    assert plain(strategy.history[0].failures) == [{"client": 2, "reason": reason}]
+
+
+def test_an_upload_through_the_clientapp_is_replaced_and_rejected(tmp_path: Path) -> None:
+    fault = upload({"labels": LABELS, "rows": torch.full((2, 64), float("nan"))})
+    poisoned = federation(tmp_path / "a", faults={(4, 1): fault, (4, 2): silent}).run()
+    without = federation(tmp_path / "b", faults={(4, 1): silent, (4, 2): silent}).run()
+    assert plain(poisoned.strategy.history[0].failures) == [
+        {"client": 4, "reason": "upload rejected: 'rows' holds NaN or infinity"}
+    ]
+    assert same_tensors(poisoned.strategy.state.to_tensors(), without.strategy.state.to_tensors())
+
+
+def test_a_fault_of_the_methods_own_check_costs_one_upload_only() -> None:
+    """Whatever validation raises on what one client sent, the round goes on with the others."""
+    validate = Pipeline.validate
+
+    def faulty(self: Pipeline, upload: Prototypes, state: Any, task: Task) -> None:
+        validate(self, upload, state, task)
+        if bool(upload.present[0]):
+            raise KeyError("no such\nthing")
+
+    with patch.object(Pipeline, "validate", faulty):
+        strategy = poisoned_round("mean", reply_of(prototypes(2, [1])))
+    (failure,) = strategy.history[0].failures
+    assert failure.client == 0
+    assert failure.reason.startswith("upload rejected: KeyError: 'no such\\nthing' (test_exchange.py:")
+    assert strategy.history[0].trained == [1, 2, 3]
+
+
+# Late replies ------------------------------------------------------------------------------------------------
+
+
+def rows_of(rows: dict[int, float]) -> Prototypes:
+    values, present = torch.zeros(4, 6), torch.zeros(4, dtype=torch.bool)
+    for label, value in rows.items():
+        values[label], present[label] = value, True
+    return Prototypes(values, present)
+
+
+TIMEOUT = 10.0  # of a round; every reply takes a second
+
+
+def arrives_after(rounds: int) -> float:
+    """Seconds until a reply that misses the deadline arrives: at once, or within so many further rounds."""
+    return TIMEOUT + max(0.0, rounds - 0.5)
+
+
+def straggling(
+    late: Mapping[tuple[int, int], float],
+    rounds: int,
+    answers: Callable[[int, int], RecordDict | Message] | None = None,
+    **keys: Scalar,
+) -> tuple[MethodStrategy, InProcessGrid]:
+    """Run three clients of which some answer late: client c sends c + 1 for class 0 (and client 2 for class 3), ten
+    times as much a round later.
+
+    Args:
+        late: (client, round) -> seconds until its reply arrives.
+        rounds: of the run.
+        answers: other replies.
+    """
+
+    def answer(client: int, server_round: int) -> RecordDict:
+        value = (client + 1.0) * 10.0 ** (server_round - 1)
+        report = Report(10, 4, server_round, {"head": 2}, 0.5, round=server_round)
+        return reply_of(rows_of({0: value, 3: value} if client == 2 else {0: value}), report)
+
+    base = {"num-clients": 3, "num-server-rounds": rounds, "feature-dim": 6, "join-timeout": 0.2}
+    more = {key.replace("_", "-"): value for key, value in keys.items()}
+    strategy = MethodStrategy(parse({**base, "round-timeout": TIMEOUT, **more}, SECTIONS))
+    faults = {when: delayed(seconds) for when, seconds in late.items()}
+    grid = InProcessGrid(scripted(TASK, answers or answer), {}, 3, faults=faults, seconds=1.0)
+    strategy.start(grid)
+    return strategy, grid
+
+
+def asked(grid: InProcessGrid, server_round: int) -> list[int]:
+    """Return the clients that were asked to train in a round, once for every time."""
+    return [client for client, number, kind in grid.asked if (number, kind) == (server_round, "train")]
+
+
+def test_a_late_answer_is_no_part_of_a_later_round(caplog: pytest.LogCaptureFixture) -> None:
+    strategy, grid = straggling({(2, 1): arrives_after(0)}, 2)
+    assert asked(grid, 1) == asked(grid, 2) == [0, 1, 2]
+    first, second = strategy.history
+    assert first.trained == [0, 1]
+    assert first.failures[0].client == 2
+    assert plain(second.late) == [{"client": 2, "round": 1, "weight": 0.0, "reason": "a newer one arrived"}]
+    assert second.trained == [0, 1, 2]
+    assert float(strategy.state.broadcast.values[0, 0]) == 20.0  # (10 + 20 + 30)/3
+
+
+def test_a_client_that_owes_an_answer_is_not_asked_and_its_answer_left_out() -> None:
+    strategy, grid = straggling({(2, 1): arrives_after(1)}, 2)
+    assert (asked(grid, 1), asked(grid, 2)) == ([0, 1, 2], [0, 1])
+    second = strategy.history[1]
+    assert plain(second.failures) == [{"client": 2, "reason": "still busy with round 1"}]
+    assert plain(second.late) == [{"client": 2, "round": 1, "weight": 0.0, "reason": "stale-weight is 0"}]
+    assert float(strategy.state.broadcast.values[0, 0]) == 15.0  # (10 + 20)/2
+    assert strategy.state.broadcast.present.tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("rounds_late", "weight"), [(1, 0.5), (2, 0.25)])
+def test_with_a_stale_weight_it_counts_for_less(rounds_late: int, weight: float) -> None:
+    strategy, _ = straggling({(2, 1): arrives_after(rounds_late)}, 1 + rounds_late, stale_weight=0.5)
+    line = strategy.history[-1]
+    assert plain(line.late) == [{"client": 2, "round": 1, "weight": weight, "reason": ""}]
+    assert line.trained == [0, 1]
+    a, b = 10.0**rounds_late, 2 * 10.0**rounds_late
+    expected = (a + b + weight * 3) / (2 + weight)
+    torch.testing.assert_close(strategy.state.broadcast.values[0], torch.full((6,), expected))
+    assert float(strategy.state.broadcast.values[3, 0]) == 3.0  # the only one that holds the class
+    assert line.ages == [0, -1, -1, rounds_late]
+    assert line.accuracy["head"].clients == 2  # its scores are of another round
+
+
+@pytest.mark.parametrize(
+    ("claimed", "weight", "reason"),
+    [(1, 0.25, ""), (3, 0.0, "sent its upload of round 3 instead of round 2")],
+)
+def test_a_late_reply_with_an_earlier_upload_is_as_old_as_that(
+    claimed: int, weight: float, reason: str
+) -> None:
+    """The reply to round 2 comes in round 3, with the upload of round 1, or with one of a round to come."""
+
+    def answer(client: int, server_round: int) -> RecordDict:
+        number = claimed if (client, server_round) == (2, 2) else server_round
+        return reply_of(rows_of({0: 1.0}), Report(10, 4, server_round, {"head": 2}, 0.5, round=number))
+
+    strategy, _ = straggling({(2, 2): arrives_after(1)}, 3, answer, stale_weight=0.5)
+    (item,) = strategy.history[2].late
+    assert plain(item) == {"client": 2, "round": min(claimed, 2), "weight": weight, "reason": reason}
+
+
+def test_who_never_answers_is_asked_again_after_some_rounds() -> None:
+    strategy, grid = straggling({(2, 1): math.inf}, 2 + MAX_OVERDUE_ROUNDS)
+    rounds = range(1, 3 + MAX_OVERDUE_ROUNDS)
+    assert [2 in asked(grid, n) for n in rounds] == [True] + [False] * (MAX_OVERDUE_ROUNDS - 1) + [True] * 2
+    assert strategy.history[-1].trained == [0, 1, 2]
+
+
+def test_what_came_late_is_handed_over_newest_first_whenever_it_came() -> None:
+    owed = {
+        f"question {n}": OverdueReply(client, number, True)
+        for n, (client, number) in enumerate([(0, 1), (2, 2), (1, 2)])
+    }
+    grid: Any = SimpleNamespace(
+        pull_messages=lambda ids: [
+            SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=question)) for question in ids
+        ]
+    )
+    debts = OverdueReplies()
+    debts.add(owed)
+    debts.collect(grid)
+    assert [(overdue.round, overdue.client) for overdue, _ in debts.received] == [(2, 1), (2, 2), (1, 0)]
+    debts.recorded(debts.received)
+    assert debts.received == []
+
+
+def test_what_came_late_counts_in_the_round_that_is_asked_again() -> None:
+    """Client 2's answer to round 1 comes in the first try of round 2, in which the server loses the others."""
+    lost = 2
+
+    def answer(client: int, server_round: int) -> RecordDict | Message:
+        nonlocal lost
+        if server_round == 2 and client < 2 and lost:
+            lost -= 1
+            question = Message(RecordDict(), dst_node_id=100 + client, message_type="train")
+            return Message(Error(code=ErrorCode.NODE_UNAVAILABLE, reason="lost"), reply_to=question)
+        report = Report(10, 4, server_round, {"head": 2}, 0.5, round=server_round)
+        return reply_of(rows_of({0: 10.0 ** (server_round - 1)}), report)
+
+    late = {(2, 1): arrives_after(1), (2, 2): math.inf}
+    strategy, grid = straggling(late, 2, answer, stale_weight=0.5)
+    assert (asked(grid, 1), asked(grid, 2)) == ([0, 1, 2], [0, 1, 0, 1, 2])
+    line = strategy.history[1]
+    assert line.trained == [0, 1]
+    assert plain(line.late) == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
+    assert float(strategy.state.broadcast.values[0, 0]) == pytest.approx((10 + 10 + 0.5) / 2.5)
+
+
+def test_a_late_answer_that_is_malformed_is_said_and_left_out() -> None:
+    def answer(client: int, server_round: int) -> RecordDict:
+        good = reply_of(rows_of({0: 1.0}))
+        if client == 2 and server_round == 1:
+            good["p"] = wire.with_checksum(b"rubbish")
+        return good
+
+    strategy, _ = straggling({(2, 1): arrives_after(1)}, 2, answer, stale_weight=1.0)
+    (item,) = strategy.history[1].late
+    assert item.weight == 0
+    assert item.reason.startswith("upload rejected: not a safetensors payload")
+
+
+def test_an_answer_with_an_earlier_upload_counts_with_a_stale_weight(tmp_path: Path) -> None:
+    with injected("stale", {(2, 2)}):
+        found = federation(tmp_path, stale_weight=0.5).run()
+    second = found.strategy.history[1]
+    assert plain(second.late) == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
+    assert second.failures == []
+    assert second.trained == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("method", ["fedtgp", "gfpl"])
+def test_a_method_that_is_no_sum_refuses_a_stale_weight(tmp_path: Path, method: str) -> None:
+    with pytest.raises(PbflError, match=r"stale-weight = 0\.5: .* by a weighted sum, .*must be 0 \(off\)"):
+        federation(tmp_path, method, stale_weight=0.5).run()
+
+
+def test_a_straggler_trains_on_and_comes_back_in_its_own_round(tmp_path: Path) -> None:
+    """Late in round 1 with real clients: its work counts half in round 2, and it is asked again in round 3."""
+    faults = {(4, 1): delayed(arrives_after(1))}
+    found = federation(
+        tmp_path, num_server_rounds=3, stale_weight=0.5, round_timeout=TIMEOUT, faults=faults, seconds=1.0
+    ).run()
+    one, two, three = found.strategy.history
+    assert (one.trained, two.trained, three.trained) == ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4])
+    assert plain(two.late) == [{"client": 4, "round": 1, "weight": 0.5, "reason": ""}]
+    assert stored_rounds(found)[4] == (3, 2)
+
+
+def test_a_class_that_nobody_sends_for_ten_rounds_is_said_once() -> None:
+    def answer(client: int, server_round: int) -> RecordDict:
+        sent = rows_of({0: 1.0, 2: 1.0} if server_round == 1 else {0: 1.0})
+        return reply_of(sent, Report(10, 4, server_round))
+
+    config = {"num-clients": 1, "num-server-rounds": 13, "feature-dim": 6}
+    strategy = MethodStrategy(parse(config, SECTIONS))
+    strategy.start(InProcessGrid(scripted(TASK, answer), {}, 1))
+    said = [(line.round, note) for line in strategy.history for note in line.warnings]
+    assert said == [(11, "no client sent these classes for 10 rounds or more: 2")]
+    assert strategy.history[-1].ages == [0, -1, 12, -1]

@@ -1,0 +1,536 @@
+"""What a run writes and resumes from: histories, checkpoints, why it ended; full disks and killed servers."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from flwr.app import Context, Message, RecordDict
+
+from pbfl_flwr.config import DataSettings, Scalar
+from pbfl_flwr.data import check_data, client_data, load_pool
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.server.exchange import Instructions
+from pbfl_flwr.flower.server.roster import Roster
+from pbfl_flwr.flower.server.stopping import RunEnded
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.runs import checkpoint
+from pbfl_flwr.runs import client_store as store
+from pbfl_flwr.runs import directory as history
+from pbfl_flwr.runs.client_store import load_tensors
+from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused
+from pbfl_flwr.runs.records import Scores
+from pbfl_flwr.util.atomic_files import DamagedState, write_atomically
+from server_app import app as server_app
+from tests.flower.inprocess import (
+    NUM_CLIENTS,
+    Federation,
+    InProcessGrid,
+    after_round,
+    federation,
+    same_tensors,
+    silent,
+    stored_rounds,
+)
+
+
+def lines(run: Federation) -> list[dict[str, Any]]:
+    """Return the history on disk without what a clock or the memory says."""
+    records = run.directory.round_records()
+    return [record.model_dump(exclude={"seconds", "peak_mb"}) for record in records]
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fedtgp"])
+def test_resumed_is_uninterrupted(tmp_path: Path, method: str) -> None:
+    keys: dict[str, Any] = {"momentum": 0.5, "optimizer_state": "kept"}
+    if method == "fedtgp":
+        keys["fedtgp.server-momentum"] = 0.5
+    whole = federation(tmp_path / "a", method, on_disk=True, num_server_rounds=4, **keys).run()
+    federation(tmp_path / "b", method, on_disk=True, num_server_rounds=2, **keys).run()
+    second = federation(tmp_path / "b", method, on_disk=True, num_server_rounds=4, resume=True, **keys).run()
+    assert same_tensors(second.strategy.state.to_tensors(), whole.strategy.state.to_tensors())
+    assert lines(second) == lines(whole)
+    assert second.strategy.history == second.directory.round_records()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Federation:
+    """A run of two rounds, to be looked at only."""
+    return federation(tmp_path_factory.mktemp("finished"), "local", on_disk=True).run()
+
+
+@pytest.fixture
+def two_rounds(finished: Federation, tmp_path: Path) -> Federation:
+    """A copy of a run of two rounds."""
+    shutil.copytree(finished.directory.path, tmp_path / "run")
+    return federation(tmp_path, "local", on_disk=True)
+
+
+def again(tmp_path: Path, **keys: Any) -> Federation:
+    return federation(tmp_path, "local", on_disk=True, **{"resume": True, **keys})
+
+
+def test_history_ahead_of_the_checkpoint_is_cut_back(tmp_path: Path, two_rounds: Federation) -> None:
+    run = tmp_path / "run"
+    before = lines(two_rounds)
+    for name in ("rounds.jsonl", "clients.jsonl"):
+        last = json.loads((run / name).read_text().splitlines()[-1])
+        with (run / name).open("a") as file:
+            file.write(json.dumps({**last, "round": 3}) + '\n{"round": 4, "accu')
+    resumed = again(tmp_path, num_server_rounds=2).run()
+    assert lines(resumed) == before
+    text = (run / "clients.jsonl").read_text()
+    assert [json.loads(line)["round"] for line in text.splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"resume": False}, "already holds a run"),
+        ({"resume": False, "partitions": [0, 1, 1, 3, 4]}, "already holds a run"),  # before anybody is asked
+        ({"learning_rate": 0.5}, "was made with another configuration"),
+        ({"state_dir": "/elsewhere"}, r"state-dir = '/elsewhere': run-dir = .* was made with ''"),
+        ({"num_server_rounds": 1}, "num-server-rounds = 1: the run has 2 rounds already"),
+    ],
+)
+def test_a_refused_run_leaves_no_mark_on_an_existing_one(
+    finished: Federation, keys: dict[str, Any], reason: str
+) -> None:
+    run = finished.directory
+    before = {file.name: file.read_bytes() for file in run.path.iterdir() if file.is_file()}
+    with pytest.raises(RunRefused, match=reason):
+        again(run.path.parent, **keys).run()
+    assert {file.name: file.read_bytes() for file in run.path.iterdir() if file.is_file()} == before
+
+
+def test_why_a_run_stopped_is_removed_when_it_goes_on(
+    tmp_path: Path, two_rounds: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "HANDOVER_SECONDS", 0.1)
+    told = tmp_path / "run" / ERROR
+    told.write_text("why it stopped\n")
+    with two_rounds.directory.locked(), pytest.raises(RunRefused, match="is being written by another run"):
+        again(tmp_path).run()
+    assert told.read_text() == "why it stopped\n"
+    again(tmp_path, num_server_rounds=3).run()
+    assert not told.exists()
+
+
+def test_another_configuration_is_not_resumed_before_a_round_was_finished(
+    tmp_path: Path, two_rounds: Federation
+) -> None:
+    (two_rounds.directory.path / "checkpoint.safetensors").unlink()
+    with pytest.raises(PbflError, match="was made with another configuration"):
+        again(tmp_path, learning_rate=0.5).run()
+    with pytest.raises(PbflError, match=r"is not a run directory: it has no run.json"):
+        again(tmp_path / "elsewhere").run()
+
+
+def test_a_lost_or_damaged_checkpoint_is_said_and_nothing_is_cut(
+    tmp_path: Path, two_rounds: Federation
+) -> None:
+    file = tmp_path / "run" / "checkpoint.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(DamagedState, match=r"checkpoint\.safetensors"):
+        again(tmp_path).run()
+    file.unlink()
+    with pytest.raises(DamagedState, match="is missing, but the history holds 2 rounds"):
+        again(tmp_path).run()
+    assert len(lines(two_rounds)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("run.json", '{"experiment": '), ("run.json", "{}"), ("run.json", "[1]"), ("rounds.jsonl", "{x\n")],
+)
+def test_damaged_records_are_named(tmp_path: Path, two_rounds: Federation, name: str, text: str) -> None:
+    (tmp_path / "run" / name).write_text(text)
+    with pytest.raises(PbflError, match=name) as error:
+        again(tmp_path).run()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("report", ["full", "none"])
+def test_a_client_that_lost_its_state_is_named_once(tmp_path: Path, report: str) -> None:
+    found = federation(tmp_path, on_disk=True, client_report=report, num_server_rounds=1).run()
+    (one,) = (tmp_path / "run" / "clients").glob("*/client-00001.safetensors")
+    one.unlink()
+    found = federation(tmp_path, on_disk=True, client_report=report, num_server_rounds=3, resume=True).run()
+    notes = [[note for note in line.warnings if "lost" in note] for line in found.strategy.history]
+    assert notes == [[], ["client 1 lost its state and starts from scratch"], []]
+
+
+def test_fedkd_goes_on_where_every_client_lost_its_state(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"num_server_rounds": 4, "fedkd.schedule-rounds": 4}
+    whole = federation(tmp_path / "a", "fedkd", on_disk=True, **keys).run()
+    two = {**keys, "num_server_rounds": 2}
+    for name in ("b", "c"):
+        federation(tmp_path / name, "fedkd", on_disk=True, **two).run()
+    second = federation(tmp_path / "b", "fedkd", on_disk=True, resume=True, **keys).run()
+    assert same_tensors(second.strategy.state.to_tensors(), whole.strategy.state.to_tensors())
+    shutil.rmtree(tmp_path / "c" / "run" / "clients")
+    third = federation(tmp_path / "c", "fedkd", on_disk=True, resume=True, **keys).run()
+    assert [line.failures for line in third.strategy.history] == [[]] * 4
+
+
+def test_who_is_only_scored_is_found_to_have_lost_its_state_too(tmp_path: Path) -> None:
+    found = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
+    shutil.rmtree(tmp_path / "run" / "clients")
+    keys: dict[str, Any] = {"num_server_rounds": 3, "resume": True}
+    found = federation(tmp_path, on_disk=True, **keys)
+    roster = patch.object(Roster, "sample", lambda self, *_: [0, 1])
+    with roster:
+        found.run()
+    notes = [[note for note in line.warnings if "lost" in note] for line in found.strategy.history]
+    assert notes == [[], ["client 0, 1, 2, 3, 4 lost its state and starts from scratch"], []]
+
+
+def test_why_a_run_ended_is_written_down_whenever_it_did(tmp_path: Path) -> None:
+    told = tmp_path / "run" / ERROR
+    with pytest.raises(PbflError, match="is used by two nodes"):
+        federation(tmp_path, on_disk=True, partitions=[0, 1, 1, 3, 4]).run()
+    assert "client-id 1 is used by two nodes" in told.read_text()
+    broken = {(client, 1): silent for client in range(5)}
+    with pytest.raises(RunEnded):
+        federation(tmp_path, on_disk=True, faults=broken).run()
+    assert told.read_text().startswith("round 1: 0 valid replies")
+    with pytest.raises(PbflError, match="is used by two nodes"):
+        federation(tmp_path, on_disk=True, resume=True, partitions=[0, 1, 1, 3, 4], join_timeout=1.0).run()
+    assert "client-id 1 is used by two nodes" in told.read_text()
+    federation(tmp_path, on_disk=True, resume=True).run()
+    assert not told.exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_whom_the_server_waits_for_stands_beside_the_run_only_meanwhile(tmp_path: Path, fails: bool) -> None:
+    found = federation(tmp_path / "a", "fedproto", on_disk=True, num_clients=3, num_server_rounds=2)
+    found.directory.path.mkdir(parents=True)
+    found.directory.set_waiting("what a killed server has left")
+    before: dict[str, str] = {}
+    exchange = found.grid.send_and_receive
+
+    def watched(messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        asked = list(messages)
+        group = asked[0].metadata.group_id
+        before[group] = found.directory.waiting()
+        found.strategy._set_waiting(f"{group}: waiting")  # as a grid of Flower's would have it
+        assert found.directory.waiting() == f"{group}: waiting"
+        if fails and group == "2":
+            raise RunEnded("there is an end to waiting")
+        return exchange(asked, timeout=timeout)
+
+    with (
+        patch.object(found.grid, "send_and_receive", watched),
+        pytest.raises(RunEnded) if fails else nullcontext(),
+    ):
+        found.run()
+    assert before == {"handshake": "", "1": "", "2": ""}
+    assert found.directory.waiting() == ""
+
+
+def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -> None:
+    found = federation(
+        tmp_path / "a", "fedproto", on_disk=True, num_clients=3, num_server_rounds=1, min_samples=4
+    )
+    found.grid = InProcessGrid(make_client_app(), found.config, 3)
+    found.run()
+    written = found.directory.partition().counts
+    assert written is not None
+    assert written == check_data(found.strategy.settings.data, 3).counts.tolist()
+    assert sum(sum(counts) for counts in written) == 1797
+    # FedProto's paper: client i sends K_i rows and gets K, of d numbers each.
+    rows = sum(sum(count > 0 for count in counts) + 10 for counts in written)
+    assert found.directory.partition().paper_scalars == rows * found.strategy.settings.models.feature_dim
+    right = tested = 0
+    for number in range(3):
+        data = client_data(found.strategy.settings.data, 3, number)
+        right += int((data.test.labels == data.train.labels.mode().values).sum())
+        tested += len(data.test)
+    assert found.directory.partition().majority == pytest.approx(right / tested)
+    # An app's own data is not the configured partition, and nothing is claimed about it.
+    own = federation(tmp_path / "b", "local", on_disk=True, num_server_rounds=1).run()
+    assert own.directory.partition().counts is None
+    assert own.directory.partition().majority is None
+    assert own.directory.partition().paper_scalars is None
+
+
+def test_a_run_does_not_go_on_with_other_samples(tmp_path: Path) -> None:
+    def run(**keys: Any) -> Federation:
+        own: dict[str, Any] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "partition": "iid"}
+        return federation(tmp_path, on_disk=True, data=None, **own, **keys)
+
+    file = run(num_server_rounds=1).run().directory.path / "partition.json"
+    said = file.read_text()
+    assert json.loads(said)["data"] == load_pool(DataSettings(dataset="digits", max_samples=60)).fingerprint()
+    file.write_text(said.replace(json.loads(said)["data"], "0123456789abcdef"))
+    with pytest.raises(RunRefused, match="the samples of dataset = 'digits' are not those"):
+        run(resume=True).run()
+    file.write_text(said)
+    assert run(resume=True).run().strategy.done == 2
+
+
+def test_a_run_that_was_killed_while_it_began_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run.json is the seal: what stands there without it is no run, and what stands beside it is complete."""
+    keys: dict[str, Any] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "num_server_rounds": 1}
+    written: list[str] = []
+    original = RunDirectory._write
+
+    def killed(self: RunDirectory, name: str, content: Any) -> None:
+        original(self, name, content)
+        written.append(name)
+        if written == ["partition.json"]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunDirectory, "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path, on_disk=True, data=None, **keys).run()
+    found = federation(tmp_path, on_disk=True, data=None, **keys).run()
+    assert written[:3] == ["partition.json", "partition.json", "run.json"]
+    assert found.directory.partition().majority is not None
+
+
+def test_what_nobody_foresaw_is_written_down_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*given: Any) -> None:
+        raise ValueError("an own aggregate\nthat fails")
+
+    found = federation(tmp_path, "local", on_disk=True)
+    monkeypatch.setattr(found.strategy, "aggregate_fit", breaks)
+    with pytest.raises(ValueError, match="an own aggregate"):
+        found.run()
+    said = (found.directory.path / "error.txt").read_text()
+    assert said.startswith("ValueError: an own aggregate that fails (test_recorder.py:")
+    assert federation(tmp_path, "local", on_disk=True, resume=True).run().strategy.done == 2
+    assert not (found.directory.path / "error.txt").exists()
+
+
+def test_the_run_directory_is_readable_by_others(finished: Federation) -> None:
+    run = finished.directory.path
+
+    def strict(text: str) -> Any:
+        return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+    about = strict((run / "run.json").read_text())
+    assert about["configuration"]["method"] == "local"
+    assert [member["client"] for member in about["clients"]] == [0, 1, 2, 3, 4]
+    for name in ("rounds.jsonl", "clients.jsonl"):
+        assert [strict(line)["round"] for line in (run / name).read_text().splitlines()] == [1, 2]
+    assert len(list((run / "clients" / about["experiment"]).glob("client-*.safetensors"))) == NUM_CLIENTS
+    assert not list(run.rglob("*.tmp"))
+
+
+def test_a_strategy_that_cannot_be_made_says_why_in_an_empty_directory_alone(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    keys: dict[str, Scalar] = {"method": "fedavg", "secure-aggregation": True, "run-dir": str(run)}
+    context = Context(1, 1, {}, RecordDict(), dict(keys))
+    grid = InProcessGrid(make_client_app(), keys)
+    with pytest.raises(PbflError, match="sends Weights, which"):
+        server_app.main(grid, context)
+    assert "sends Weights, which" in (run / ERROR).read_text()
+    with pytest.raises(
+        PbflError, match=r"it has no run.json; a run that was started there failed: .* sends Weights"
+    ):
+        RunDirectory(run).record()
+    (run / ERROR).unlink()
+    (run / "run.json").write_text("{}")
+    with pytest.raises(PbflError, match="sends Weights, which"):
+        server_app.main(grid, context)
+    assert not (run / ERROR).exists()
+
+
+def test_a_configuration_that_is_refused_is_written_down_where_the_run_was_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    for place, refused in (
+        (str(run), "aggregation = 'average': must be "),
+        ("run-2", "run-dir = 'run-2': must be an absolute path"),
+    ):
+        keys: dict[str, Scalar] = {"aggregation": "average", "run-dir": place}
+        with pytest.raises(PbflError, match=refused):
+            server_app.main(InProcessGrid(make_client_app(), keys), Context(1, 1, {}, RecordDict(), {**keys}))
+    assert (run / ERROR).read_text().startswith("aggregation = 'average': must be 'auto', ")
+    assert not (tmp_path / "run-2").exists()
+
+
+# Full disks and killed servers -------------------------------------------------------------------------------
+
+
+def test_ages_are_in_the_history_and_survive_a_resume(tmp_path: Path) -> None:
+    # Classes 6 and 1, 3, 4 are held by one client (or one more); client 3 alone holds 6, nobody 9.
+    quiet = {(3, number): silent for number in (2, 3)}
+    federation(tmp_path, on_disk=True, faults=quiet, num_server_rounds=2).run()
+    resumed = federation(tmp_path, on_disk=True, faults=quiet, num_server_rounds=3, resume=True).run()
+    ages = [record.ages or [] for record in resumed.directory.round_records()]
+    assert [line[6] for line in ages] == [0, 1, 2]
+    assert [line[9] for line in ages] == [-1, -1, -1]
+    assert [line[0] for line in ages] == [0, 0, 0]
+    assert bool(resumed.strategy.state.broadcast.present[6]), "it keeps its last prototype"
+
+
+@pytest.mark.parametrize("moment", ["after", "before"])
+def test_the_best_state_is_the_one_that_was_scored(tmp_path: Path, moment: str) -> None:
+    found = federation(tmp_path, on_disk=True, num_server_rounds=5, learning_rate=0.3, evaluate_moment=moment)
+    sent: dict[int, Any] = {}
+    build = Instructions.phase
+
+    def watching(self: Instructions, state: Any, roster: Any, plan: Any) -> Any:
+        last = set(plan.kinds.values()) == {"evaluate"}
+        sent[plan.number + last] = state.to_tensors()
+        return build(self, state, roster, plan)
+
+    with patch.object(Instructions, "phase", watching):
+        found.run()
+    figures = {}
+    for line in found.strategy.history:
+        entries: list[tuple[Scores | None, int]] = [(line, line.round), (line.final, line.round + 1)]
+        for entry, number in entries:
+            if entry is not None and "global" in entry.accuracy:
+                figures[number] = entry.accuracy["global"].weighted
+    best = max(figures, key=lambda number: (figures[number], -number))
+    tensors, about = load_tensors(tmp_path / "run" / "best.safetensors")
+    assert float(about["accuracy"]) == pytest.approx(figures[best], abs=1e-6)
+    assert about["predictor"] == "global"
+    assert same_tensors(tensors, sent[best])
+
+
+def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Client 2's disk is full in round 2: an error, the state of round 1; then it has room again and goes on."""
+    found = federation(tmp_path / "a", num_server_rounds=3)
+    during = {"round": 0}
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    def writing(path: Path, data: bytes, **how: bool) -> None:
+        during["round"] += path.name == "client-00002.safetensors"
+        if path.name == "client-00002.safetensors" and during["round"] == 2:
+            with patch.object(os, "fsync", full):
+                write_atomically(path, data, **how)
+        else:
+            write_atomically(path, data, **how)
+
+    after: list[Any] = []
+    with (
+        patch.object(store, "write_atomically", writing),
+        after_round(2, lambda: after.append(stored_rounds(found)[2])),
+    ):
+        found.run()
+    (failure,) = found.strategy.history[1].failures
+    assert failure.client == 2
+    assert failure.reason.endswith(
+        "client-00002.safetensors cannot be written (No space left on device); its previous content is kept"
+    )
+    assert "\n" not in failure.reason
+    assert after == [(1, 1)]
+    # From then on all is as if it had not been reached in round 2.
+    without = federation(tmp_path / "b", num_server_rounds=3, faults={(2, 2): silent}).run()
+    assert same_tensors(found.strategy.state.to_tensors(), without.strategy.state.to_tensors())
+    assert stored_rounds(found) == stored_rounds(without)
+    assert not list((tmp_path / "a").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["rounds.jsonl", "checkpoint.safetensors", "best.safetensors"])
+def test_a_full_disk_of_the_server_ends_the_run_which_can_be_resumed(tmp_path: Path, name: str) -> None:
+    whole = federation(tmp_path / "b", on_disk=True).run()
+    found = federation(tmp_path / "a", on_disk=True)
+    fsync, rounds = os.fsync, {"seen": 0}
+
+    def full(descriptor: int) -> None:
+        if name in os.readlink(f"/proc/self/fd/{descriptor}"):
+            rounds["seen"] += 1
+            if rounds["seen"] == 2 or name == "best.safetensors":
+                raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("reads /proc")
+    with (
+        patch.object(os, "fsync", full),
+        pytest.raises(PbflError, match=rf"{name} cannot be written \(No sp"),
+    ):
+        found.run()
+    resumed = federation(tmp_path / "a", on_disk=True, resume=True).run()
+    assert resumed.fingerprint == whole.fingerprint
+
+
+class Killed(BaseException):
+    """The process ends here; no handler of ours runs in its stead."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "at"),
+    [
+        (MethodStrategy, "_read", 2),  # the clients have trained round 2, the server knows nothing of it
+        (MethodStrategy, "_commit", 2),
+        (checkpoint, "save_best", 1),
+        (checkpoint, "save", 2),  # the history is a round ahead of the checkpoint
+        (MethodStrategy, "_plan", 3),
+        (MethodStrategy, "_final_scoring", 3),
+    ],
+)
+def test_a_killed_server_goes_on_bit_for_bit(tmp_path: Path, owner: Any, name: str, at: int) -> None:
+    keys: dict[str, Any] = {"num_server_rounds": 3, "momentum": 0.5, "optimizer_state": "kept"}
+    if name == "_final_scoring":
+        keys["evaluate_moment"] = "before"
+    whole = federation(tmp_path / "a", on_disk=True, **keys).run()
+    calls, trained = {"seen": 0}, []
+    real, update = getattr(owner, name), Pipeline.local_update
+
+    def killed(*args: Any, **given: Any) -> Any:
+        calls["seen"] += 1
+        if calls["seen"] == at:
+            raise Killed
+        return real(*args, **given)
+
+    def counting(self: Pipeline, client: Any, down: Any) -> Any:
+        trained.append((client.id, client.round))
+        return update(self, client, down)
+
+    with patch.object(Pipeline, "local_update", counting):
+        with patch.object(owner, name, killed), pytest.raises(Killed):
+            federation(tmp_path / "b", on_disk=True, **keys).run()
+        resumed = federation(tmp_path / "b", on_disk=True, resume=True, **keys).run()
+
+    assert len(trained) == len(set(trained)) == 3 * NUM_CLIENTS, "nobody trains for a round twice"
+    assert resumed.fingerprint == whole.fingerprint
+    for file in ("checkpoint.safetensors", "prototypes.safetensors", "best.safetensors"):
+        ours, theirs = (load_tensors(tmp_path / run / "run" / file)[0] for run in "ab")
+        assert same_tensors(ours, theirs), file
+    assert stored_rounds(resumed) == stored_rounds(whole)
+    volatile = ("seconds", "peak_mb")
+    lines, expected = (
+        [
+            {k: v for k, v in record.to_json().items() if k not in volatile}
+            for record in found.directory.round_records()
+        ]
+        for found in (resumed, whole)
+    )
+    assert lines == expected
+
+
+def test_two_servers_do_not_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ended the stream of `flwr run` and not the run, and somebody resumes it."""
+    monkeypatch.setattr(history, "HANDOVER_SECONDS", 0.2)
+    found = federation(tmp_path, on_disk=True)
+    second = federation(tmp_path, on_disk=True, resume=True)
+
+    def second_server() -> None:
+        with pytest.raises(
+            PbflError, match=f"run-dir = '{tmp_path / 'run'}' is being written by another run"
+        ):
+            second.run()
+
+    with after_round(1, second_server):
+        found.run()
+    assert [line.round for line in found.strategy.history] == [1, 2]
+    second.run()  # now it may
