@@ -1,6 +1,7 @@
 """A run that gets no better ends by itself, and whoever reads it knows that nothing is missing."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,18 @@ def ended(tmp_path: Path, rounds: int = 9, **keys: Any) -> Federation:
     ).run()
 
 
-def test_a_run_ends_by_itself_and_is_finished(tmp_path: Path) -> None:
-    run = ended(tmp_path)
-    assert [entry.round for entry in run.strategy.history] == [1, 2, 3]
-    said = [note for note in run.strategy.history[-1].warnings if "patience" in note]
+@pytest.fixture(scope="module")
+def early(tmp_path_factory: pytest.TempPathFactory) -> Federation:
+    """A run of at most nine rounds that has ended after three, to be looked at only."""
+    return ended(tmp_path_factory.mktemp("early"))
+
+
+def test_a_run_ends_by_itself_and_is_finished(early: Federation) -> None:
+    assert [entry.round for entry in early.strategy.history] == [1, 2, 3]
+    said = [note for note in early.strategy.history[-1].warnings if "patience" in note]
     assert said == ["no better score on test data for 2 rounds, since round 1: the run ends early (patience)"]
-    assert not any("patience" in note for entry in run.strategy.history[:2] for note in entry.warnings)
-    directory = run.directory
+    assert not any("patience" in note for entry in early.strategy.history[:2] for note in entry.warnings)
+    directory = early.directory
     about = directory.record()
     assert about.ended_after == about.last_round == 3
     assert directory.result()
@@ -151,31 +157,24 @@ def test_it_goes_on_when_it_is_told_to_and_comes_to_the_same(tmp_path: Path) -> 
     assert again.directory.result() == alone.directory.result() != whole.directory.result()
 
 
-def test_a_run_that_is_resumed_as_it_was_ends_where_it_ended(tmp_path: Path) -> None:
-    first = ended(tmp_path)
-    result = first.directory.result()
-    again = ended(tmp_path, rounds=12, resume=True)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_resumed_run_ends_where_it_ended(tmp_path: Path, early: Federation, recorded: bool) -> None:
+    """Also one that was killed before it wrote down that it had ended."""
+    run = RunDirectory(shutil.copytree(early.directory.path, tmp_path / "run"))
+    if not recorded:
+        about = run.record().to_json()
+        del about["ended_after"]
+        (run.path / "run.json").write_text(json.dumps(about))
+        run.remove_result()
+        assert watch.snapshot(run.path, 0.0).state != "finished"
+    again = ended(tmp_path, rounds=12 if recorded else 9, resume=True)
     assert len(again.strategy.history) == 3
     assert again.directory.record().ended_after == 3
-    assert again.directory.result() == result
+    assert again.directory.result() == early.directory.result()
 
 
-def test_one_that_was_killed_before_it_wrote_that_down_ends_there_too(tmp_path: Path) -> None:
-    first = ended(tmp_path)
-    result = first.directory.result()
-    about = first.directory.record().to_json()
-    del about["ended_after"]
-    (first.directory.path / "run.json").write_text(json.dumps(about))
-    first.directory.remove_result()
-    assert watch.snapshot(first.directory.path, 0.0).state != "finished"
-    again = ended(tmp_path, resume=True)
-    assert len(again.strategy.history) == 3
-    assert again.directory.record().ended_after == 3
-    assert again.directory.result() == result
-
-
-def test_what_is_complete(tmp_path: Path) -> None:
-    path = ended(tmp_path).directory.path
+def test_what_is_complete(early: Federation) -> None:
+    path = early.directory.path
 
     def complete(**keys: Any) -> bool:
         changed = {**RunDirectory(path).record().configuration, **keys}

@@ -361,13 +361,8 @@ def test_a_client_that_fails_gives_its_cards_memory_back(monkeypatch: pytest.Mon
     ("resources", "seen", "expected"),
     [
         (Resources(workers=5), None, [""] * 3),  # no more than clients
-        (Resources(cpus_per_client=2), None, [""] * 2),
         (Resources(gpus_per_client=0.5), None, ["0", "1", "0"]),
-        (Resources(gpus_per_client=0.25, workers=2), None, ["0", "1"]),
         (Resources(gpus_per_client=1), "6,GPU-ab", ["6", "GPU-ab"]),
-        (Resources(gpus_per_client=2), None, ["0,1"]),
-        (Resources(gpus_per_client=0.7), None, ["0", "1"]),
-        (Resources(gpus_per_client=0.4), None, ["0", "1", "0"]),
     ],
 )
 def test_workers_share_cpus_and_cards(

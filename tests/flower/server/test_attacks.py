@@ -40,7 +40,7 @@ def uploads(directory: Path, **keys: Any) -> tuple[dict[int, dict[int, Prototype
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedtgp", "tinyproto", "protonorm", "fedgh", "feddistill"])
-def test_only_malicious_clients_lie_and_they_train_honestly(tmp_path: Path, method: str) -> None:
+def test_only_malicious_clients_falsify_uploads(tmp_path: Path, method: str) -> None:
     honest, nobody = uploads(tmp_path / "a", method=method, num_server_rounds=1)
     lied, liars = uploads(tmp_path / "b", method=method, num_server_rounds=1, **ATTACK)
     assert (nobody, len(liars)) == ((), 2)
@@ -50,7 +50,7 @@ def test_only_malicious_clients_lie_and_they_train_honestly(tmp_path: Path, meth
         assert torch.equal(upload.present, honest[1][client].present)
 
 
-def test_liars_are_the_same_in_every_order_and_after_a_resume(tmp_path: Path) -> None:
+def test_malicious_clients_do_not_depend_on_order_or_resume(tmp_path: Path) -> None:
     keys: dict[str, Any] = {**ATTACK, "attack.kind": "noise", "num_server_rounds": 4, "norm_bound": 1.0}
     one = federation(tmp_path / "a", **keys).run()
     other = federation(tmp_path / "b", order=5, **keys).run()
@@ -61,7 +61,7 @@ def test_liars_are_the_same_in_every_order_and_after_a_resume(tmp_path: Path) ->
     assert not same_tensors(one.strategy.state.to_tensors(), honest.strategy.state.to_tensors())
 
 
-def test_a_lie_that_is_asked_for_again_is_the_same(tmp_path: Path) -> None:
+def test_repeated_falsified_reply_is_the_same(tmp_path: Path) -> None:
     """The reply that is kept for a repeated question is the one that was sent."""
     keys: dict[str, Any] = {**ATTACK, "stale_weight": 1.0, "num_server_rounds": 1}
     found = federation(tmp_path, strategy=Recorder, on_disk=True, **keys)
@@ -119,14 +119,14 @@ def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCa
     assert set(Record.load(directory.path).accuracies()) == set(range(NUM_CLIENTS)) - set(liars)
 
 
-def test_without_an_attack_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_without_attack_mentions_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
     assert found.directory.record().malicious == []
     assert "attack" not in caplog.text
     assert "attack" not in show.settings_line(found.directory.record(), 1)
 
 
-def test_a_round_that_only_liars_answer_has_no_accuracy(tmp_path: Path) -> None:
+def test_round_of_only_malicious_clients_has_no_accuracy(tmp_path: Path) -> None:
     liars = malicious(parse({"num-clients": NUM_CLIENTS, **ATTACK}))
     quiet = {(client, 1): silent for client in range(NUM_CLIENTS) if client not in liars}
     found = federation(tmp_path, num_server_rounds=1, faults=quiet, **ATTACK).run()
@@ -135,7 +135,7 @@ def test_a_round_that_only_liars_answer_has_no_accuracy(tmp_path: Path) -> None:
     json.dumps([record.to_json() for record in found.strategy.history], allow_nan=False)
 
 
-def test_no_server_makes_a_device_lie(tmp_path: Path) -> None:
+def test_device_refuses_attack_settings(tmp_path: Path) -> None:
     said = "attack.kind = 'sign-flip': attacks are possible in simulations only; a device never falsifies its uploads"
     settings = parse({"num-clients": NUM_CLIENTS, **ATTACK}, SECTIONS)
     for node in ({"client-id": 0}, {"partition-id": 0, "num-partitions": 5}):
@@ -148,7 +148,7 @@ def test_no_server_makes_a_device_lie(tmp_path: Path) -> None:
     assert {kind for _, _, kind in found.grid.asked} == {"query"}, "nobody was asked to train"
 
 
-def test_under_masks_a_lie_goes_into_the_sum(tmp_path: Path) -> None:
+def test_falsified_upload_counts_under_secure_aggregation(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"aggregation": "mean", "num_server_rounds": 1, **ATTACK}
     masked = federation(tmp_path / "a", secure_aggregation=True, **keys).run().strategy
     plain = federation(tmp_path / "b", **keys).run().strategy

@@ -36,7 +36,7 @@ def report(counts: ByClass, **more: Any) -> Report:
     return Report(9, sum(counts.tested), 1, right, metrics={}, by_class=counts, **more)
 
 
-def test_the_books_keep_what_occurs() -> None:
+def test_records_hold_only_occurring_classes() -> None:
     assert SECOND.brief() == {
         "classes": [0, 2, 3],
         "tested": [1, 1, 0],
@@ -54,7 +54,7 @@ def test_the_books_keep_what_occurs() -> None:
     assert clients_record(Exchange(phase, [], [], outcome)).by_class == []
 
 
-def test_what_is_held_out_is_not_counted_by_class() -> None:
+def test_validation_samples_are_not_counted_by_class() -> None:
     held = report(FIRST, num_validation=2, validation={"head": 1})
     assert set(summarise_accuracy({0: held})["head"].to_json()) >= SCORES
     assert not SCORES & set(summarise_accuracy(on_validation({0: held}))["head"].to_json())
@@ -70,7 +70,7 @@ def without_classes(history: Sequence[RoundRecord]) -> list[Any]:
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedavg"])
-def test_a_run_has_them_wherever_it_has_accuracies(tmp_path: Path, method: str) -> None:
+def test_class_metrics_accompany_every_accuracy(tmp_path: Path, method: str) -> None:
     keys: dict[str, Any] = {"new_clients": 1, "new_client_rounds": 1, "both_moments": True}
     run = federation(tmp_path / "on", method, on_disk=True, per_class=True, **keys).run()
     off = federation(tmp_path / "off", method, on_disk=True, **keys).run()
@@ -111,7 +111,7 @@ def test_a_run_has_them_wherever_it_has_accuracies(tmp_path: Path, method: str) 
     assert all(columns.other_by_class)
 
 
-def test_liars_count_for_nothing(tmp_path: Path) -> None:
+def test_malicious_clients_are_left_out_of_class_metrics(tmp_path: Path) -> None:
     attack: dict[str, Any] = {"attack.kind": "sign-flip"}
     run = federation(tmp_path, per_class=True, on_disk=True, **attack).run()
     (liar,) = run.directory.record().malicious
@@ -122,7 +122,7 @@ def test_liars_count_for_nothing(tmp_path: Path) -> None:
     assert run.directory.client_records()[-1].by_class[liar]
 
 
-def test_a_malformed_one_costs_its_client_alone(tmp_path: Path) -> None:
+def test_malformed_counts_reject_one_client_only(tmp_path: Path) -> None:
     def forge(content: RecordDict) -> None:
         record = content.metric_records[wire.METRICS]
         record["k"] = [9, *numbers(record, "k")[1:]]
@@ -140,7 +140,7 @@ def test_a_malformed_one_costs_its_client_alone(tmp_path: Path) -> None:
     assert run.strategy.history[0].accuracy["head"].tested == tested
 
 
-def test_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
+def test_resumed_run_keeps_class_metrics(tmp_path: Path) -> None:
     def of(place: Path, **keys: Any) -> Federation:
         return federation(place, per_class=True, on_disk=True, **keys).run()
 
@@ -154,7 +154,7 @@ def test_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
         federation(tmp_path / "parts", on_disk=True, num_server_rounds=4, resume=True).run()
 
 
-def test_under_secure_aggregation_reports_are_as_in_clear(tmp_path: Path) -> None:
+def test_secure_aggregation_keeps_class_metrics(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"aggregation": "ppa", "num_server_rounds": 1, "per_class": True}
     plain_run = federation(tmp_path / "plain", **keys).run()
     secure = federation(tmp_path / "secure", **keys, secure_aggregation=True).run()
@@ -162,7 +162,7 @@ def test_under_secure_aggregation_reports_are_as_in_clear(tmp_path: Path) -> Non
     assert set(secure.strategy.history[0].accuracy["head"].to_json()) >= SCORES
 
 
-def test_it_needs_clients_that_say_how_they_score() -> None:
+def test_per_class_needs_client_reports() -> None:
     with pytest.raises(PbflError) as error:
         parse({"per-class": True, "client-report": "none"}, SECTIONS)
     assert str(error.value) == (

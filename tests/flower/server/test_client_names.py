@@ -40,12 +40,12 @@ def member(client: int | str, node: int = 1) -> ClientRecord:
         (["A", "a", "B"], {"A": 0, "B": 1, "a": 2}),  # the order of code points
     ],
 )
-def test_who_gets_which_number(came: list[str | int], numbers: dict[str, int]) -> None:
+def test_assigns_numbers_to_names(came: list[str | int], numbers: dict[str, int]) -> None:
     found = with_numbers([member(client) for client in came], 3)
     assert {m.label: m.client for m in found} == numbers
 
 
-def test_more_names_than_numbers() -> None:
+def test_rejects_more_names_than_numbers() -> None:
     four = [member(name) for name in "abcd"]
     with pytest.raises(
         PbflError,
@@ -61,14 +61,14 @@ def test_more_names_than_numbers() -> None:
         ({"client-id": 1.5}, "1 of 3 clients: client-id = 1.5 in --node-config: must be a whole number"),
     ],
 )
-def test_a_device_that_is_refused_is_named(tmp_path: Path, fault: dict[str, Any], said: str) -> None:
+def test_refused_device_is_named(tmp_path: Path, fault: dict[str, Any], said: str) -> None:
     a, b, c = sites(tmp_path, "a", "b", "c")
     with pytest.raises(PbflError) as error:
         run(tmp_path, [a, {**b, **fault}, c]).run()
     assert str(error.value).startswith(said)
 
 
-def test_a_device_without_a_name_is_named_by_its_node(tmp_path: Path) -> None:
+def test_device_without_id_is_named_by_its_node(tmp_path: Path) -> None:
     a, b, c = sites(tmp_path, "a", "b", "c")
     del b["client-id"]
     with pytest.raises(
@@ -78,7 +78,7 @@ def test_a_device_without_a_name_is_named_by_its_node(tmp_path: Path) -> None:
     assert re.search(r" \(on node 70000000\d\d\)$", str(error.value))
 
 
-def test_names_are_in_the_books(tmp_path: Path) -> None:
+def test_records_and_tables_hold_names(tmp_path: Path) -> None:
     fed = run(
         tmp_path,
         sites(tmp_path, "zoe", "Ada", "bob.3"),
@@ -109,7 +109,7 @@ def test_names_are_in_the_books(tmp_path: Path) -> None:
     ]
 
 
-def test_a_name_is_taken_once(tmp_path: Path) -> None:
+def test_rejects_two_nodes_with_one_name(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b")
     fed = run(tmp_path, [*nodes, nodes[0]])
     with pytest.raises(
@@ -118,7 +118,7 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
         fed.run()
 
 
-def test_what_a_device_lacks_is_said_with_its_name(tmp_path: Path) -> None:
+def test_missing_data_are_reported_with_the_device_name(tmp_path: Path) -> None:
     """The server does not know yet who answers, and five sites have five operators."""
     nodes = sites(tmp_path, "a", "b")
     Path(str(nodes[1]["data-path"])).unlink()
@@ -126,7 +126,7 @@ def test_what_a_device_lacks_is_said_with_its_name(tmp_path: Path) -> None:
         run(tmp_path, nodes).run()
 
 
-def test_a_name_without_data_is_one_line(tmp_path: Path) -> None:
+def test_name_needs_own_data(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b")
     del nodes[1]["data-path"]
     with pytest.raises(
@@ -145,7 +145,7 @@ def state_of(tmp_path: Path, name: str, folder: str = "state") -> Mapping[str, t
     return load_tensors(file)[0]
 
 
-def test_what_a_named_client_draws_depends_on_its_name_alone(tmp_path: Path) -> None:
+def test_random_draws_depend_on_the_name_alone(tmp_path: Path) -> None:
     """The same data under one name, as number 0 and as number 1, and under another name."""
     results = []
     for place, names in (("one", ("bob", "zoe")), ("two", ("Ada", "bob")), ("three", ("eve", "zoe"))):
@@ -160,13 +160,13 @@ def test_what_a_named_client_draws_depends_on_its_name_alone(tmp_path: Path) -> 
     assert not all(torch.equal(one[name], three[name]) for name in one)
 
 
-def test_numbers_and_seeds_of_numbered_clients_are_as_they_were(tmp_path: Path) -> None:
+def test_seed_key_is_name_or_number(tmp_path: Path) -> None:
     nothing: Any = None  # neither network nor data
     client = Client(3, 1, Task(2, 2, (1,)), nothing, nothing)
     assert (client.key, Client(3, 1, client.task, nothing, nothing, name="a").key) == (3, "a")
 
 
-def test_a_resumed_run_keeps_the_numbers(tmp_path: Path) -> None:
+def test_resumed_run_keeps_the_numbers(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "c")
     run(tmp_path, nodes, num_server_rounds=1).run()
     # 'c' came back on another node; with the names alone 'b' would take its number
@@ -175,7 +175,7 @@ def test_a_resumed_run_keeps_the_numbers(tmp_path: Path) -> None:
     assert fed.strategy.roster.names == {0: "a", 1: "c"}
 
 
-def test_a_resumed_run_goes_on_without_who_is_missing_and_asks_nobody_else(tmp_path: Path) -> None:
+def test_resumed_run_continues_without_missing_clients(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "c", "d")
     run(tmp_path, nodes, num_server_rounds=1).run()
     came = [nodes[0], *sites(tmp_path, "b"), nodes[2]]
@@ -189,9 +189,7 @@ def test_a_resumed_run_goes_on_without_who_is_missing_and_asks_nobody_else(tmp_p
     assert back[2].trained == [0, 1, 2]
 
 
-def test_a_stranger_does_not_shorten_the_waiting_for_who_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_node_does_not_shorten_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = sites(tmp_path, "a", "c", "d")
     run(tmp_path, nodes, num_server_rounds=1).run()
     came = [nodes[0], *sites(tmp_path, "b"), nodes[2], nodes[1]]
@@ -204,9 +202,7 @@ def test_a_stranger_does_not_shorten_the_waiting_for_who_is_missing(
 
 
 @pytest.mark.parametrize("keys", [{"min_replies": 3}, {"failure_policy": "stop"}])
-def test_a_run_that_needs_all_its_clients_does_not_go_on_without_one(
-    tmp_path: Path, keys: dict[str, Any]
-) -> None:
+def test_run_that_needs_all_clients_does_not_resume_without_one(tmp_path: Path, keys: dict[str, Any]) -> None:
     nodes = sites(tmp_path, "a", "c", "d")
     run(tmp_path, nodes, num_server_rounds=1, **keys).run()
     came = [nodes[0], *sites(tmp_path, "b"), nodes[2]]
@@ -216,7 +212,7 @@ def test_a_run_that_needs_all_its_clients_does_not_go_on_without_one(
         run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True, join_timeout=1.0, **keys).run()
 
 
-def test_with_too_few_nodes_a_resumed_run_names_who_is_missing(tmp_path: Path) -> None:
+def test_resume_with_too_few_nodes_names_missing_clients(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "c", "d")
     keys: dict[str, Any] = {"min_replies": 2, "join_timeout": 0.01}
     run(tmp_path, nodes, num_server_rounds=1, **keys).run()
@@ -226,7 +222,7 @@ def test_with_too_few_nodes_a_resumed_run_names_who_is_missing(tmp_path: Path) -
         run(tmp_path, nodes[1:2], num_server_rounds=2, num_clients=3, resume=True, **keys).run()
 
 
-def test_a_new_client_that_is_missing_from_a_resumed_run_is_not_asked(tmp_path: Path) -> None:
+def test_missing_new_client_of_a_resumed_run_is_not_asked(tmp_path: Path) -> None:
     """It takes no part in the rounds, so that nobody fails in them for its sake."""
     nodes = sites(tmp_path, "a", "c", "d")
     keys: dict[str, Any] = {"new_clients": 1, "new_client_rounds": 1, "join_timeout": 0.01}
@@ -239,7 +235,7 @@ def test_a_new_client_that_is_missing_from_a_resumed_run_is_not_asked(tmp_path: 
     assert failure.reason == "its node is not connected"
 
 
-def test_clients_of_another_version_are_one_line(tmp_path: Path) -> None:
+def test_run_of_another_version_is_refused_in_one_line(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "c")
     run(tmp_path, nodes, num_server_rounds=1).run()
     about = tmp_path / "run" / "run.json"
@@ -251,7 +247,7 @@ def test_clients_of_another_version_are_one_line(tmp_path: Path) -> None:
         run(tmp_path, nodes, num_server_rounds=2, resume=True).run()
 
 
-def test_a_run_of_devices_goes_on_with_them_alone(tmp_path: Path) -> None:
+def test_run_of_devices_resumes_only_with_the_same_devices(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "c")
     run(tmp_path, nodes, num_server_rounds=1).run()
     again: dict[str, Any] = {
@@ -274,7 +270,7 @@ def test_a_run_of_devices_goes_on_with_them_alone(tmp_path: Path) -> None:
     assert run(tmp_path, nodes, **again).run().strategy.done == 2
 
 
-def test_names_under_secure_aggregation(tmp_path: Path) -> None:
+def test_secure_aggregation_with_names(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "north", "south", 2)
     keys: dict[str, Any] = {"num_server_rounds": 1, "aggregation": "ppa"}
     plain = run(tmp_path, nodes, "plain", **keys).run().strategy
@@ -287,7 +283,7 @@ def test_names_under_secure_aggregation(tmp_path: Path) -> None:
     )
 
 
-def test_flowers_older_interface_gives_no_numbers(tmp_path: Path) -> None:
+def test_older_interface_of_flower_refuses_names(tmp_path: Path) -> None:
     found = run(tmp_path, sites(tmp_path, "north", "south"), num_server_rounds=1).run()
     asked = found.grid.sent[-1]
     payload = asked.content[wire.PAYLOAD]

@@ -155,7 +155,7 @@ def poisoned_round(rule: str, poison: RecordDict | Message | None) -> MethodStra
 
 
 @pytest.mark.parametrize("name", list(POISON))
-def test_poison_is_rejected_and_named_and_the_aggregate_unharmed(name: str) -> None:
+def test_rejects_invalid_uploads_with_the_reason_and_aggregates_the_others(name: str) -> None:
     rule, tensors, reason = POISON[name]
     report = Report(10, 4, 1, {"head": 2}, 0.5).to_record()
     record = wire.with_checksum(_saved(tensors))  # float8 and complex cannot be encoded by our side
@@ -193,7 +193,7 @@ def _saved(tensors: Mapping[str, Tensor]) -> bytes:
         ({f"metric-{i}": 0.0 for i in range(200)}, "must be at most 100"),
     ],
 )
-def test_a_report_that_cannot_be_is_rejected(change: dict[str, Any], reason: str) -> None:
+def test_rejects_inconsistent_reports(change: dict[str, Any], reason: str) -> None:
     record = Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0}).to_record()
     forged = MetricRecord({**dict(record), **change})
     strategy = poisoned_round("mean", wire.content(wire.encode(prototypes(2, [0])), forged))
@@ -216,7 +216,7 @@ def test_a_report_that_cannot_be_is_rejected(change: dict[str, Any], reason: str
         ),
     ],
 )
-def test_a_reply_without_its_parts_is_rejected(content: RecordDict, reason: str) -> None:
+def test_rejects_replies_with_missing_parts(content: RecordDict, reason: str) -> None:
     (failure,) = poisoned_round("mean", content).history[0].failures
     assert plain(failure) == {"client": 2, "reason": f"upload rejected: {reason}"}
 
@@ -236,13 +236,13 @@ def test_a_reply_without_its_parts_is_rejected(content: RecordDict, reason: str)
     ],
     ids=["long", "empty", "blank", "traceback", "control characters"],
 )
-def test_an_error_is_one_short_line(text: str, code: int, reason: str) -> None:
+def test_formats_error_replies_as_one_short_line(text: str, code: int, reason: str) -> None:
     asked = Message(RecordDict(), dst_node_id=100, message_type="train")
     strategy = poisoned_round("mean", flower_error(text, code)(asked, lambda: asked))
     assert plain(strategy.history[0].failures) == [{"client": 2, "reason": reason}]
 
 
-def test_an_upload_through_the_clientapp_is_replaced_and_rejected(tmp_path: Path) -> None:
+def test_upload_replaced_in_transit_is_rejected(tmp_path: Path) -> None:
     fault = upload({"labels": LABELS, "rows": torch.full((2, 64), float("nan"))})
     poisoned = federation(tmp_path / "a", faults={(4, 1): fault, (4, 2): silent}).run()
     without = federation(tmp_path / "b", faults={(4, 1): silent, (4, 2): silent}).run()
@@ -252,7 +252,7 @@ def test_an_upload_through_the_clientapp_is_replaced_and_rejected(tmp_path: Path
     assert same_tensors(poisoned.strategy.state.to_tensors(), without.strategy.state.to_tensors())
 
 
-def test_a_fault_of_the_methods_own_check_costs_one_upload_only() -> None:
+def test_exception_in_validation_rejects_one_upload_only() -> None:
     """Whatever validation raises on what one client sent, the round goes on with the others."""
     validate = Pipeline.validate
 
@@ -321,7 +321,7 @@ def asked(grid: InProcessGrid, server_round: int) -> list[int]:
     return [client for client, number, kind in grid.asked if (number, kind) == (server_round, "train")]
 
 
-def test_a_late_answer_is_no_part_of_a_later_round(caplog: pytest.LogCaptureFixture) -> None:
+def test_late_reply_does_not_count_in_a_later_round(caplog: pytest.LogCaptureFixture) -> None:
     strategy, grid = straggling({(2, 1): arrives_after(0)}, 2)
     assert asked(grid, 1) == asked(grid, 2) == [0, 1, 2]
     first, second = strategy.history
@@ -332,7 +332,7 @@ def test_a_late_answer_is_no_part_of_a_later_round(caplog: pytest.LogCaptureFixt
     assert float(strategy.state.broadcast.values[0, 0]) == 20.0  # (10 + 20 + 30)/3
 
 
-def test_a_client_that_owes_an_answer_is_not_asked_and_its_answer_left_out() -> None:
+def test_client_with_overdue_reply_is_not_asked() -> None:
     strategy, grid = straggling({(2, 1): arrives_after(1)}, 2)
     assert (asked(grid, 1), asked(grid, 2)) == ([0, 1, 2], [0, 1])
     second = strategy.history[1]
@@ -343,7 +343,7 @@ def test_a_client_that_owes_an_answer_is_not_asked_and_its_answer_left_out() -> 
 
 
 @pytest.mark.parametrize(("rounds_late", "weight"), [(1, 0.5), (2, 0.25)])
-def test_with_a_stale_weight_it_counts_for_less(rounds_late: int, weight: float) -> None:
+def test_stale_weight_discounts_late_uploads(rounds_late: int, weight: float) -> None:
     strategy, _ = straggling({(2, 1): arrives_after(rounds_late)}, 1 + rounds_late, stale_weight=0.5)
     line = strategy.history[-1]
     assert plain(line.late) == [{"client": 2, "round": 1, "weight": weight, "reason": ""}]
@@ -360,9 +360,7 @@ def test_with_a_stale_weight_it_counts_for_less(rounds_late: int, weight: float)
     ("claimed", "weight", "reason"),
     [(1, 0.25, ""), (3, 0.0, "sent its upload of round 3 instead of round 2")],
 )
-def test_a_late_reply_with_an_earlier_upload_is_as_old_as_that(
-    claimed: int, weight: float, reason: str
-) -> None:
+def test_age_of_late_reply_is_that_of_its_upload(claimed: int, weight: float, reason: str) -> None:
     """The reply to round 2 comes in round 3, with the upload of round 1, or with one of a round to come."""
 
     def answer(client: int, server_round: int) -> RecordDict:
@@ -374,14 +372,14 @@ def test_a_late_reply_with_an_earlier_upload_is_as_old_as_that(
     assert plain(item) == {"client": 2, "round": min(claimed, 2), "weight": weight, "reason": reason}
 
 
-def test_who_never_answers_is_asked_again_after_some_rounds() -> None:
+def test_silent_client_is_asked_again_after_some_rounds() -> None:
     strategy, grid = straggling({(2, 1): math.inf}, 2 + MAX_OVERDUE_ROUNDS)
     rounds = range(1, 3 + MAX_OVERDUE_ROUNDS)
     assert [2 in asked(grid, n) for n in rounds] == [True] + [False] * (MAX_OVERDUE_ROUNDS - 1) + [True] * 2
     assert strategy.history[-1].trained == [0, 1, 2]
 
 
-def test_what_came_late_is_handed_over_newest_first_whenever_it_came() -> None:
+def test_late_replies_are_collected_newest_first() -> None:
     owed = {
         f"question {n}": OverdueReply(client, number, True)
         for n, (client, number) in enumerate([(0, 1), (2, 2), (1, 2)])
@@ -399,7 +397,7 @@ def test_what_came_late_is_handed_over_newest_first_whenever_it_came() -> None:
     assert debts.received == []
 
 
-def test_what_came_late_counts_in_the_round_that_is_asked_again() -> None:
+def test_late_reply_counts_in_a_repeated_round() -> None:
     """Client 2's answer to round 1 comes in the first try of round 2, in which the server loses the others."""
     lost = 2
 
@@ -421,7 +419,7 @@ def test_what_came_late_counts_in_the_round_that_is_asked_again() -> None:
     assert float(strategy.state.broadcast.values[0, 0]) == pytest.approx((10 + 10 + 0.5) / 2.5)
 
 
-def test_a_late_answer_that_is_malformed_is_said_and_left_out() -> None:
+def test_malformed_late_reply_is_reported_and_ignored() -> None:
     def answer(client: int, server_round: int) -> RecordDict:
         good = reply_of(rows_of({0: 1.0}))
         if client == 2 and server_round == 1:
@@ -434,7 +432,7 @@ def test_a_late_answer_that_is_malformed_is_said_and_left_out() -> None:
     assert item.reason.startswith("upload rejected: not a safetensors payload")
 
 
-def test_an_answer_with_an_earlier_upload_counts_with_a_stale_weight(tmp_path: Path) -> None:
+def test_injected_stale_upload_counts_with_stale_weight(tmp_path: Path) -> None:
     with injected("stale", {(2, 2)}):
         found = federation(tmp_path, stale_weight=0.5).run()
     second = found.strategy.history[1]
@@ -444,12 +442,12 @@ def test_an_answer_with_an_earlier_upload_counts_with_a_stale_weight(tmp_path: P
 
 
 @pytest.mark.parametrize("method", ["fedtgp", "gfpl"])
-def test_a_method_that_is_no_sum_refuses_a_stale_weight(tmp_path: Path, method: str) -> None:
+def test_stale_weight_needs_a_weighted_sum(tmp_path: Path, method: str) -> None:
     with pytest.raises(PbflError, match=r"stale-weight = 0\.5: .* by a weighted sum, .*must be 0 \(off\)"):
         federation(tmp_path, method, stale_weight=0.5).run()
 
 
-def test_a_straggler_trains_on_and_comes_back_in_its_own_round(tmp_path: Path) -> None:
+def test_straggler_is_asked_again_after_its_late_reply(tmp_path: Path) -> None:
     """Late in round 1 with real clients: its work counts half in round 2, and it is asked again in round 3."""
     faults = {(4, 1): delayed(arrives_after(1))}
     found = federation(
@@ -461,7 +459,7 @@ def test_a_straggler_trains_on_and_comes_back_in_its_own_round(tmp_path: Path) -
     assert stored_rounds(found)[4] == (3, 2)
 
 
-def test_a_class_that_nobody_sends_for_ten_rounds_is_said_once() -> None:
+def test_warns_once_of_class_not_sent_for_ten_rounds() -> None:
     def answer(client: int, server_round: int) -> RecordDict:
         sent = rows_of({0: 1.0, 2: 1.0} if server_round == 1 else {0: 1.0})
         return reply_of(sent, Report(10, 4, server_round))

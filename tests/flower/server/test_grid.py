@@ -82,21 +82,21 @@ def senders(answers: Iterable[Message]) -> list[int]:
     return [answer.metadata.src_node_id for answer in answers]
 
 
-def test_all_answers_are_returned_as_soon_as_the_last_is_there(clock: Clock) -> None:
+def test_returns_when_the_last_reply_arrives(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 0.25, 2: 5.0, 3: 0.0})
     assert senders(PollingGrid(grid, str).send_and_receive(questions(1, 2, 3), timeout=60)) == [3, 1, 2]
     assert 5.0 <= clock.now < 5.6  # looks come every half second at first
     assert clock.now / grid.pulls > 0.4
 
 
-def test_a_simulation_is_looked_at_as_often_as_flower_does(clock: Clock) -> None:
+def test_polls_a_simulation_at_the_interval_of_flower(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 100.0})
     grid.pull_interval = 0.1
     assert senders(PollingGrid(grid, str).send_and_receive(questions(1), timeout=600)) == [1]
     assert 100.0 <= clock.now < 100.2
 
 
-def test_the_longer_it_takes_the_seldomer_one_looks(clock: Clock) -> None:
+def test_poll_interval_grows_with_the_waiting_time(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 1000.0})
     assert senders(PollingGrid(grid, str).send_and_receive(questions(1), timeout=None)) == [1]
     assert clock.now < 1003.1
@@ -104,9 +104,7 @@ def test_the_longer_it_takes_the_seldomer_one_looks(clock: Clock) -> None:
     assert grid.pulls < 25 / 0.5 + math.log(150 / 25) / math.log(1.02) + 850 / 3 + 10
 
 
-def test_in_a_simulation_who_took_longest_the_last_time_is_handed_over_first(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slowest_simulated_clients_go_first(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower hands on what lies there in the order of nodes: in parts, none of which leaves a core idle."""
     monkeypatch.setattr("joblib.cpu_count", lambda: 2)
     monkeypatch.setattr(waiting, "MAX_BATCHES", 3)
@@ -131,7 +129,7 @@ def test_in_a_simulation_who_took_longest_the_last_time_is_handed_over_first(
     assert [nodes for _, nodes in devices.pushed] == [[1, 2], [1, 2]]
 
 
-def test_who_does_not_answer_in_time_is_left_out_and_its_answer_can_be_had_later(clock: Clock) -> None:
+def test_late_reply_can_be_pulled_after_the_timeout(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 0.0, 2: 10.0})
     polling_grid, asked = PollingGrid(grid, str), questions(1, 2)
     assert senders(polling_grid.send_and_receive(asked, timeout=4.0)) == [1]
@@ -140,12 +138,12 @@ def test_who_does_not_answer_in_time_is_left_out_and_its_answer_can_be_had_later
     assert senders(polling_grid.pull_messages(ids(*asked))) == [2]
 
 
-def test_an_answer_at_the_last_moment_counts(clock: Clock) -> None:
+def test_reply_at_the_deadline_counts(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 4.0})
     assert senders(PollingGrid(grid, str).send_and_receive(questions(1), timeout=4.0)) == [1]
 
 
-def test_a_message_that_was_not_taken_is_not_waited_for(clock: Clock) -> None:
+def test_does_not_wait_for_refused_messages(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 1.0})
     assert senders(PollingGrid(grid, str).send_and_receive(questions(1, 7), timeout=600)) == [1]
     assert clock.now < 2
@@ -154,7 +152,7 @@ def test_a_message_that_was_not_taken_is_not_waited_for(clock: Clock) -> None:
     assert clock.now < 2
 
 
-def test_what_the_grid_raises_ends_the_waiting(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_of_the_grid_ends_the_waiting(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(self: SlowGrid, message_ids: Iterable[str]) -> list[Message]:
         raise ConnectionError("the SuperLink is gone")
 
@@ -164,7 +162,7 @@ def test_what_the_grid_raises_ends_the_waiting(clock: Clock, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("interval", [None, 0.1])
-def test_an_error_is_an_answer(clock: Clock, monkeypatch: pytest.MonkeyPatch, interval: float | None) -> None:
+def test_error_is_a_reply(clock: Clock, monkeypatch: pytest.MonkeyPatch, interval: float | None) -> None:
     asked = questions(1)
     monkeypatch.setattr(SlowGrid, "pull_messages", lambda *_: [Message(Error(3, "boom"), reply_to=asked[0])])
     grid = SlowGrid(clock, {1: 1.0})
@@ -174,7 +172,7 @@ def test_an_error_is_an_answer(clock: Clock, monkeypatch: pytest.MonkeyPatch, in
     assert clock.now < 1
 
 
-def test_whom_one_waits_for_is_said_after_a_minute_two_and_four(
+def test_logs_missing_clients_after_one_two_and_four_minutes(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     grid = SlowGrid(clock, {1: 0.0, **dict.fromkeys(range(2, 9), 200.0), 9: 130.0})
@@ -192,9 +190,7 @@ def test_whom_one_waits_for_is_said_after_a_minute_two_and_four(
     assert 120 <= said_at[1] <= 122
 
 
-def test_a_node_is_named_by_its_number_until_it_has_said_who_it_is(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_node_is_labelled_by_its_id(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     grid = SlowGrid(clock, {5: 0.0, 6: 1000.0})
     roster = Roster({})
     with caplog.at_level(logging.INFO, "flwr"):
@@ -202,9 +198,7 @@ def test_a_node_is_named_by_its_number_until_it_has_said_who_it_is(
     assert caplog.messages == ["handshake: 1 of 2 have answered; waiting for node 6, 61 s so far"]
 
 
-def test_nodes_that_have_not_joined_are_counted_while_one_waits(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_logs_number_of_joined_nodes(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     grid = SlowGrid(clock, {5: 0.0, 6: 70.0, 7: 1000.0})
     heard: list[str] = []
     with caplog.at_level(logging.INFO, "flwr"):
@@ -239,7 +233,7 @@ def halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("halves")
-def test_an_answer_that_comes_slowly_holds_up_neither_the_others_nor_the_deadline(clock: Clock) -> None:
+def test_partly_received_reply_blocks_neither_others_nor_the_deadline(clock: Clock) -> None:
     grid = HalfComeGrid(clock, {2})
     grid.joined[3] = 5.0
     heard: list[str] = []
@@ -256,7 +250,7 @@ def test_an_answer_that_comes_slowly_holds_up_neither_the_others_nor_the_deadlin
 
 
 @pytest.mark.usefixtures("halves")
-def test_a_node_that_flower_gives_up_while_its_answer_comes_is_waited_for(clock: Clock) -> None:
+def test_transient_error_of_a_partly_received_reply_is_ignored(clock: Clock) -> None:
     grid = HalfComeGrid(clock, {2})
     watched, asked = PollingGrid(grid, str), questions(2)
     assert watched.send_and_receive(asked, timeout=5) == []
@@ -270,7 +264,7 @@ def test_a_node_that_flower_gives_up_while_its_answer_comes_is_waited_for(clock:
 
 
 @pytest.mark.usefixtures("halves")
-def test_a_client_that_failed_is_known_at_once_while_anothers_answer_comes(clock: Clock) -> None:
+def test_failure_is_reported_while_another_reply_arrives(clock: Clock) -> None:
     grid = HalfComeGrid(clock, {2})
     grid.joined[3] = 1000.0
     watched, asked = PollingGrid(grid, str), questions(2, 3)
@@ -291,7 +285,7 @@ def eventually(pull: Callable[[], Iterable[Message]], count: int) -> list[Messag
     return found
 
 
-def test_only_flowers_own_grids_are_watched(clock: Clock) -> None:
+def test_wraps_only_grids_of_flower(clock: Clock) -> None:
     own = SlowGrid(clock, {})
     assert polling(own, str) is own
     flowers = InMemoryGrid.__new__(InMemoryGrid)  # it would connect to a SuperLink's state
@@ -301,5 +295,5 @@ def test_only_flowers_own_grids_are_watched(clock: Clock) -> None:
     )  # seconds, which its attribute of this name keeps
 
 
-def test_looks_end_at_once_where_there_is_no_time(clock: Clock) -> None:
+def test_polls_once_without_timeout(clock: Clock) -> None:
     assert len(list(poll(0.0, str))) == 1

@@ -74,7 +74,7 @@ def begun(
     return coming(run(tmp_path, nodes, **{**base, **keys}), arrivals).run()
 
 
-def test_a_run_begins_with_some_and_others_join_in_any_round(tmp_path: Path) -> None:
+def test_clients_join_in_any_round(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "m", "b", "z", "a")
     found = begun(tmp_path, nodes, {1: [0, 2], 2: [3], 3: [1]})
     lines = found.strategy.history
@@ -100,7 +100,7 @@ def test_a_run_begins_with_some_and_others_join_in_any_round(tmp_path: Path) -> 
     assert late in report.overviews(results.load([tmp_path / "run"]))[0].warnings
 
 
-def test_who_joins_with_other_pretrained_weights_is_noted(tmp_path: Path) -> None:
+def test_warns_of_joining_client_with_other_pretrained_weights(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c", "d")
     said = iter(["1", "1", "2", "1"])
     with patch.object(client_handshake, "digest_of_weights", lambda name: next(said)):
@@ -114,7 +114,7 @@ def test_who_joins_with_other_pretrained_weights_is_noted(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_somebody_joins_whatever_the_method(tmp_path: Path, method: str) -> None:
+def test_clients_join_with_every_method(tmp_path: Path, method: str) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     own = SHORT.get(method, {})
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, method=method, num_server_rounds=2, **own)
@@ -122,12 +122,14 @@ def test_somebody_joins_whatever_the_method(tmp_path: Path, method: str) -> None
     assert found.strategy.history[1].failures == []
 
 
-def test_the_log_says_how_many_there_may_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_gives_minimum_and_maximum_number_of_clients(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     begun(tmp_path, sites(tmp_path, "a", "b"), {1: [0, 1]}, num_clients=5, num_server_rounds=1)
     assert "fedproto: 2 to 5 clients, cnn4" in caplog.text
 
 
-def test_a_device_with_a_number_keeps_it(tmp_path: Path) -> None:
+def test_device_keeps_its_number(tmp_path: Path) -> None:
     nodes = sites(tmp_path, 0, 3, "x", 2)
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2, 3]}, method="fesem")
     assert [line.trained for line in found.strategy.history] == [[0, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
@@ -138,7 +140,7 @@ def test_a_device_with_a_number_keeps_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fesem", "gfpl"])
-def test_numbers_that_nobody_has_are_missed_by_nobody(tmp_path: Path, method: str) -> None:
+def test_unused_client_numbers_do_no_harm(tmp_path: Path, method: str) -> None:
     found = begun(tmp_path, sites(tmp_path, 1, 4, "x"), {1: [0, 1]}, method=method, num_clients=6)
     assert [line.trained for line in found.strategy.history] == [[1, 4]] * 3
     text = StringIO()
@@ -156,7 +158,7 @@ def test_numbers_that_nobody_has_are_missed_by_nobody(tmp_path: Path, method: st
     )
 
 
-def test_who_came_first_stays_and_so_does_who_joined_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_resumed_run_keeps_joined_clients(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "m", "b", "z")
     begun(tmp_path, nodes[:2], {1: [0, 1]}, num_clients=4, num_server_rounds=1)
     begun(tmp_path, nodes, {1: [0, 1, 2]}, num_clients=4, num_server_rounds=2, resume=True)
@@ -167,7 +169,7 @@ def test_who_came_first_stays_and_so_does_who_joined_when_the_run_goes_on(tmp_pa
     assert [failure.name for failure in alone.strategy.history[2].failures] == ["b", "m"]
 
 
-def test_a_run_that_began_with_all_takes_nobody(tmp_path: Path) -> None:
+def test_complete_run_admits_no_client(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, num_clients=2, num_server_rounds=2)
     assert [line.trained for line in found.strategy.history] == [[0, 1], [0, 1]]
@@ -179,7 +181,7 @@ def test_a_run_that_began_with_all_takes_nobody(tmp_path: Path) -> None:
     assert any(note.endswith("is not part of this run") for note in line.warnings)
 
 
-def test_who_does_not_fit_is_named_once_and_nobody_elses_round_is_lost(tmp_path: Path) -> None:
+def test_unfit_client_is_reported_once_and_not_admitted(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     nodes[2]["model"] = "cnn2"
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, method="fedavg")
@@ -190,7 +192,7 @@ def test_who_does_not_fit_is_named_once_and_nobody_elses_round_is_lost(tmp_path:
     assert "cannot join it: method 'fedavg'" in note
 
 
-def test_a_device_without_its_data_keeps_nobody_from_beginning(tmp_path: Path) -> None:
+def test_device_without_data_does_not_prevent_the_start(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     Path(str(nodes[1]["data-path"])).unlink()
     found = begun(tmp_path, nodes, {1: [0, 1, 2]}, num_server_rounds=1)
@@ -201,38 +203,19 @@ def test_a_device_without_its_data_keeps_nobody_from_beginning(tmp_path: Path) -
         begun(tmp_path, nodes, {1: [0, 1, 2]}, min_clients=3, run_dir=str(tmp_path / "other"))
 
 
-def test_too_few_are_said_with_the_key(tmp_path: Path) -> None:
+def test_too_few_clients_name_min_clients(tmp_path: Path) -> None:
     with pytest.raises(PbflError, match=r"^min-clients = 2, but only 1 nodes joined within 0 s$"):
         begun(tmp_path, sites(tmp_path, "a", "b", "c"), {1: [0]})
 
 
-def test_in_a_simulation_all_begin(tmp_path: Path) -> None:
+def test_simulation_refuses_min_clients_below_all(tmp_path: Path) -> None:
     found = federation(tmp_path, min_clients=2, join_timeout=0.01)
     with pytest.raises(PbflError, match=r"^min-clients = 2: must be 0 in a simulation, .* 3 did$"):
         coming(found, {1: [0, 1, 2]}).run()
     assert federation(tmp_path, min_clients=2).run().strategy.done == 2
 
 
-def test_a_silent_node_is_greeted_ever_less_often(tmp_path: Path) -> None:
-    nodes = sites(tmp_path, "a", "b", "c")
-    faults = {(2, 0): silent}
-    found = run(tmp_path, nodes, num_server_rounds=12, min_clients=2, join_timeout=0.01, faults=faults)
-    greeted: list[int] = []
-    counting = found.grid.watchers
-    done = found.strategy
-
-    def look(asked: Sequence[Message], replies: Sequence[Message]) -> None:
-        if asked[0].metadata.group_id == "handshake" and done.done + len(done.history):
-            greeted.append(done.done + 1)
-
-    coming(found, {1: [0, 1], 2: [2]})
-    counting.append(look)
-    found.run()
-    assert greeted == [2, 3, 5, 9]
-    assert [line.trained for line in found.strategy.history] == [[0, 1]] * 12
-
-
-def test_a_node_that_comes_back_is_greeted_at_once_when_somebody_failed(tmp_path: Path) -> None:
+def test_new_node_is_asked_at_once_after_a_failure(tmp_path: Path) -> None:
     """It may be the client whose old node is not known to be gone yet."""
     nodes = sites(tmp_path, "a", "b")
     nodes.append(nodes[1])
@@ -247,7 +230,7 @@ def test_a_node_that_comes_back_is_greeted_at_once_when_somebody_failed(tmp_path
     assert found.strategy.roster.clients[1].node == found.grid.nodes[2]
 
 
-def test_who_joins_is_written_down_before_it_is_asked(tmp_path: Path) -> None:
+def test_joining_client_is_recorded_before_it_is_asked(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     known: list[int] = []
 
@@ -260,7 +243,7 @@ def test_who_joins_is_written_down_before_it_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_who_joined_in_a_round_that_was_not_finished_is_in_its_line(tmp_path: Path, at: int) -> None:
+def test_client_joined_in_an_unfinished_round_is_recorded_in_it(tmp_path: Path, at: int) -> None:
     """The server is killed when it has asked somebody new; who joined earlier is not said a second time."""
 
     class Killed(BaseException):
@@ -280,7 +263,7 @@ def test_who_joined_in_a_round_that_was_not_finished_is_in_its_line(tmp_path: Pa
     assert said == ["client c has joined the run", "client d has joined the run"]
 
 
-def test_who_joins_together_is_numbered_whoever_answers_first(tmp_path: Path) -> None:
+def test_numbers_of_joining_clients_do_not_depend_on_reply_order(tmp_path: Path) -> None:
     """Own numbers first, then names in ascending order."""
     nodes = sites(tmp_path, "a", "b", "z", "m", 3, "k")
     arrivals = {1: [0, 1], 2: [2, 3, 4, 5]}
@@ -294,7 +277,7 @@ def test_who_joins_together_is_numbered_whoever_answers_first(tmp_path: Path) ->
     assert len({one.fingerprint for one in found}) == 1
 
 
-def test_m_is_who_has_joined_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_clients_is_that_of_joined_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     aggregate = Pipeline.aggregate
 
@@ -318,7 +301,7 @@ def test_m_is_who_has_joined_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
     ids=["ppa", "aps"],
 )
-def test_constants_for_all_clients_do_not_change_with_who_has_joined(
+def test_configured_constants_do_not_change_when_clients_join(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
     aggregate, rounds = Pipeline.aggregate, []
@@ -338,7 +321,7 @@ def test_constants_for_all_clients_do_not_change_with_who_has_joined(
     assert rounds == [2, 2, 3]
 
 
-def test_who_joins_during_the_last_round_is_scored(tmp_path: Path) -> None:
+def test_client_joining_in_the_last_round_is_scored(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     keys: dict[str, Any] = {"num_server_rounds": 1, "evaluate_moment": "before"}
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, **keys)
@@ -371,7 +354,7 @@ def anything(roster: Roster) -> None:
         ([0], 1, {"labels": ["x", "y", "z"]}, "clients disagree on label names"),
     ],
 )
-def test_who_cannot_join(
+def test_rejects_clients_that_cannot_join(
     taken: list[int | str], client: int | str, said: dict[str, Any], reason: str
 ) -> None:
     members = [member(who) for who in taken]
@@ -382,7 +365,7 @@ def test_who_cannot_join(
         Admission(3, anything).admitted(roster, member(client, **said))
 
 
-def test_names_take_the_lowest_free_number() -> None:
+def test_named_clients_take_the_lowest_free_number() -> None:
     joining, roster = Admission(3, anything), Roster({1: member(1)})
     roster = joining.admitted(roster, member("x"))
     roster = joining.admitted(roster, member("a"))
@@ -390,7 +373,7 @@ def test_names_take_the_lowest_free_number() -> None:
     assert not joining.has_room(roster)
 
 
-def test_a_silent_node_holds_a_round_for_a_minute_at_most_and_ever_more_seldom() -> None:
+def test_silent_node_is_asked_less_and_less_often() -> None:
     grid = InProcessGrid(
         lambda message, context: pytest.fail("nobody is there"), {}, nodes=[9, 101], partitions=[0, 1]
     )
@@ -422,18 +405,12 @@ def test_a_silent_node_holds_a_round_for_a_minute_at_most_and_ever_more_seldom()
         ({"min-clients": 2, "min-replies": 3}, r"min-replies = 3: must be at most 2, .* = 1 of 2\)"),
     ],
 )
-def test_what_does_not_go_together(keys: dict[str, Scalar], reason: str) -> None:
+def test_rejects_incompatible_keys_of_joining(keys: dict[str, Scalar], reason: str) -> None:
     with pytest.raises(PbflError, match=reason):
         parse({"method": "fedproto", **keys}, SECTIONS)
 
 
 # The handshake -----------------------------------------------------------------------------------------------
-
-
-def test_two_nodes_with_one_client_id_are_named(tmp_path: Path) -> None:
-    found = federation(tmp_path, partitions=[0, 1, 1, 3, 4], nodes=[11, 12, 13, 14, 15])
-    with pytest.raises(PbflError, match="client-id 1 is used by two nodes, 12 and 13"):
-        found.run()
 
 
 @pytest.mark.parametrize(
@@ -445,14 +422,14 @@ def test_two_nodes_with_one_client_id_are_named(tmp_path: Path) -> None:
         ({"labels": ["0", "1", "3", "2"]}, "label names: client 0 has ('0', '1', '2', '3'), 2 has"),
     ],
 )
-def test_a_disagreement_names_both_sides(change: dict[str, Any], text: str) -> None:
+def test_disagreement_names_both_clients(change: dict[str, Any], text: str) -> None:
     said = [{**handshake_reply(client, IMAGES), **(change if client == 2 else {})} for client in range(3)]
     with pytest.raises(PbflError) as error:
         checked_roster(client_from_reply(node, ConfigRecord(record)) for node, record in enumerate(said))
     assert f"clients disagree on {text}" in str(error.value)
 
 
-def test_clients_that_cannot_start_are_counted_by_reason_before_training(tmp_path: Path) -> None:
+def test_counts_clients_that_cannot_start_by_reason(tmp_path: Path) -> None:
     def some_data(settings: Any, client: int) -> Any:
         if client in (1, 3):
             raise PbflError("the data is not there; it belongs at /data/x")
@@ -489,19 +466,19 @@ def with_formula(content: RecordDict) -> None:
         (flower_error(""), "error code 8"),
     ],
 )
-def test_a_failed_handshake_is_one_line(tmp_path: Path, fault: Fault, text: str) -> None:
+def test_failed_handshake_is_one_line(tmp_path: Path, fault: Fault, text: str) -> None:
     with pytest.raises(PbflError) as error:
         federation(tmp_path, faults={(1, 0): fault}, round_timeout=1.0).run()
     assert text in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_too_few_nodes_say_how_many_are_wanted(tmp_path: Path) -> None:
+def test_too_few_nodes_name_num_clients(tmp_path: Path) -> None:
     with pytest.raises(PbflError, match=r"num-clients = 5, but only 3 nodes joined within 0 s"):
         federation(tmp_path, partitions=[0, 1, 2], join_timeout=0.2).run()
 
 
-def test_an_experiment_that_is_no_name_of_a_directory_is_refused(tmp_path: Path) -> None:
+def test_rejects_experiment_that_is_no_directory_name(tmp_path: Path) -> None:
     found = federation(tmp_path)
     found.strategy.experiment = "../../elsewhere"
     with pytest.raises(PbflError, match=r"experiment = '\.\./\.\./elsewhere': must be letters"):
@@ -511,7 +488,7 @@ def test_an_experiment_that_is_no_name_of_a_directory_is_refused(tmp_path: Path)
 # Nodes that go and come back ---------------------------------------------------------------------------------
 
 
-def test_a_client_that_comes_back_on_another_node_goes_on(tmp_path: Path) -> None:
+def test_client_continues_on_another_node(tmp_path: Path) -> None:
     found = federation(tmp_path, num_server_rounds=3, faults={(1, 2): unreported})
 
     def restarted() -> None:  # its SuperNode was started again, without a key: Flower gives it another id
@@ -525,7 +502,7 @@ def test_a_client_that_comes_back_on_another_node_goes_on(tmp_path: Path) -> Non
     assert stored_rounds(found)[1] == (3, 2)  # its own state, two participations
 
 
-def test_a_node_that_is_gone_is_named_and_not_asked(tmp_path: Path) -> None:
+def test_disconnected_node_is_reported_and_not_asked(tmp_path: Path) -> None:
     found = federation(tmp_path, num_server_rounds=3, faults={(1, 2): silent}, fraction_train=0.6)
     nodes = list(found.grid.nodes)
 
@@ -544,7 +521,7 @@ def test_a_node_that_is_gone_is_named_and_not_asked(tmp_path: Path) -> None:
     assert not any(client == 1 and number == 3 for client, number, _ in found.grid.asked)
 
 
-def test_a_second_node_of_a_living_client_is_not_asked(
+def test_second_node_of_a_connected_client_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
@@ -561,7 +538,7 @@ def test_a_second_node_of_a_living_client_is_not_asked(
     assert stored_rounds(found)[3] == (3, 3)
 
 
-def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_reconnecting_with_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     before = checked_roster([member(0, 11), member(1, 12)])
     came = [member(1, 22, architecture="resnet4"), member(5, 23)]
     monkeypatch.setattr(returning, "send_handshake", lambda *arguments: (came, {}))
@@ -574,7 +551,7 @@ def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.Mo
     }
 
 
-def test_of_two_new_nodes_of_a_client_that_failed_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_two_new_nodes_of_a_failed_client_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(returning, "send_handshake", lambda *arguments: ([member(1, 23), member(1, 22)], {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
     after, refused = handshake_with_new_nodes(
@@ -584,7 +561,7 @@ def test_of_two_new_nodes_of_a_client_that_failed_one_is_asked(monkeypatch: pyte
     assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
 
 
-def test_a_device_that_starts_again_while_a_resumed_run_waits_for_others_is_one_client(
+def test_device_restarted_during_resume_is_one_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runs_on = {11: 0, 21: 0, 22: 1}  # node -> client

@@ -50,7 +50,7 @@ def asked(found: Federation, kind: str) -> dict[int, set[int]]:
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_the_rounds_are_those_of_a_federation_without_them(tmp_path: Path, method: str) -> None:
+def test_new_clients_do_not_affect_the_regular_rounds(tmp_path: Path, method: str) -> None:
     rounds: dict[str, Any] = {"num_clients": 3, "new_clients": 1, "new_client_rounds": 2}
     small = federation(tmp_path / "small", method, num_clients=2).run()
     found = federation(tmp_path, method, **rounds).run()
@@ -66,7 +66,7 @@ def test_the_rounds_are_those_of_a_federation_without_them(tmp_path: Path, metho
     assert [line.columns.participations for line in lines] == [[1], [2]]
 
 
-def test_they_get_what_the_rounds_came_to_and_their_uploads_are_not_used(tmp_path: Path) -> None:
+def test_new_clients_get_the_final_state_and_do_not_change_it(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, **NEW)
     states: list[Any] = []
 
@@ -82,7 +82,7 @@ def test_they_get_what_the_rounds_came_to_and_their_uploads_are_not_used(tmp_pat
     assert [record.accuracy["head"].weighted for record in saved] == [hits / 10 for hits in correct]
 
 
-def test_scored_before_training_they_begin_with_the_broadcast_and_end_with_a_last_scoring(
+def test_new_clients_scored_before_training_get_a_final_scoring(
     tmp_path: Path,
 ) -> None:
     found = federation(tmp_path, "fedavg", evaluate_moment="before", **NEW).run()
@@ -95,7 +95,7 @@ def test_scored_before_training_they_begin_with_the_broadcast_and_end_with_a_las
     assert asked(found, "evaluate") == {2: {0, 1, 2}, 5: {3, 4}}
 
 
-def test_whoever_goes_on_meets_them_as_new_again(tmp_path: Path) -> None:
+def test_longer_run_trains_new_clients_from_scratch(tmp_path: Path) -> None:
     federation(tmp_path, on_disk=True, **NEW).run()
     longer = again(tmp_path, num_server_rounds=3).run()
     straight = federation(tmp_path / "straight", num_server_rounds=3, **NEW).run()
@@ -106,7 +106,7 @@ def test_whoever_goes_on_meets_them_as_new_again(tmp_path: Path) -> None:
     assert [len(longer.directory.new_client_records(after)) for after in (1, 2, 3)] == [0, 3, 3]
 
 
-def test_stopped_among_their_rounds_the_run_goes_on_there(tmp_path: Path) -> None:
+def test_run_stopped_in_a_round_of_new_clients_resumes_there(tmp_path: Path) -> None:
     def pull(message: Message, answer: Answer) -> Message:
         answer()  # client 4 has trained and kept it
         raise Stopped
@@ -125,7 +125,7 @@ def test_stopped_among_their_rounds_the_run_goes_on_there(tmp_path: Path) -> Non
     assert asked(again(tmp_path).run(), "train") == {}, "all is done"
 
 
-def test_a_torn_line_of_theirs_is_made_again(tmp_path: Path) -> None:
+def test_torn_record_of_new_clients_is_repeated(tmp_path: Path) -> None:
     def pull(message: Message, answer: Answer) -> Message:
         raise Stopped
 
@@ -141,7 +141,7 @@ def test_a_torn_line_of_theirs_is_made_again(tmp_path: Path) -> None:
     assert [line.round for line in stopped.directory.new_client_records(2)] == [3, 4, 5]
 
 
-def test_a_round_of_theirs_that_ended_the_run_is_made_again(tmp_path: Path) -> None:
+def test_failed_round_of_new_clients_is_repeated(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"on_disk": True, "failure_policy": "stop", **NEW}
     ended = federation(tmp_path, faults={(3, 5): raises}, **keys)
     with pytest.raises(PbflError, match="new client 3 failed"):
@@ -152,7 +152,7 @@ def test_a_round_of_theirs_that_ended_the_run_is_made_again(tmp_path: Path) -> N
     assert found.strategy.new_client_rounds[-1].columns.client == [3, 4]
 
 
-def test_one_that_fails_is_named_and_costs_nobody_else_anything(tmp_path: Path) -> None:
+def test_failing_new_client_is_named_and_does_not_affect_others(tmp_path: Path) -> None:
     found = federation(tmp_path, faults={(3, 3): raises}, **NEW).run()
     (failure,) = found.strategy.new_client_rounds[0].failures
     (line,) = show.failure_lines([*found.strategy.history, *found.strategy.new_client_rounds])
@@ -166,7 +166,7 @@ def test_one_that_fails_is_named_and_costs_nobody_else_anything(tmp_path: Path) 
         federation(tmp_path / "stop", faults={(3, 3): raises}, failure_policy="stop", **NEW).run()
 
 
-def test_one_that_runs_on_another_node_by_then_is_found(tmp_path: Path) -> None:
+def test_new_client_on_another_node_is_found(tmp_path: Path) -> None:
     """Nobody asks it anything during the rounds, so that its node is known to be another one only now."""
     found = federation(tmp_path, **NEW)
 
@@ -180,7 +180,7 @@ def test_one_that_runs_on_another_node_by_then_is_found(tmp_path: Path) -> None:
     assert {len(line.columns.client) for line in found.strategy.new_client_rounds} == {2}
 
 
-def test_a_round_without_enough_of_the_others_ends_the_run(tmp_path: Path) -> None:
+def test_too_few_replies_end_the_run_before_new_clients(tmp_path: Path) -> None:
     faults = {(client, 1): raises for client in (0, 1, 2)}
     with pytest.raises(RunEnded, match="0 valid replies"):
         federation(tmp_path, faults=faults, **NEW).run()
@@ -202,12 +202,12 @@ def test_a_round_without_enough_of_the_others_ends_the_run(tmp_path: Path) -> No
         ({"both-moments": True, "client-report": "none"}, "both-moments = true: .*; must be false"),
     ],
 )
-def test_what_cannot_be_is_said_beforehand(keys: dict[str, Scalar], said: str) -> None:
+def test_rejects_incompatible_keys_of_new_clients(keys: dict[str, Scalar], said: str) -> None:
     with pytest.raises(PbflError, match=said):
         parse({"num-clients": 4, **keys}, SECTIONS)
 
 
-def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
+def test_tables_and_summaries_show_new_clients(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, data=None, num_clients=4, max_samples=200, **NEW).run()
     path = found.directory.path
     console = Console(width=120, record=True)
@@ -231,7 +231,7 @@ def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
     assert f"{sum(traffic) / 2 / 2 / 1e3:.1f} kB" in said, "a mean over the two that take part in the rounds"
 
 
-def test_a_comparison_waits_for_them_and_has_a_column(tmp_path: Path) -> None:
+def test_comparison_waits_for_new_clients_and_has_a_column(tmp_path: Path) -> None:
     keys: dict[str, Scalar] = {"new-clients": 1, "new-client-rounds": 2}
     path = write_run(tmp_path / "run", [entry(1, 0.5, 0.25)], **keys)
     requested = RequestedKeys({"num-clients": 2, "num-server-rounds": 1, "feature-dim": 4, **keys})
@@ -249,7 +249,7 @@ def test_a_comparison_waits_for_them_and_has_a_column(tmp_path: Path) -> None:
     assert dict(zip(sheet.columns, sheet.rows[0], strict=True))["new clients"] == "62.50"
 
 
-def test_what_their_noise_is_worth_is_shown(tmp_path: Path) -> None:
+def test_epsilon_of_new_clients_is_shown(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, dp_clip=1.0, dp_noise=1.0, **NEW).run()
     console = Console(width=200, record=True)
     show.show_run(found.directory.path, console)
@@ -257,7 +257,7 @@ def test_what_their_noise_is_worth_is_shown(tmp_path: Path) -> None:
     assert f"ε = {epsilon_of(1.0, 3, 1e-5):.3g} for client 3" in console.export_text()
 
 
-def test_their_own_state_is_kept_apart(tmp_path: Path) -> None:
+def test_state_of_new_clients_has_its_own_directory(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, **NEW).run()
     name = found.strategy.experiment
     kept = {
@@ -274,7 +274,7 @@ def test_their_own_state_is_kept_apart(tmp_path: Path) -> None:
     assert state_file(found.directory.path, "2").parent.name == name
 
 
-def test_the_state_of_a_new_device_on_this_machine_is_found(tmp_path: Path) -> None:
+def test_finds_state_of_a_new_device_on_this_machine(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, **NEW).run()
     file = state_file(found.directory.path, "4")
     own = tmp_path / "run" / "clients" / "node-4" / file.parent.name / file.name
@@ -283,7 +283,7 @@ def test_the_state_of_a_new_device_on_this_machine_is_found(tmp_path: Path) -> N
     assert state_file(found.directory.path, "4") == own
 
 
-def test_the_same_bits_in_any_order(tmp_path: Path) -> None:
+def test_new_clients_give_the_same_bits_in_any_order(tmp_path: Path) -> None:
     one, other = (federation(tmp_path / str(order), order=order, **NEW).run() for order in (1, 2))
     assert same_tensors(one.strategy.state.to_tensors(), other.strategy.state.to_tensors())
     columns = [[line.columns.correct for line in run.strategy.new_client_rounds] for run in (one, other)]

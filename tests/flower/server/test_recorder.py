@@ -48,7 +48,7 @@ def lines(run: Federation) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedtgp"])
-def test_resumed_is_uninterrupted(tmp_path: Path, method: str) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, method: str) -> None:
     keys: dict[str, Any] = {"momentum": 0.5, "optimizer_state": "kept"}
     if method == "fedtgp":
         keys["fedtgp.server-momentum"] = 0.5
@@ -77,7 +77,7 @@ def again(tmp_path: Path, **keys: Any) -> Federation:
     return federation(tmp_path, "local", on_disk=True, **{"resume": True, **keys})
 
 
-def test_history_ahead_of_the_checkpoint_is_cut_back(tmp_path: Path, two_rounds: Federation) -> None:
+def test_history_ahead_of_the_checkpoint_is_truncated(tmp_path: Path, two_rounds: Federation) -> None:
     run = tmp_path / "run"
     before = lines(two_rounds)
     for name in ("rounds.jsonl", "clients.jsonl"):
@@ -100,7 +100,7 @@ def test_history_ahead_of_the_checkpoint_is_cut_back(tmp_path: Path, two_rounds:
         ({"num_server_rounds": 1}, "num-server-rounds = 1: the run has 2 rounds already"),
     ],
 )
-def test_a_refused_run_leaves_no_mark_on_an_existing_one(
+def test_refused_run_does_not_change_an_existing_one(
     finished: Federation, keys: dict[str, Any], reason: str
 ) -> None:
     run = finished.directory
@@ -110,7 +110,7 @@ def test_a_refused_run_leaves_no_mark_on_an_existing_one(
     assert {file.name: file.read_bytes() for file in run.path.iterdir() if file.is_file()} == before
 
 
-def test_why_a_run_stopped_is_removed_when_it_goes_on(
+def test_error_file_is_removed_when_a_run_resumes(
     tmp_path: Path, two_rounds: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "HANDOVER_SECONDS", 0.1)
@@ -123,7 +123,7 @@ def test_why_a_run_stopped_is_removed_when_it_goes_on(
     assert not told.exists()
 
 
-def test_another_configuration_is_not_resumed_before_a_round_was_finished(
+def test_other_configuration_is_refused_before_the_first_checkpoint(
     tmp_path: Path, two_rounds: Federation
 ) -> None:
     (two_rounds.directory.path / "checkpoint.safetensors").unlink()
@@ -133,7 +133,7 @@ def test_another_configuration_is_not_resumed_before_a_round_was_finished(
         again(tmp_path / "elsewhere").run()
 
 
-def test_a_lost_or_damaged_checkpoint_is_said_and_nothing_is_cut(
+def test_lost_or_damaged_checkpoint_is_reported_and_history_kept(
     tmp_path: Path, two_rounds: Federation
 ) -> None:
     file = tmp_path / "run" / "checkpoint.safetensors"
@@ -150,7 +150,9 @@ def test_a_lost_or_damaged_checkpoint_is_said_and_nothing_is_cut(
     ("name", "text"),
     [("run.json", '{"experiment": '), ("run.json", "{}"), ("run.json", "[1]"), ("rounds.jsonl", "{x\n")],
 )
-def test_damaged_records_are_named(tmp_path: Path, two_rounds: Federation, name: str, text: str) -> None:
+def test_damaged_records_are_reported_by_file(
+    tmp_path: Path, two_rounds: Federation, name: str, text: str
+) -> None:
     (tmp_path / "run" / name).write_text(text)
     with pytest.raises(PbflError, match=name) as error:
         again(tmp_path).run()
@@ -158,7 +160,7 @@ def test_damaged_records_are_named(tmp_path: Path, two_rounds: Federation, name:
 
 
 @pytest.mark.parametrize("report", ["full", "none"])
-def test_a_client_that_lost_its_state_is_named_once(tmp_path: Path, report: str) -> None:
+def test_warns_once_of_client_that_lost_its_state(tmp_path: Path, report: str) -> None:
     found = federation(tmp_path, on_disk=True, client_report=report, num_server_rounds=1).run()
     (one,) = (tmp_path / "run" / "clients").glob("*/client-00001.safetensors")
     one.unlink()
@@ -167,7 +169,7 @@ def test_a_client_that_lost_its_state_is_named_once(tmp_path: Path, report: str)
     assert notes == [[], ["client 1 lost its state and starts from scratch"], []]
 
 
-def test_fedkd_goes_on_where_every_client_lost_its_state(tmp_path: Path) -> None:
+def test_fedkd_resumes_if_every_client_lost_its_state(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"num_server_rounds": 4, "fedkd.schedule-rounds": 4}
     whole = federation(tmp_path / "a", "fedkd", on_disk=True, **keys).run()
     two = {**keys, "num_server_rounds": 2}
@@ -180,7 +182,7 @@ def test_fedkd_goes_on_where_every_client_lost_its_state(tmp_path: Path) -> None
     assert [line.failures for line in third.strategy.history] == [[]] * 4
 
 
-def test_who_is_only_scored_is_found_to_have_lost_its_state_too(tmp_path: Path) -> None:
+def test_warns_of_lost_state_of_clients_that_are_only_scored(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
     shutil.rmtree(tmp_path / "run" / "clients")
     keys: dict[str, Any] = {"num_server_rounds": 3, "resume": True}
@@ -192,7 +194,7 @@ def test_who_is_only_scored_is_found_to_have_lost_its_state_too(tmp_path: Path) 
     assert notes == [[], ["client 0, 1, 2, 3, 4 lost its state and starts from scratch"], []]
 
 
-def test_why_a_run_ended_is_written_down_whenever_it_did(tmp_path: Path) -> None:
+def test_error_file_says_why_a_run_ended(tmp_path: Path) -> None:
     told = tmp_path / "run" / ERROR
     with pytest.raises(PbflError, match="is used by two nodes"):
         federation(tmp_path, on_disk=True, partitions=[0, 1, 1, 3, 4]).run()
@@ -209,7 +211,7 @@ def test_why_a_run_ended_is_written_down_whenever_it_did(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_whom_the_server_waits_for_stands_beside_the_run_only_meanwhile(tmp_path: Path, fails: bool) -> None:
+def test_waiting_line_is_published_only_while_waiting(tmp_path: Path, fails: bool) -> None:
     found = federation(tmp_path / "a", "fedproto", on_disk=True, num_clients=3, num_server_rounds=2)
     found.directory.path.mkdir(parents=True)
     found.directory.set_waiting("what a killed server has left")
@@ -235,7 +237,7 @@ def test_whom_the_server_waits_for_stands_beside_the_run_only_meanwhile(tmp_path
     assert found.directory.waiting() == ""
 
 
-def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -> None:
+def test_partition_is_recorded_for_configured_data(tmp_path: Path) -> None:
     found = federation(
         tmp_path / "a", "fedproto", on_disk=True, num_clients=3, num_server_rounds=1, min_samples=4
     )
@@ -261,7 +263,7 @@ def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -
     assert own.directory.partition().paper_scalars is None
 
 
-def test_a_run_does_not_go_on_with_other_samples(tmp_path: Path) -> None:
+def test_resume_refuses_changed_samples(tmp_path: Path) -> None:
     def run(**keys: Any) -> Federation:
         own: dict[str, Any] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "partition": "iid"}
         return federation(tmp_path, on_disk=True, data=None, **own, **keys)
@@ -276,7 +278,7 @@ def test_a_run_does_not_go_on_with_other_samples(tmp_path: Path) -> None:
     assert run(resume=True).run().strategy.done == 2
 
 
-def test_a_run_that_was_killed_while_it_began_begins_again(
+def test_run_killed_while_starting_can_be_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """run.json is the seal: what stands there without it is no run, and what stands beside it is complete."""
@@ -298,7 +300,7 @@ def test_a_run_that_was_killed_while_it_began_begins_again(
     assert found.directory.partition().majority is not None
 
 
-def test_what_nobody_foresaw_is_written_down_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_file_holds_unexpected_exceptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*given: Any) -> None:
         raise ValueError("an own aggregate\nthat fails")
 
@@ -312,7 +314,7 @@ def test_what_nobody_foresaw_is_written_down_too(tmp_path: Path, monkeypatch: py
     assert not (found.directory.path / "error.txt").exists()
 
 
-def test_the_run_directory_is_readable_by_others(finished: Federation) -> None:
+def test_run_directory_holds_strict_json(finished: Federation) -> None:
     run = finished.directory.path
 
     def strict(text: str) -> Any:
@@ -327,7 +329,7 @@ def test_the_run_directory_is_readable_by_others(finished: Federation) -> None:
     assert not list(run.rglob("*.tmp"))
 
 
-def test_a_strategy_that_cannot_be_made_says_why_in_an_empty_directory_alone(tmp_path: Path) -> None:
+def test_server_app_writes_error_file_only_into_empty_directory(tmp_path: Path) -> None:
     run = tmp_path / "run"
     keys: dict[str, Scalar] = {"method": "fedavg", "secure-aggregation": True, "run-dir": str(run)}
     context = Context(1, 1, {}, RecordDict(), dict(keys))
@@ -346,7 +348,7 @@ def test_a_strategy_that_cannot_be_made_says_why_in_an_empty_directory_alone(tmp
     assert not (run / ERROR).exists()
 
 
-def test_a_configuration_that_is_refused_is_written_down_where_the_run_was_to_be(
+def test_server_app_writes_invalid_configuration_to_error_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -365,7 +367,7 @@ def test_a_configuration_that_is_refused_is_written_down_where_the_run_was_to_be
 # Full disks and killed servers -------------------------------------------------------------------------------
 
 
-def test_ages_are_in_the_history_and_survive_a_resume(tmp_path: Path) -> None:
+def test_class_ages_survive_a_resume(tmp_path: Path) -> None:
     # Classes 6 and 1, 3, 4 are held by one client (or one more); client 3 alone holds 6, nobody 9.
     quiet = {(3, number): silent for number in (2, 3)}
     federation(tmp_path, on_disk=True, faults=quiet, num_server_rounds=2).run()
@@ -378,7 +380,7 @@ def test_ages_are_in_the_history_and_survive_a_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["after", "before"])
-def test_the_best_state_is_the_one_that_was_scored(tmp_path: Path, moment: str) -> None:
+def test_best_state_is_the_scored_one(tmp_path: Path, moment: str) -> None:
     found = federation(tmp_path, on_disk=True, num_server_rounds=5, learning_rate=0.3, evaluate_moment=moment)
     sent: dict[int, Any] = {}
     build = Instructions.phase
@@ -403,7 +405,7 @@ def test_the_best_state_is_the_one_that_was_scored(tmp_path: Path, moment: str) 
     assert same_tensors(tensors, sent[best])
 
 
-def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_full_disk_of_a_client_fails_its_round_only(tmp_path: Path) -> None:
     """Client 2's disk is full in round 2: an error, the state of round 1; then it has room again and goes on."""
     found = federation(tmp_path / "a", num_server_rounds=3)
     during = {"round": 0}
@@ -440,7 +442,7 @@ def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["rounds.jsonl", "checkpoint.safetensors", "best.safetensors"])
-def test_a_full_disk_of_the_server_ends_the_run_which_can_be_resumed(tmp_path: Path, name: str) -> None:
+def test_full_disk_of_the_server_ends_the_run_which_can_be_resumed(tmp_path: Path, name: str) -> None:
     whole = federation(tmp_path / "b", on_disk=True).run()
     found = federation(tmp_path / "a", on_disk=True)
     fsync, rounds = os.fsync, {"seen": 0}
@@ -478,7 +480,7 @@ class Killed(BaseException):
         (MethodStrategy, "_final_scoring", 3),
     ],
 )
-def test_a_killed_server_goes_on_bit_for_bit(tmp_path: Path, owner: Any, name: str, at: int) -> None:
+def test_killed_server_resumes_with_the_same_bits(tmp_path: Path, owner: Any, name: str, at: int) -> None:
     keys: dict[str, Any] = {"num_server_rounds": 3, "momentum": 0.5, "optimizer_state": "kept"}
     if name == "_final_scoring":
         keys["evaluate_moment"] = "before"
@@ -518,7 +520,7 @@ def test_a_killed_server_goes_on_bit_for_bit(tmp_path: Path, owner: Any, name: s
     assert lines == expected
 
 
-def test_two_servers_do_not_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_server_is_refused_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ended the stream of `flwr run` and not the run, and somebody resumes it."""
     monkeypatch.setattr(history, "HANDOVER_SECONDS", 0.2)
     found = federation(tmp_path, on_disk=True)

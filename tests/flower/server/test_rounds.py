@@ -41,17 +41,17 @@ def report(num_test: int, correct: int, **others: int) -> Report:
     return Report(10, num_test, 1, {"head": correct, **others}, 0.5)
 
 
-def test_the_metric_of_the_references_weighs_clients_by_their_test_samples() -> None:
+def test_weighted_accuracy_counts_test_samples() -> None:
     found = summarise_accuracy({0: report(1, 1), 1: report(3, 0)})["head"]
     assert found == Accuracy(weighted=0.25, mean=0.5, std=0.5, worst=0.0, clients=2)  # 1/4, not 1/2
 
 
-def test_the_worst_tenth_is_a_mean_of_clients() -> None:
+def test_worst_tenth_is_a_mean_over_clients() -> None:
     twenty = {i: report(10, min(i, 10)) for i in range(20)}  # accuracies 0, 0.1, 0.2, ..., 1, 1, ...
     assert summarise_accuracy(twenty)["head"].worst == pytest.approx(0.05)  # the two worst, (0 + 0.1)/2
 
 
-def test_who_has_no_test_samples_or_cannot_be_asked_is_left_out() -> None:
+def test_clients_without_scores_are_left_out() -> None:
     found = summarise_accuracy({0: report(4, 2), 1: report(0, 0), 2: report(4, 3, **{"global": 1})})
     assert found["head"].clients == 2
     assert (found["global"].weighted, found["global"].clients) == (0.25, 1)
@@ -79,7 +79,7 @@ def exchange() -> Exchange:
 
 
 @pytest.mark.parametrize(("moment", "scored"), [("after", 5), ("before", 4)])
-def test_the_record_of_a_round_by_hand(moment: Literal["before", "after"], scored: int) -> None:
+def test_round_record_by_hand(moment: Literal["before", "after"], scored: int) -> None:
     summary = RoundSummary(moment, {"loss": float("nan")}, ["a warning"], 0.25, 1.0, [0, 3])
     record = round_record(exchange(), summary, exchange())
     assert (record.round, record.accuracy_of_round) == (5, scored)
@@ -107,7 +107,7 @@ def test_the_record_of_a_round_by_hand(moment: Literal["before", "after"], score
     assert RoundRecord.from_json(record.to_json(), "a line") == record
 
 
-def test_the_columns_of_a_round_hold_every_client() -> None:
+def test_clients_record_holds_every_client() -> None:
     columns = clients_record(exchange())
     assert (columns.round, columns.client) == (5, [0, 1, 2, 3])
     assert columns.correct == [{"head": 2}, {"head": 3}, {"head": 0}, {"head": 8}]
@@ -118,14 +118,14 @@ def test_the_columns_of_a_round_hold_every_client() -> None:
     assert columns.name == []
 
 
-def test_what_nobody_reports_is_none() -> None:
+def test_missing_figures_are_none() -> None:
     done = replace(exchange(), outcome=Outcome({}, {2: Report(9, 0)}, up={2: Traffic()}))
     record = round_record(done, RoundSummary("after", {}, [], 0.0, 1.0))
     assert (record.test_loss, record.client_metrics, record.accuracy) == (None, {}, {})
     assert not {"validation", "other_accuracy", "late", "ages", "final"} & set(record.to_json())
 
 
-def test_ages_by_hand() -> None:
+def test_class_ages_by_hand() -> None:
     assert updated_ages(None, {1: 0}, 3) == [-1, 0, -1]
     assert updated_ages([-1, 0, 4], {0: 0}, 3) == [0, 1, 5]
     assert updated_ages([2, 0, 4], {0: 1}, 3) == [1, 1, 5]  # the latest upload of class 0 was a round late
@@ -160,7 +160,7 @@ def test_warns_of_predictor_that_no_client_could_score(
     ("method", "moment"),
     [*((method, "after") for method in sorted(METHODS)), *((m, "before") for m in ("fedala", "tinyproto"))],
 )
-def test_the_other_moment_is_what_a_run_that_reports_it_reports(
+def test_other_accuracy_equals_that_of_a_run_at_the_other_moment(
     tmp_path: Path, method: str, moment: str
 ) -> None:
     other = {"before": "after", "after": "before"}[moment]
@@ -179,7 +179,7 @@ def test_the_other_moment_is_what_a_run_that_reports_it_reports(
     assert all(line.other_accuracy == {} for line in reported.strategy.history)
 
 
-def test_who_is_only_scored_is_scored_once(tmp_path: Path) -> None:
+def test_clients_that_do_not_train_are_scored_once(tmp_path: Path) -> None:
     found = federation(tmp_path, both_moments=True, fraction_train=0.4, on_disk=True).run()
     for line, columns in zip(found.strategy.history, found.directory.client_records(), strict=True):
         assert line.accuracy["head"].clients == 5

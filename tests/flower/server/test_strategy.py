@@ -59,7 +59,7 @@ def prototypes(seed: int, labels: list[int], counts: list[int] | None = None) ->
 
 
 @pytest.mark.parametrize("rule", ["mean", "weighted"])
-def test_prototypes_are_averaged_as_numpy_does(rule: str) -> None:
+def test_prototype_averages_agree_with_numpy(rule: str) -> None:
     held = {0: [0, 1], 1: [1, 2], 2: [1, 3]}
     n = {0: [5, 1], 1: [9, 4], 2: [2, 7]}  # class 1 is held by three clients with 1, 9 and 2 samples
     weighted = rule == "weighted"
@@ -78,7 +78,7 @@ def test_prototypes_are_averaged_as_numpy_does(rule: str) -> None:
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
-def test_weights_are_averaged_as_numpy_does(weighting: str) -> None:
+def test_weight_averages_agree_with_numpy(weighting: str) -> None:
     strategy = strategy_of(method="fedavg", models="cnn2", weighting=weighting)
     strategy.begin(TASK)
     n = {0: 1, 1: 30, 2: 3}
@@ -96,7 +96,7 @@ def test_weights_are_averaged_as_numpy_does(weighting: str) -> None:
         np.testing.assert_allclose(state.tensors[name], stacked.sum(0) / sum(share.values()), atol=1e-6)
 
 
-def test_an_aggregate_that_is_not_finite_ends_the_run_and_keeps_the_state() -> None:
+def test_non_finite_aggregate_ends_the_run_and_keeps_the_state() -> None:
     strategy = strategy_of(method="fedproto")
     strategy.begin(TASK)
     before = strategy.state
@@ -106,7 +106,7 @@ def test_an_aggregate_that_is_not_finite_ends_the_run_and_keeps_the_state() -> N
     assert strategy.state is before
 
 
-def test_failing_clients_are_named_and_the_others_unharmed(tmp_path: Path) -> None:
+def test_failing_clients_are_named_and_do_not_affect_others(tmp_path: Path) -> None:
     """In round 2 client 4 raises after its training, client 2's file is damaged, client 3 never answers.
 
     What the server and the others have after round 3 has the same bits as in a run in which these clients were
@@ -145,7 +145,7 @@ def test_failing_clients_are_named_and_the_others_unharmed(tmp_path: Path) -> No
     assert file.read_bytes() == half[0], "a damaged file is not overwritten"
 
 
-def test_flowers_own_errors_come_from_another_node_and_are_still_ascribed(tmp_path: Path) -> None:
+def test_errors_of_flower_are_assigned_to_their_client(tmp_path: Path) -> None:
     found = federation(
         tmp_path, faults={(4, 1): flower_error("no such node")}, num_server_rounds=1, order=1
     ).run()
@@ -153,7 +153,7 @@ def test_flowers_own_errors_come_from_another_node_and_are_still_ascribed(tmp_pa
     assert found.strategy.history[0].trained == [0, 1, 2, 3]
 
 
-def test_too_few_replies_end_the_run_with_the_reasons(tmp_path: Path) -> None:
+def test_too_few_replies_end_the_run_with_reasons(tmp_path: Path) -> None:
     faults = {(0, 2): raises, (1, 2): flower_error("the node was switched off")}
     found = federation(tmp_path, faults=faults, min_replies=4, on_disk=True)
     with pytest.raises(RunEnded) as error:
@@ -165,14 +165,14 @@ def test_too_few_replies_end_the_run_with_the_reasons(tmp_path: Path) -> None:
     assert [line.round for line in found.directory.round_records()] == [1]
 
 
-def test_more_replies_than_clients_cannot_be_asked_for(tmp_path: Path) -> None:
+def test_min_replies_is_at_most_the_number_of_clients(tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="min-replies = 6: must be at most 5, the clients that train"):
         federation(tmp_path, min_replies=6).run()
     with pytest.raises(PbflError, match=r"must be at most 2, .* \(fraction-train = 0.5 of 5\)"):
         federation(tmp_path, min_replies=3, fraction_train=0.5).run()
 
 
-def test_a_dead_worker_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None:
+def test_dead_worker_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None:
     died = flower_error(
         "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
     )
@@ -185,7 +185,7 @@ def test_a_dead_worker_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None
     assert resumed.fingerprint == whole.fingerprint
 
 
-def test_a_device_that_says_its_worker_died_ends_nobodys_run(tmp_path: Path) -> None:
+def test_device_reporting_a_dead_worker_only_fails_itself(tmp_path: Path) -> None:
     died = flower_error(
         "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
     )
@@ -199,7 +199,7 @@ def kinds(found: Federation, server_round: int) -> dict[int, str]:
     return {client: kind for client, number, kind in found.grid.asked if number == server_round}
 
 
-def test_a_fraction_trains_and_the_others_are_scored(tmp_path: Path) -> None:
+def test_fraction_trains_and_the_others_are_scored(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"fraction_train": 0.4, "num_server_rounds": 4}
     one = federation(tmp_path / "a", "local", **keys).run()
     # Other node ids in another order, replies in another order: the same clients, the same bits.
@@ -219,14 +219,14 @@ def test_a_fraction_trains_and_the_others_are_scored(tmp_path: Path) -> None:
     assert [tuple(line.trained) for line in reseeded.strategy.history] != trained
 
 
-def test_no_one_else_is_scored_when_the_fraction_is_zero(tmp_path: Path) -> None:
+def test_zero_fraction_evaluate_scores_only_training_clients(tmp_path: Path) -> None:
     found = federation(
         tmp_path, "local", fraction_train=0.4, fraction_evaluate=0.0, num_server_rounds=1
     ).run()
     assert sorted(kinds(found, 1).values()) == ["train", "train"]
 
 
-def test_who_is_only_scored_is_drawn_anew_in_every_round(tmp_path: Path) -> None:
+def test_scored_clients_are_sampled_in_every_round(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"fraction_train": 0.4, "fraction_evaluate": 0.34, "num_server_rounds": 6}
     drawn = []
     for name in ("a", "b"):
@@ -280,7 +280,7 @@ class Personal(Method[Prototypes, Prototypes, Prototypes]):
         return state
 
 
-def test_every_client_gets_what_is_meant_for_it() -> None:
+def test_each_client_gets_its_own_broadcast() -> None:
     settings = parse({"num-clients": 40, "feature-dim": 6}, SECTIONS)
     strategy = MethodStrategy(settings, method=Personal())
     grid = InProcessGrid(scripted(TASK, lambda client, server_round: RecordDict()), {}, 40)
@@ -292,7 +292,7 @@ def test_every_client_gets_what_is_meant_for_it() -> None:
         assert torch.equal(found.values, strategy.state.values + client)
 
 
-def test_it_is_a_flower_strategy_and_its_bytes_are_counted(tmp_path: Path) -> None:
+def test_counts_bytes_of_messages(tmp_path: Path) -> None:
     found = federation(tmp_path, num_server_rounds=1)
     assert isinstance(found.strategy, Strategy)
     seen: list[tuple[str, int]] = []
@@ -319,20 +319,20 @@ def test_it_is_a_flower_strategy_and_its_bytes_are_counted(tmp_path: Path) -> No
     assert plain(line.scalars) == {"up": sum(held) * 64, "down": 0}
 
 
-def test_lost_replies_do_not_lose_the_clients_work(tmp_path: Path) -> None:
+def test_client_keeps_its_work_if_its_reply_is_lost(tmp_path: Path) -> None:
     found = federation(tmp_path, faults={(0, 1): lost}).run()
     assert found.strategy.history[0].trained == [1, 2, 3, 4]
     assert found.strategy.history[1].trained == [0, 1, 2, 3, 4]
     assert found.strategy._participations == dict.fromkeys(range(5), 2)
 
 
-def test_a_client_that_diverges_says_what_helps(tmp_path: Path) -> None:
+def test_diverging_client_reports_what_helps(tmp_path: Path) -> None:
     line = federation(tmp_path, learning_rate=1e30).run().strategy.history[0]
     reason = {failure.client: failure.reason for failure in line.failures}[0]
     assert re.fullmatch(r"loss term 'ce' is not finite after \d+ steps; lower learning-rate, .*", reason)
 
 
-def test_a_precision_that_a_network_cannot_have_is_refused_before_round_1(tmp_path: Path) -> None:
+def test_rejects_unsupported_precision_before_round_1(tmp_path: Path) -> None:
     run = federation(tmp_path, models="tests.methods.tiny_nets:Plain", precision="bfloat16", num_clients=2)
     with pytest.raises(
         PbflError, match=r"2 of 2 clients: precision = 'bfloat16': Plain is not a .*SplitModel"
@@ -343,9 +343,7 @@ def test_a_precision_that_a_network_cannot_have_is_refused_before_round_1(tmp_pa
     assert [line.failures for line in whole.strategy.history] == [[], []]
 
 
-def test_a_strategy_that_has_made_its_rounds_says_so_and_makes_more_if_asked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_finished_strategy_can_make_more_rounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = federation(tmp_path, num_server_rounds=1).run()
     assert "nothing to do" not in caplog.text
     run.strategy.start(run.grid)
@@ -354,7 +352,7 @@ def test_a_strategy_that_has_made_its_rounds_says_so_and_makes_more_if_asked(
     assert [line.round for line in run.strategy.history] == [1, 2]
 
 
-def test_flowers_own_loop_over_the_hooks_gives_the_same_bits(tmp_path: Path) -> None:
+def test_loop_of_flower_over_the_hooks_gives_the_same_bits(tmp_path: Path) -> None:
     ours = federation(tmp_path / "ours", on_disk=True).run()
     hooks = federation(tmp_path / "hooks", on_disk=True)
     Strategy.start(hooks.strategy, hooks.grid, ArrayRecord(), num_rounds=2)
@@ -362,13 +360,13 @@ def test_flowers_own_loop_over_the_hooks_gives_the_same_bits(tmp_path: Path) -> 
     assert hooks.directory.round_records() == hooks.strategy.history
 
 
-def test_the_hooks_refuse_secure_aggregation(tmp_path: Path) -> None:
+def test_hooks_refuse_secure_aggregation(tmp_path: Path) -> None:
     fed = federation(tmp_path, secure_aggregation=True)
     with pytest.raises(PbflError, match=r"must be started by MethodStrategy\.start"):
         fed.strategy.configure_train(1, ArrayRecord(), ConfigRecord(), fed.grid)
 
 
-def test_stop_ends_the_run_at_the_first_failure_and_it_can_go_on(tmp_path: Path) -> None:
+def test_failure_policy_stop_ends_the_run_at_the_first_failure(tmp_path: Path) -> None:
     found = federation(
         tmp_path / "a", faults={(3, 2): raises}, on_disk=True, num_server_rounds=3, failure_policy="stop"
     )
@@ -385,9 +383,7 @@ def test_stop_ends_the_run_at_the_first_failure_and_it_can_go_on(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("at", "moment"), [(2, "after"), (-1, "before")])
-def test_a_round_that_ended_the_run_counts_once_when_it_is_started_again(
-    tmp_path: Path, at: int, moment: str
-) -> None:
+def test_round_that_ended_the_run_counts_once_after_restart(tmp_path: Path, at: int, moment: str) -> None:
     """FedTGP's server trains on from its state, so a round that was aggregated twice would show."""
     keys: dict[str, Any] = {"failure_policy": "stop", "evaluate_moment": moment}
     fault = flower_error("its node is unavailable")

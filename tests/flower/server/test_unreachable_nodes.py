@@ -46,9 +46,7 @@ def outage(times: int, code: int = CODES[0], number: int = 2) -> dict[tuple[int,
 
 
 @pytest.mark.parametrize(("times", "code"), [(MAX_REPEATS, CODES[0]), *((1, code) for code in CODES)])
-def test_a_round_in_which_all_nodes_were_lost_is_asked_again_and_trained_once(
-    times: int, code: int, tmp_path: Path
-) -> None:
+def test_repeats_a_round_if_all_nodes_were_lost(times: int, code: int, tmp_path: Path) -> None:
     whole = federation(tmp_path / "whole").run()
     faults = outage(times, code, number=1) | outage(times, code)  # every round has its own tries
     found = federation(tmp_path / "lost", on_disk=True, faults=faults).run()
@@ -59,7 +57,7 @@ def test_a_round_in_which_all_nodes_were_lost_is_asked_again_and_trained_once(
     assert [line.failures for line in found.strategy.history] == [[], []]
 
 
-def test_who_has_joined_in_a_round_that_is_asked_again_is_written_down(tmp_path: Path) -> None:
+def test_client_joining_in_a_repeated_round_is_recorded(tmp_path: Path) -> None:
     found = federation(tmp_path, faults=outage(1))
 
     def joins(asked: Sequence[Message], answers: Sequence[Message]) -> None:
@@ -72,7 +70,7 @@ def test_who_has_joined_in_a_round_that_is_asked_again_is_written_down(tmp_path:
     assert "client kitchen has joined the run" in found.strategy.history[1].warnings
 
 
-def test_nodes_that_are_lost_again_and_again_end_the_run(tmp_path: Path) -> None:
+def test_nodes_lost_repeatedly_end_the_run(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, faults=outage(MAX_REPEATS + 1))
     with pytest.raises(
         RunEnded, match="round 2: 0 valid replies, min-replies is 1: client 0: Error: Node Unavailable"
@@ -85,9 +83,7 @@ def test_nodes_that_are_lost_again_and_again_end_the_run(tmp_path: Path) -> None
     assert resumed.fingerprint == federation(tmp_path / "whole").run().fingerprint
 
 
-def test_the_run_ends_where_nodes_do_not_come_back_in_time(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_ends_if_nodes_do_not_return_in_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = federation(tmp_path, on_disk=True, faults=outage(1))
     nodes, grid = found.grid.nodes, found.grid
     grid.watchers.append(lambda asked, answers: setattr(grid, "nodes", nodes if len(grid.sent) < 15 else []))
@@ -96,7 +92,7 @@ def test_the_run_ends_where_nodes_do_not_come_back_in_time(
     assert "Waiting up to 0 s for nodes" in caplog.text  # join-timeout is half a second here
 
 
-def test_too_few_is_waited_for_enough_is_not(tmp_path: Path) -> None:
+def test_waits_only_if_too_few_replied(tmp_path: Path) -> None:
     faults: dict[tuple[int, int], Fault] = {(0, 2): while_it_lasts(1), (1, 2): raises}
     found = federation(tmp_path / "enough", faults=dict(faults), min_replies=3).run()
     assert [f.client for f in found.strategy.history[1].failures] == [0, 1]
@@ -108,20 +104,20 @@ def test_too_few_is_waited_for_enough_is_not(tmp_path: Path) -> None:
         federation(tmp_path / "hopeless", faults=faults, min_replies=5).run()
 
 
-def test_a_client_that_answers_again_has_not_lost_its_state(tmp_path: Path) -> None:
+def test_repeated_reply_is_no_lost_state(tmp_path: Path) -> None:
     faults: dict[tuple[int, int], Fault] = {(client, 2): while_it_lasts(1) for client in (0, 1)}
     found = federation(tmp_path, on_disk=True, faults=faults, min_replies=4).run()
     assert found.strategy.history[1].trained == [0, 1, 2, 3, 4]
     assert "lost its state" not in str(found.strategy.history)
 
 
-def test_a_round_that_is_asked_again_makes_classes_a_round_older_only(tmp_path: Path) -> None:
+def test_repeated_round_ages_classes_once(tmp_path: Path) -> None:
     found = federation(tmp_path, faults={**outage(2), (3, 2): silent}, min_replies=2).run()
     assert found.strategy.history[1].trained == [0, 1, 2, 4]
     assert [(line.ages or [])[6] for line in found.strategy.history] == [0, 1]  # client 3 alone holds it
 
 
-def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(
+def test_waits_for_nodes_that_were_gone_before_the_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client fails, so that the server looks for its nodes; just then none is there."""
@@ -143,7 +139,7 @@ def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(
     assert NOT_CONNECTED not in str(run.strategy.history)
 
 
-def test_who_was_only_to_be_scored_is_not_waited_for(tmp_path: Path) -> None:
+def test_does_not_wait_for_clients_that_are_only_scored(tmp_path: Path) -> None:
     """Who trains fails by itself: that the others' nodes are lost changes nothing."""
     first = federation(tmp_path / "first", fraction_train=0.4).run()
     training = first.strategy.history[1].trained
@@ -155,7 +151,7 @@ def test_who_was_only_to_be_scored_is_not_waited_for(tmp_path: Path) -> None:
     assert len([client for client, number, _ in found.grid.asked if number == 2]) == NUM_CLIENTS
 
 
-def test_a_round_that_is_asked_again_is_not_the_best_yet(tmp_path: Path) -> None:
+def test_repeated_round_is_not_the_best_yet(tmp_path: Path) -> None:
     faults: dict[tuple[int, int], Fault] = {(client, 2): while_it_lasts(1) for client in (0, 1)}
     found = federation(tmp_path, on_disk=True, faults=faults, min_replies=4, models="cnn4", keep_best=True)
     with patch.object(

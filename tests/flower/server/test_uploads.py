@@ -27,7 +27,9 @@ SUMS: dict[str, Any] = {"aggregation": "ppa", "total_examples": 100}
 
 @pytest.mark.parametrize("method", PROTECTED)
 @pytest.mark.parametrize("unit", ["client", "sample"])
-def test_noisy_uploads_of_every_method(tmp_path: Path, method: str, unit: str) -> None:
+def test_every_protected_method_uploads_noise_and_reports_epsilon(
+    tmp_path: Path, method: str, unit: str
+) -> None:
     keys: dict[str, Any] = {**NOISE, "dp_unit": unit}
     if method == "tinyproto":
         keys |= {"aps_scale": 0.1, "cps_dim": 16}
@@ -45,7 +47,7 @@ def test_noisy_uploads_of_every_method(tmp_path: Path, method: str, unit: str) -
 
 
 @pytest.mark.parametrize("rule", ["ppa", "aps-sum"])
-def test_dense_uploads_give_the_same_sum(tmp_path: Path, rule: str) -> None:
+def test_dense_uploads_give_the_same_sum_as_sparse_ones(tmp_path: Path, rule: str) -> None:
     keys: dict[str, Any] = {**SUMS, "aggregation": rule, "aps_scale": 0.1}
     sparse = federation(tmp_path / "sparse", **keys).run().strategy
     dense = federation(tmp_path / "dense", **keys, dense_uploads=True).run().strategy
@@ -54,13 +56,13 @@ def test_dense_uploads_give_the_same_sum(tmp_path: Path, rule: str) -> None:
     assert dense.history[0].scalars.up == NUM_CLIENTS * 10 * 64
 
 
-def test_dense_noise_covers_who_holds_what(tmp_path: Path) -> None:
+def test_dense_noisy_uploads_hide_present_classes(tmp_path: Path) -> None:
     found = federation(tmp_path, **SUMS, **NOISE, dense_uploads=True).run().strategy
     assert bool(found.state.broadcast.present.all())
     assert found.history[1].failures == []
 
 
-def test_small_classes_are_held_back_and_said(tmp_path: Path) -> None:
+def test_small_classes_are_held_back_with_a_warning(tmp_path: Path) -> None:
     found = federation(tmp_path, min_class_count=4).run().strategy
     # of SPLITS: client 1 has one class of 1, client 2 one of 3, client 4 one of 2
     assert found.history[0].warnings == [
@@ -72,14 +74,14 @@ def test_small_classes_are_held_back_and_said(tmp_path: Path) -> None:
     assert found.history[1].accuracy["local"].clients == NUM_CLIENTS
 
 
-def test_a_run_in_which_everything_is_held_back_goes_on(tmp_path: Path) -> None:
+def test_run_continues_if_all_classes_are_held_back(tmp_path: Path) -> None:
     for method in ("fedproto", "fedtgp", "protonorm", "fedgh"):
         found = federation(tmp_path / method, method, min_class_count=1000).run().strategy
         assert [line.failures for line in found.history] == [[], []]
         assert "global" not in found.history[1].accuracy
 
 
-def test_the_reference_protocols_send_everything(tmp_path: Path) -> None:
+def test_reference_protocols_hold_no_class_back(tmp_path: Path) -> None:
     found = federation(tmp_path, protocol="htfl").run().strategy
     # client 1 has one sample, which is no batch of the reference's loader
     assert found.history[0].warnings == [
@@ -88,7 +90,7 @@ def test_the_reference_protocols_send_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("randomness", ["system", "seed"])
-def test_an_answer_sent_again_is_the_same_release(tmp_path: Path, randomness: str) -> None:
+def test_repeated_reply_has_the_same_noise(tmp_path: Path, randomness: str) -> None:
     """Asked twice for the same round, a client draws no second noise: its bytes are those of the first answer."""
     found = federation(tmp_path, **NOISE, dp_randomness=randomness, num_server_rounds=1)
     answers: dict[int, list[bytes]] = {}
@@ -118,7 +120,7 @@ def test_noise_differs_between_runs_unless_it_is_seeded(tmp_path: Path) -> None:
     assert prints("c", dp_randomness="seed") == prints("d", dp_randomness="seed")
 
 
-def test_a_silent_client_says_nothing_of_its_samples(tmp_path: Path) -> None:
+def test_report_none_reveals_nothing_of_the_samples(tmp_path: Path) -> None:
     found = (
         federation(tmp_path, client_report="none", fraction_train=0.6, on_disk=True, **NOISE).run().strategy
     )
@@ -135,7 +137,7 @@ def test_a_silent_client_says_nothing_of_its_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_an_upload_without_bounds_is_refused_where_it_is_made(
+def test_client_refuses_to_send_an_unbounded_upload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secure: bool
 ) -> None:
     """The client says what to do, and keeps the state of the round before."""
