@@ -94,7 +94,7 @@ def results(rounds: Sequence[RoundRecord]) -> list[tuple[object, ...]]:
     ]
 
 
-def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
+def test_devices_give_the_results_of_one_process_and_strangers_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run in clear, then one of a round under SecAgg+ on the same devices, over gRPC with TLS and keys."""
@@ -184,7 +184,7 @@ def start(run_dir: Path, home: Path, *arguments: str) -> subprocess.Popen[str]:
 SMALL = ["--set", "models=cnn2", "--set", "feature-dim=16", "--set", "partition=iid"]
 
 
-def test_the_command_says_what_became_of_the_run(tmp_path: Path) -> None:
+def test_command_reports_the_result_of_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(
         run_dir, tmp_path / "home", "-n", "1", "--insecure", "--set", "num-server-rounds=1", *SMALL
@@ -197,7 +197,7 @@ def test_the_command_says_what_became_of_the_run(tmp_path: Path) -> None:
     assert left_behind(run_dir) == []
 
 
-def test_a_run_that_fails_on_a_device_fails(tmp_path: Path) -> None:
+def test_command_fails_if_a_device_fails(tmp_path: Path) -> None:
     (tmp_path / "a-file").touch()
     node = f"state-dir='{tmp_path / 'a-file'}'"  # only the SuperNode finds out
     process = start(tmp_path / "run", tmp_path / "home", "--node", node, "--insecure", *SMALL)
@@ -211,7 +211,7 @@ def test_a_run_that_fails_on_a_device_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
 )
-def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_no_process_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, tmp_path / "home", "-n", "2", "--set", "num-server-rounds=1000", *SMALL)
     assert process.stdout is not None

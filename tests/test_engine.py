@@ -82,7 +82,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.xdist_group("finished")
-def test_a_run(finished: tuple[Path, str]) -> None:
+def test_run_with_flower_engine(finished: tuple[Path, str]) -> None:
     run_dir, said = finished
     rounds = [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
     assert [line["round"] for line in rounds] == [1, 2]
@@ -105,9 +105,7 @@ def result_of(run_dir: Path) -> str:
 
 
 @pytest.mark.xdist_group("finished")
-def test_processes_without_flowers_engine_give_the_same_bits(
-    finished: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_processes_engine_gives_the_same_bits(finished: tuple[Path, str], tmp_path: Path) -> None:
     """In two processes beside the server, and all in one."""
     for workers in ("1", "2"):
         run_dir = tmp_path / workers
@@ -128,7 +126,7 @@ def test_processes_without_flowers_engine_give_the_same_bits(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
-def test_processes_end_with_their_command_and_are_resumed(tmp_path: Path, number: signal.Signals) -> None:
+def test_processes_end_with_their_command_and_resume(tmp_path: Path, number: signal.Signals) -> None:
     run_dir = tmp_path / "run"
     more = sets(*SMALL, "num-server-rounds=10000")
     process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "2", "--run-dir", str(run_dir), *more)
@@ -148,7 +146,7 @@ def test_processes_end_with_their_command_and_are_resumed(tmp_path: Path, number
     assert rounds == list(range(1, done + 2))
 
 
-def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+def test_failed_run_says_why(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     (tmp_path / "a-file").touch()
     broken = f"state-dir={tmp_path / 'a-file'}"  # only the clients find out
@@ -176,7 +174,7 @@ def rounds_done(run_dir: Path) -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent-death signal")
-def test_a_run_that_is_stopped_and_killed_and_goes_on_has_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
+def test_stopped_killed_and_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     """On Flower's engine with one worker and with two, beside a run without it; two of the four clients lie."""
     run_dir, other = tmp_path / "run", tmp_path / "other"
     lies = (
@@ -221,6 +219,6 @@ def test_a_run_that_is_stopped_and_killed_and_goes_on_has_the_bits_of_one_that_i
     assert len(liars) == 2
 
 
-def test_one_run_directory_is_used_once(tmp_path: Path) -> None:
+def test_run_directory_is_used_once(tmp_path: Path) -> None:
     with Engine(tmp_path), pytest.raises(PbflError, match="in use"), Engine(tmp_path):
         pass

@@ -119,7 +119,7 @@ def same_results(run_dir: Path, expected: MethodStrategy) -> None:
         pytest.param(True, id="registered-key", marks=pytest.mark.long),
     ],
 )
-def test_a_killed_supernode_comes_back_with_its_state(place: Path, secure: bool) -> None:
+def test_killed_supernode_returns_with_its_state(place: Path, secure: bool) -> None:
     """Killed in round 2 and started again; then the file of another client is damaged."""
     rounds = 8 if secure else 4  # Flower refuses a known key until it has noticed the death, a minute later
     run_dir, brought = place / "run", devices(place)
@@ -179,7 +179,7 @@ def test_a_killed_supernode_comes_back_with_its_state(place: Path, secure: bool)
 
 
 @pytest.mark.parametrize("victim", ["serverapp", pytest.param("superlink", marks=pytest.mark.long)])
-def test_a_killed_server_goes_on_where_it_was(place: Path, victim: str) -> None:
+def test_killed_server_resumes(place: Path, victim: str) -> None:
     run_dir, brought = place / "run", devices(place)
     nodes = complete(brought, 3, run_dir / "clients")
     config = {**CONFIG, "num-server-rounds": 3, "run-dir": str(run_dir)}

@@ -22,14 +22,14 @@ def code_version_of(package: Path) -> str:
         return code_version.__wrapped__()
 
 
-def test_of_what_is_not_sent_the_code_version_takes_no_notice() -> None:
+def test_code_version_ignores_what_is_not_sent() -> None:
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     assert project["tool"]["flwr"]["app"]["fab-exclude"] == [
         f"pbfl_flwr/{name}" if name.endswith(".py") else f"pbfl_flwr/{name}/**" for name in NOT_SENT
     ]
 
 
-def test_what_devices_are_sent_and_what_is_installed_is_the_same_code_version(tmp_path: Path) -> None:
+def test_sent_and_installed_code_have_the_same_version(tmp_path: Path) -> None:
     sent = tmp_path / "pbfl_flwr"
     shutil.copytree(
         PACKAGE,
@@ -43,7 +43,7 @@ def test_what_devices_are_sent_and_what_is_installed_is_the_same_code_version(tm
 
 
 @pytest.mark.parametrize("said", ["0.0.9-0badc0de", "", None])
-def test_a_federation_of_two_code_versions_says_so_once(said: str | None, tmp_path: Path) -> None:
+def test_warns_once_of_differing_code_versions(said: str | None, tmp_path: Path) -> None:
     with patch.object(client_handshake, "code_version", code_version if said is None else lambda: said):
         found = federation(tmp_path, on_disk=True).run()
     expected = (
@@ -58,7 +58,7 @@ def test_a_federation_of_two_code_versions_says_so_once(said: str | None, tmp_pa
     )
 
 
-def test_a_device_that_refuses_says_so_if_it_runs_another_code_version(tmp_path: Path) -> None:
+def test_refusing_device_mentions_its_code_version(tmp_path: Path) -> None:
     a, b = sites(tmp_path, "a", "b")
     nodes = [a, {**b, "model": "resnet9000"}]
     refused = "1 of 2 clients: client-id = 'b': models = 'resnet9000': unknown model 'resnet9000'; "

@@ -45,7 +45,7 @@ def of_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return be
 
 
-def test_a_flower_without_what_is_needed_is_a_line(other: Path) -> None:
+def test_unsupported_flower_is_one_line(other: Path) -> None:
     path = os.pathsep.join([str(other), str(Path(__file__).parents[2])])
     done = subprocess.run(
         [sys.executable, "-m", "pbfl_flwr.cli", "doctor"],
@@ -71,7 +71,7 @@ def test_a_flower_without_what_is_needed_is_a_line(other: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_an_older_flower_is_refused_before_anything_starts(
+def test_older_flower_is_refused_before_anything_starts(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_version: Callable[[str], None]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -83,19 +83,19 @@ def test_an_older_flower_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("version", ["1.39.0", "1.39.1", "1.43.0"])
-def test_the_pinned_flower_and_newer_ones_may_try(version: str, of_version: Callable[[str], None]) -> None:
+def test_pinned_and_newer_flower_are_accepted(version: str, of_version: Callable[[str], None]) -> None:
     of_version(version)
     refuse_older()
 
 
-def test_what_else_cannot_be_imported_is_not_the_version() -> None:
+def test_other_import_errors_are_not_the_version() -> None:
     assert misfit(ImportError("no", name="grpc")) is None
     assert (
         misfit(ModuleNotFoundError("no", name="flwr.supercore")) is None
     )  # the pinned one: a broken install
 
 
-def test_no_flower_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_flower_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 

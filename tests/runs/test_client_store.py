@@ -37,7 +37,7 @@ def client(tmp_path: Path) -> ClientStore:
     return ClientStore(tmp_path / "clients", "experiment-1", 4, "cnn4")
 
 
-def test_state_comes_back_bit_for_bit(client: ClientStore) -> None:
+def test_state_round_trip(client: ClientStore) -> None:
     assert client.load() is None
     client.save(STATE)
     found = client.load()
@@ -52,7 +52,7 @@ def test_state_comes_back_bit_for_bit(client: ClientStore) -> None:
     assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
 
 
-def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
     metadata = {f"key-{number}": 'ü "quoted"' for number in range(20)}
     tensors = {"b": torch.randn(3, 5), "a": torch.arange(3, dtype=torch.uint8), "ä": torch.zeros(0, 2)}
     files = [tmp_path / "one", tmp_path / "two"]
@@ -68,7 +68,7 @@ def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
     assert about.items() >= metadata.items()
 
 
-def test_views_and_strides_are_no_obstacle(client: ClientStore) -> None:
+def test_saves_views_and_strided_tensors(client: ClientStore) -> None:
     rows = torch.randn(4, 6)
     image = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     client.save(replace(STATE, memory={"a": rows, "b": rows, "row": rows[1], "t": rows.T, "image": image}))
@@ -80,7 +80,7 @@ def test_views_and_strides_are_no_obstacle(client: ClientStore) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="has other permissions")
-def test_only_its_owner_can_read_it(client: ClientStore) -> None:
+def test_only_the_owner_can_read_state(client: ClientStore) -> None:
     """It holds class means and counts."""
     place = replace(client, directory=client.directory / "of" / "its-own")
     with place.locked():
@@ -90,7 +90,7 @@ def test_only_its_owner_can_read_it(client: ClientStore) -> None:
     assert stat.S_IMODE(place.directory.parent.stat().st_mode) != 0o700
 
 
-def test_other_tools_can_read_it(client: ClientStore) -> None:
+def test_other_tools_can_read_state(client: ClientStore) -> None:
     client.save(STATE)
     assert torch.equal(load_file(client.path)["model.a"], STATE.model["a"])
     with safe_open(client.path, framework="pt") as file:
@@ -107,7 +107,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_kill_before_the_rename_leaves_the_old_file(
+def test_kill_before_the_rename_leaves_the_old_file(
     client: ClientStore, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     client.save(STATE)
@@ -135,7 +135,7 @@ def test_a_kill_before_the_rename_leaves_the_old_file(
     assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_rubbish(
+def test_full_disk_leaves_the_old_file_and_no_temporary_one(
     client: ClientStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.save(STATE)
@@ -156,9 +156,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_rubbish(
     assert found.round == 3
 
 
-def test_the_data_is_on_the_disk_before_the_name_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     fsync, rename = os.fsync, Path.replace
 
@@ -178,7 +176,7 @@ def test_the_data_is_on_the_disk_before_the_name_changes(
     assert (tmp_path / "new" / "file").read_bytes() == b"content"
 
 
-def test_a_system_that_flushes_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_where_directories_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = os.open
 
     def refuse(path: Any, *arguments: Any, **keys: Any) -> int:
@@ -192,7 +190,7 @@ def test_a_system_that_flushes_no_directory(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("number", "refused"), [(errno.EINVAL, False), (errno.EIO, True)])
-def test_a_directory_that_is_not_flushed(
+def test_error_of_flushing_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, refused: bool
 ) -> None:
     """Some file systems flush none, which is no fault; a disk that fails is one."""
@@ -215,7 +213,7 @@ def test_a_directory_that_is_not_flushed(
 @pytest.mark.parametrize(
     "damage", ["empty", "half", "rubbish", "flipped", "directory", "unsigned", "relabelled"]
 )
-def test_a_damaged_file_is_named_and_stays_as_it_is(client: ClientStore, damage: str) -> None:
+def test_damaged_file_is_named_and_not_changed(client: ClientStore, damage: str) -> None:
     client.save(STATE)
     data = bytearray(client.path.read_bytes())
     if damage == "directory":
@@ -245,7 +243,7 @@ def test_a_damaged_file_is_named_and_stays_as_it_is(client: ClientStore, damage:
     assert before is None or client.path.read_bytes() == before
 
 
-def test_another_schema_is_refused(client: ClientStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_another_schema(client: ClientStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "SCHEMA", "0")
     client.save(STATE)
     monkeypatch.undo()
@@ -260,13 +258,15 @@ def test_another_schema_is_refused(client: ClientStore, monkeypatch: pytest.Monk
         ({"architecture": "resnet8"}, "is of architecture 'cnn4', expected 'resnet8'"),
     ],
 )
-def test_a_foreign_file_is_refused(client: ClientStore, change: dict[str, Any], text: str) -> None:
+def test_rejects_file_of_another_experiment_or_architecture(
+    client: ClientStore, change: dict[str, Any], text: str
+) -> None:
     client.save(STATE)
     with pytest.raises(DamagedState, match=text):
         replace(client, **change).load()
 
 
-def test_another_clients_file_is_refused(client: ClientStore) -> None:
+def test_rejects_file_of_another_client(client: ClientStore) -> None:
     client.save(STATE)
     other = replace(client, client=5)
     client.path.rename(other.path)
@@ -274,7 +274,7 @@ def test_another_clients_file_is_refused(client: ClientStore) -> None:
         other.load()
 
 
-def test_plain_tensors_and_metadata(tmp_path: Path) -> None:
+def test_tensors_and_metadata_round_trip(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     with pytest.raises(FileNotFoundError):
         load_tensors(file)
@@ -285,7 +285,7 @@ def test_plain_tensors_and_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"round": "three"}, {"report": "{"}, {"participations": None}])
-def test_a_file_that_lacks_what_a_client_keeps(client: ClientStore, change: dict[str, str | None]) -> None:
+def test_rejects_file_without_parts_of_a_state(client: ClientStore, change: dict[str, str | None]) -> None:
     client.save(STATE)
     tensors, metadata = load_tensors(client.path)
     kept = {key: value for key, value in {**metadata, **change}.items() if value is not None}
@@ -294,7 +294,7 @@ def test_a_file_that_lacks_what_a_client_keeps(client: ClientStore, change: dict
         client.load()
 
 
-def test_a_round_of_simulated_clients_is_flushed_once_and_before_it_counts(
+def test_states_of_a_round_are_flushed_once_before_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each client's file is flushed when it is written, the directory with all of their names once a round."""
@@ -315,7 +315,9 @@ def test_a_round_of_simulated_clients_is_flushed_once_and_before_it_counts(
     assert len(list((run.directory.path / "clients").glob("*/*.safetensors"))) == 5
 
 
-def test_names_that_cannot_be_flushed_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_that_cannot_be_flushed_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(path: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -326,7 +328,7 @@ def test_names_that_cannot_be_flushed_end_the_run(tmp_path: Path, monkeypatch: p
     assert not run.directory.round_records()
 
 
-def test_weights_that_were_sent_as_they_were_trained_are_kept_once(client: ClientStore) -> None:
+def test_uploaded_weights_are_stored_once(client: ClientStore) -> None:
     weight = torch.randn(40, 50)
     zeros, negative = torch.zeros(3), -torch.zeros(3)  # equal numbers of different bits
     model = {"body.0.weight": weight, "body.0.bias": zeros, "head.weight": torch.randn(5, 2)}
@@ -348,7 +350,7 @@ def test_weights_that_were_sent_as_they_were_trained_are_kept_once(client: Clien
         assert torch.equal(again.reply[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def test_a_client_of_fedavg_answers_again_from_what_is_kept_once(tmp_path: Path) -> None:
+def test_reply_of_fedavg_is_restored_from_its_model(tmp_path: Path) -> None:
     run = federation(tmp_path, "fedavg", on_disk=True, models="resnet4", num_server_rounds=1)
     run.run()
     for file in sorted((run.directory.path / "clients").glob("*/*.safetensors")):
@@ -363,7 +365,7 @@ def test_a_client_of_fedavg_answers_again_from_what_is_kept_once(tmp_path: Path)
 
 
 @pytest.mark.parametrize("same", ["[]", "{", '{"a": "nowhere"}', '{"a": 3}', '{"a": ["b"]}'])
-def test_a_reply_that_is_said_to_be_where_it_is_not(client: ClientStore, same: str) -> None:
+def test_rejects_invalid_references_to_the_model(client: ClientStore, same: str) -> None:
     client.save(STATE)
     tensors, metadata = load_tensors(client.path)
     del metadata["schema"]

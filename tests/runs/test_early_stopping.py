@@ -60,13 +60,13 @@ def history(*scores: float | None) -> list[RoundRecord]:
         ((), 1, None),
     ],
 )
-def test_when_patience_ends(scores: tuple[float | None, ...], patience: int, best: int | None) -> None:
+def test_patience_by_hand(scores: tuple[float | None, ...], patience: int, best: int | None) -> None:
     by_round = scores_by_round(history(*scores), "global")
     ends = patience_exhausted(by_round, len(scores), patience)
     assert (best_round(by_round) if ends else None) == best
 
 
-def test_validation_counts_where_there_is_some() -> None:
+def test_validation_scores_take_precedence() -> None:
     lines = [line(1, 0.9, 0.1), line(2, 0.5, 0.2)]
     assert [score_of(entry, "global") for entry in lines] == [(True, 0.1), (True, 0.2)]
     by_round = scores_by_round(lines, "global")
@@ -76,7 +76,7 @@ def test_validation_counts_where_there_is_some() -> None:
     assert patience_exhausted(scores_by_round(history(0.9, 0.5), "global"), 2, 1)
 
 
-def test_a_round_without_validation_data_is_no_better_than_one_with_them() -> None:
+def test_round_with_validation_beats_one_without() -> None:
     lines = [line(1, 0.8), line(2, 0.5, 0.2), line(3, 0.9), line(4, 0.5, 0.3), line(5, 0.95)]
     best = [best_round(scores_by_round(lines[:number], "global")) for number in (1, 3, 5)]
     assert best == [1, 2, 4]
@@ -94,7 +94,7 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Federation:
     return ended(tmp_path_factory.mktemp("early"))
 
 
-def test_a_run_ends_by_itself_and_is_finished(early: Federation) -> None:
+def test_run_ends_early_and_is_finished(early: Federation) -> None:
     assert [entry.round for entry in early.strategy.history] == [1, 2, 3]
     said = [note for note in early.strategy.history[-1].warnings if "patience" in note]
     assert said == ["no better score on test data for 2 rounds, since round 1: the run ends early (patience)"]
@@ -114,7 +114,7 @@ def test_a_run_ends_by_itself_and_is_finished(early: Federation) -> None:
     }
 
 
-def test_the_last_round_has_its_last_scoring(tmp_path: Path) -> None:
+def test_last_round_of_early_end_has_a_final_scoring(tmp_path: Path) -> None:
     run = ended(tmp_path, evaluate_moment="before")
     assert [entry.final is not None for entry in run.strategy.history] == [False, False, True]
     (said,) = [note for note in run.strategy.history[-1].warnings if "patience" in note]
@@ -122,7 +122,7 @@ def test_the_last_round_has_its_last_scoring(tmp_path: Path) -> None:
     assert scores(run.strategy.history)["head"].best[0] == 0
 
 
-def test_fewer_rounds_that_a_caller_asks_for_are_no_end_by_patience(tmp_path: Path) -> None:
+def test_fewer_requested_rounds_are_no_early_end(tmp_path: Path) -> None:
     run = federation(tmp_path, num_server_rounds=4, on_disk=True, **DETERMINISTIC)
     run.strategy.start(run.grid, num_rounds=2)
     assert run.directory.record().ended_after is None
@@ -130,7 +130,7 @@ def test_fewer_rounds_that_a_caller_asks_for_are_no_end_by_patience(tmp_path: Pa
     assert run.directory.result() == ""
 
 
-def test_new_clients_come_after_it(tmp_path: Path) -> None:
+def test_new_clients_come_after_an_early_end(tmp_path: Path) -> None:
     run = ended(tmp_path, new_clients=1, new_client_rounds=2)
     assert len(run.strategy.history) == 3
     assert [entry.after for entry in run.strategy.new_client_rounds] == [3, 3]
@@ -138,7 +138,7 @@ def test_new_clients_come_after_it(tmp_path: Path) -> None:
     assert watch.snapshot(run.directory.path, 0.0).state == "finished"
 
 
-def test_without_patience_or_with_better_rounds_all_are_made(tmp_path: Path) -> None:
+def test_all_rounds_are_made_without_patience(tmp_path: Path) -> None:
     assert len(ended(tmp_path / "a", rounds=4, patience=0).strategy.history) == 4
     run = ended(tmp_path / "b", rounds=4, patience=4)
     assert len(run.strategy.history) == 4
@@ -146,7 +146,7 @@ def test_without_patience_or_with_better_rounds_all_are_made(tmp_path: Path) -> 
     assert run.directory.result()
 
 
-def test_it_goes_on_when_it_is_told_to_and_comes_to_the_same(tmp_path: Path) -> None:
+def test_run_resumed_without_patience_has_the_same_result(tmp_path: Path) -> None:
     whole = ended(tmp_path / "whole", rounds=5, patience=0, learning_rate=0.05)
     parts = ended(tmp_path / "parts", rounds=5)
     assert len(parts.strategy.history) == 3
@@ -158,7 +158,7 @@ def test_it_goes_on_when_it_is_told_to_and_comes_to_the_same(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_resumed_run_ends_where_it_ended(tmp_path: Path, early: Federation, recorded: bool) -> None:
+def test_resumed_run_stays_ended(tmp_path: Path, early: Federation, recorded: bool) -> None:
     """Also one that was killed before it wrote down that it had ended."""
     run = RunDirectory(shutil.copytree(early.directory.path, tmp_path / "run"))
     if not recorded:
@@ -173,7 +173,7 @@ def test_a_resumed_run_ends_where_it_ended(tmp_path: Path, early: Federation, re
     assert again.directory.result() == early.directory.result()
 
 
-def test_what_is_complete(early: Federation) -> None:
+def test_run_is_complete_with_the_same_patience(early: Federation) -> None:
     path = early.directory.path
 
     def complete(**keys: Any) -> bool:
@@ -192,7 +192,7 @@ def test_patience_needs_scores() -> None:
         parse({"patience": 3, "client-report": "none"})
 
 
-def test_a_method_that_exchanges_late_is_forewarned() -> None:
+def test_warns_of_patience_before_the_first_exchange() -> None:
     words = ["--set", "models=mlp5", "--set", "dataset=digits", "--set", "method=gfpl", "--dry-run"]
     said = (
         "gfpl: patience = 3: the run may end as early as one with num-server-rounds = 4: the first exchange"

@@ -17,7 +17,7 @@ from tests.small_runs import pbfl
 SERVER = ("checkpoint.safetensors", "prototypes.safetensors", "best.safetensors")
 
 
-def test_two_runs_with_the_same_seed(tmp_path: Path) -> None:
+def test_runs_with_the_same_seed_have_equal_hashes(tmp_path: Path) -> None:
     runs = [
         federation(tmp_path / str(order), on_disk=True, order=order, new_clients=1, new_client_rounds=1).run()
         for order in (1, 2)
@@ -38,7 +38,7 @@ def changed(run: RunDirectory, change: Any) -> str:
     return result_hash(run, 2)
 
 
-def test_what_is_in_it_and_what_is_not(tmp_path: Path) -> None:
+def test_hash_covers_results_only(tmp_path: Path) -> None:
     run = federation(tmp_path, on_disk=True).run().directory
     before = run.result()
     assert changed(run, lambda lines: lines[0].update(seconds=[], bytes_up=[], name=["a"])) == before
@@ -54,7 +54,7 @@ def test_what_is_in_it_and_what_is_not(tmp_path: Path) -> None:
         result_hash(run, 2)
 
 
-def test_a_prolonged_run_has_each_accuracy_once(tmp_path: Path) -> None:
+def test_prolonged_run_has_each_accuracy_once(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"evaluate_moment": "before"}
     whole = federation(tmp_path / "whole", on_disk=True, num_server_rounds=3, **keys).run().directory
     federation(tmp_path / "parts", on_disk=True, **keys).run()
@@ -66,7 +66,7 @@ def test_a_prolonged_run_has_each_accuracy_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["after", "before"])
-def test_only_a_finished_run_has_one_and_a_resumed_one_the_same(tmp_path: Path, moment: str) -> None:
+def test_only_finished_runs_have_a_hash(tmp_path: Path, moment: str) -> None:
     """Scored before training, the shorter run ended with a last scoring that the whole one does not have."""
     keys: dict[str, Any] = {"evaluate_moment": moment}
     whole = federation(tmp_path / "whole", on_disk=True, num_server_rounds=3, **keys).run().directory.result()

@@ -23,7 +23,7 @@ FIRST = ByClass([3, 1, 0, 0], {"head": [2, 1, 0, 0]}, {"head": [2, 2, 0, 0]})
 SECOND = ByClass([1, 0, 1, 0], {"head": [1, 0, 0, 0]}, {"head": [1, 0, 0, 1]})
 
 
-def test_by_hand() -> None:
+def test_class_metrics_by_hand() -> None:
     found = statistics([FIRST, SECOND], "head")
     assert found["tested"] == [4, 1, 1, 0]
     assert found["by_class"] == [0.75, 1.0, 0.0, None]
@@ -43,7 +43,7 @@ def counted(labels: Sequence[int], answers: Sequence[int], num_classes: int) -> 
     return ByClass(tested, {"head": right}, {"head": answered})
 
 
-def test_as_scikit_learn_has_them() -> None:
+def test_class_metrics_agree_with_scikit_learn() -> None:
     drawn = np.random.default_rng(7)
     clients, labels, answers = [], [], []
     for size in (1, 2, 5, 40, 200):
@@ -65,13 +65,13 @@ def test_as_scikit_learn_has_them() -> None:
     )
 
 
-def test_no_number_without_a_sample_is_made_up() -> None:
+def test_classes_without_samples_have_no_recall() -> None:
     assert np.isnan(recalls([0, 2], [0, 1])).tolist() == [True, False]
     assert float(balanced_accuracy([0, 2], [0, 1])) == 0.5
     assert float(macro_f1([0, 2, 0], [0, 1, 0], [1, 1, 0])) == pytest.approx((0 + 2 / 3) / 2)
 
 
-def test_the_pass_over_the_test_data_counts() -> None:
+def test_evaluation_counts_by_class() -> None:
     labels = data().test.labels
     fixed = torch.tensor([0, 1, 1, 0, 1, 2])[: len(labels)]
     seen = 0

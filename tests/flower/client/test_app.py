@@ -68,7 +68,7 @@ def test_device_answers_in_every_method_without_ray_compiler_and_secure_aggregat
     assert done.stdout == "answered\n"
 
 
-def test_the_same_round_is_answered_again_without_training_again(tmp_path: Path) -> None:
+def test_repeated_message_is_answered_without_training_again(tmp_path: Path) -> None:
     calls: list[int] = []
     update = Pipeline.local_update
 
@@ -92,7 +92,7 @@ def test_the_same_round_is_answered_again_without_training_again(tmp_path: Path)
     assert asked_twice.fingerprint == federation(tmp_path / "b").run().fingerprint
 
 
-def test_an_older_round_than_the_clients_own_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_round_before_that_of_its_state(tmp_path: Path) -> None:
     def backwards(message: Message, answer: Answer) -> Message:
         answer()
         message.content[wire.CONFIG] = ConfigRecord(
@@ -105,7 +105,7 @@ def test_an_older_round_than_the_clients_own_is_refused(tmp_path: Path) -> None:
     assert plain(failure) == {"client": 0, "reason": "asked for round 1, but its state is already of round 2"}
 
 
-def test_two_processes_of_one_client_take_turns(tmp_path: Path) -> None:
+def test_client_holds_the_lock_of_its_state_while_training(tmp_path: Path) -> None:
     """A SuperNode that still works for a run that was killed, and the one that resumes it: the file is held."""
     found = federation(tmp_path, num_server_rounds=1)
     held: list[bool] = []

@@ -29,7 +29,7 @@ def context(node: dict[str, Any]) -> Context:
     return Context(run_id=7, node_id=1, node_config=node, state=RecordDict(), run_config={})
 
 
-def test_in_a_simulation_the_run_configuration_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_client_uses_the_run_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "in_worker", lambda: True)
     node = {"partition-id": 2, "num-partitions": 3}
     assert own_settings(RUN, node) == RUN
@@ -38,7 +38,7 @@ def test_in_a_simulation_the_run_configuration_speaks(monkeypatch: pytest.Monkey
     assert identity.state_dir == Path("/server/run/clients/e")
 
 
-def test_a_partition_id_alone_makes_no_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partition_id_alone_makes_no_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower's pages start SuperNodes so; this process is no worker of Ray and the server's paths are not for it."""
     monkeypatch.setenv("PBFL_HOME", "/device/home")
     node = {"partition-id": 2, "num-partitions": 3}
@@ -52,7 +52,7 @@ def test_a_partition_id_alone_makes_no_simulation(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_only_a_worker_of_ray_is_one(tmp_path: Path) -> None:
+def test_detects_ray_workers(tmp_path: Path) -> None:
     import ray
 
     ray.init(num_cpus=5, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
@@ -72,7 +72,7 @@ def test_only_a_worker_of_ray_is_one(tmp_path: Path) -> None:
         ray.shutdown()
 
 
-def test_on_a_device_the_servers_paths_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_ignores_paths_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PBFL_HOME", "/device/home")
     node = {"client-id": 1}
     own = own_settings(RUN, node)
@@ -81,7 +81,7 @@ def test_on_a_device_the_servers_paths_are_ignored(monkeypatch: pytest.MonkeyPat
     assert identify(context(node), own, "e").state_dir == Path("/device/home/state/e")
 
 
-def test_a_device_brings_its_own(tmp_path: Path) -> None:
+def test_node_config_overrides_settings(tmp_path: Path) -> None:
     node: dict[str, Any] = {
         "client-id": 0,
         "data-path": str(tmp_path / "mine.npz"),
@@ -103,7 +103,7 @@ def test_a_device_brings_its_own(tmp_path: Path) -> None:
     assert own_settings(RUN, {"client-id": 0, "data-path": str(tmp_path)}).data.dataset == "image-folder"
 
 
-def test_all_of_its_data_is_a_devices_own(tmp_path: Path) -> None:
+def test_device_uses_all_of_its_data(tmp_path: Path) -> None:
     from pbfl_flwr.flower.client.session import ClientSource, configured_data
 
     rng = np.random.default_rng(0)
@@ -126,7 +126,7 @@ def test_all_of_its_data_is_a_devices_own(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_node_may_not_say(node: dict[str, Any], said: str) -> None:
+def test_rejects_invalid_node_config(node: dict[str, Any], said: str) -> None:
     with pytest.raises(PbflError, match=said):
         own_settings(RUN, node)
 
@@ -134,14 +134,14 @@ def test_what_a_node_may_not_say(node: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     "client", [-1, True, 1.5, "", "0", "17", "a b", "a/b", "..\\x", "é", "x" * 65, "a\n"]
 )
-def test_a_client_id_is_a_whole_number_or_a_name(client: Any) -> None:
+def test_client_id_is_a_whole_number_or_a_name(client: Any) -> None:
     with pytest.raises(
         PbflError, match=r"client-id = .* must be a whole number from 0, or a name of 1 to 64"
     ):
         identify(context({"client-id": client}), RUN, "e")
 
 
-def test_paths_may_begin_with_the_home_directory_and_are_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_of_node_config_are_absolute_or_start_with_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/pi")
     node = {"client-id": 0, "data-path": "~/mine.npz", "state-dir": "~/state"}
     own = own_settings(RUN, node)
@@ -153,13 +153,13 @@ def test_paths_may_begin_with_the_home_directory_and_are_absolute(monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["site-a", "St.Mary_3", "0x", "x" * 64, ".."])
-def test_a_device_may_have_a_name(name: str) -> None:
+def test_device_may_have_a_name(name: str) -> None:
     identity = identify(context({"client-id": name, "data-path": "/d", "state-dir": "/s"}), RUN, "e")
     assert (identity.client, identity.simulated, identity.own_data) == (name, False, True)
     assert ClientStore(identity.state_dir, "e", name, "cnn4").path == Path(f"/s/e/named-{name}.safetensors")
 
 
-def test_a_name_has_one_architecture() -> None:
+def test_named_device_needs_one_architecture() -> None:
     node = {"client-id": "site-a", "data-path": "/d"}
     with pytest.raises(
         PbflError,
@@ -169,14 +169,14 @@ def test_a_name_has_one_architecture() -> None:
     assert own_settings(RUN, {**node, "model": "resnet4"}).models.models == "resnet4"
 
 
-def test_the_server_cannot_make_a_device_import_code() -> None:
+def test_device_imports_no_model_code_named_by_the_server() -> None:
     run = parse({"models": "os:getcwd"}, SECTIONS)
     with pytest.raises(PbflError, match="names code to import"):
         own_settings(run, {"client-id": 0})
     assert own_settings(run, {"client-id": 0, "model": "cnn4"}).models.models == "cnn4"
 
 
-def test_a_device_imports_the_methods_that_its_operator_allows() -> None:
+def test_device_imports_only_allowed_methods() -> None:
     run = parse({"method": "os:getcwd"}, SECTIONS)
     with pytest.raises(PbflError, match=r"method = 'os:getcwd' names code to import; .* allow-methods"):
         own_settings(run, {"client-id": 0})
@@ -187,9 +187,7 @@ def test_a_device_imports_the_methods_that_its_operator_allows() -> None:
 
 
 @pytest.mark.parametrize(("visible", "chosen"), [("", "cpu"), ("0", "cuda"), (None, "cuda")])
-def test_a_card_that_is_hidden_is_not_there(
-    visible: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_gpu_is_not_used(visible: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from a process that has asked for cards before, as one that runs clients itself may have."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -202,13 +200,13 @@ def test_a_card_that_is_hidden_is_not_there(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a card that must not be there")
-def test_a_device_that_is_not_there_is_an_error() -> None:
+def test_missing_device_is_an_error() -> None:
     with pytest.raises(PbflError, match="this client sees no CUDA device"):
         choose_device("cuda")
     assert choose_device("auto") == torch.device("cpu")
 
 
-def test_what_torch_held_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_peak_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_gpu_memory() == 0.0
     silent = federation(tmp_path / "cpu", num_server_rounds=1).run().strategy.history[0]
     assert silent.gpu_mb == 0

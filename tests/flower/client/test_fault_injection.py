@@ -21,7 +21,7 @@ from tests.flower.inprocess import (
 )
 
 
-def test_draws_depend_on_seed_client_and_round_and_not_on_each_other() -> None:
+def test_draws_depend_only_on_seed_client_and_round() -> None:
     def draw(
         rates: Mapping[str, Scalar], client: int | str, server_round: int, seed: int = 0
     ) -> faults.Fault:
@@ -48,9 +48,7 @@ def test_draws_depend_on_seed_client_and_round_and_not_on_each_other() -> None:
         ("stale", "sent its upload of round 1 instead of round 2", (1, 1)),
     ],
 )
-def test_a_fault_costs_its_own_client_only(
-    tmp_path: Path, word: str, reason: str, kept: tuple[int, int]
-) -> None:
+def test_fault_affects_its_client_only(tmp_path: Path, word: str, reason: str, kept: tuple[int, int]) -> None:
     with injected(word, {(2, 2)}):
         faulty = federation(tmp_path / "a").run()
     without = federation(tmp_path / "b", faults={(2, 2): silent}).run()
@@ -62,7 +60,7 @@ def test_a_fault_costs_its_own_client_only(
     assert stored_rounds(faulty) == {**dict.fromkeys(range(NUM_CLIENTS), (2, 2)), 2: kept}
 
 
-def test_a_delay_is_slept(tmp_path: Path) -> None:
+def test_delay_sleeps(tmp_path: Path) -> None:
     slept: list[float] = []
     with injected("seconds", {(1, 2)}), patch.object(time, "sleep", slept.append):
         found = federation(tmp_path).run()
@@ -70,7 +68,7 @@ def test_a_delay_is_slept(tmp_path: Path) -> None:
     assert found.strategy.history[1].failures == []
 
 
-def test_injected_faults_are_the_same_in_any_order_and_after_a_resume(tmp_path: Path) -> None:
+def test_faults_do_not_depend_on_order_or_resume(tmp_path: Path) -> None:
     keys: dict[str, Any] = {f"faults.{kind}": 0.2 for kind in ("drop", "crash", "corrupt", "stale")}
     keys["num_server_rounds"] = 4
     one = federation(tmp_path / "a", **keys).run()
@@ -84,7 +82,7 @@ def test_injected_faults_are_the_same_in_any_order_and_after_a_resume(tmp_path: 
     assert one.fingerprint == other.fingerprint == resumed.fingerprint
 
 
-def test_faults_are_off_and_said_when_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_faults_are_off_by_default_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     federation(tmp_path / "a", num_server_rounds=1).run()
     assert "faults are injected" not in caplog.text
     rarely: dict[str, Any] = {"faults.corrupt": 0.001}

@@ -60,7 +60,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_the_state_of_the_best_round_stays(links: bool, tmp_path: Path) -> None:
+def test_keeps_state_of_the_best_round(links: bool, tmp_path: Path) -> None:
     short = run(tmp_path / "short", 2, keep_best=False)
     if links:
         long = run(tmp_path / "long", 4, best=2)
@@ -78,13 +78,13 @@ def test_the_state_of_the_best_round_stays(links: bool, tmp_path: Path) -> None:
     assert short.directory.result() != long.directory.result()
 
 
-def test_under_secure_aggregation_too(tmp_path: Path) -> None:
+def test_keeps_best_under_secure_aggregation(tmp_path: Path) -> None:
     found = run(tmp_path, 3, best=1, secure_aggregation=True)
     assert [set(kept_best(store(found, client))) for client in CLIENTS] == [{1}] * 5
     assert read_state(of_round(store(found, 0), 1)).card.round == 1
 
 
-def test_it_changes_nothing_else(tmp_path: Path) -> None:
+def test_keep_best_does_not_change_results(tmp_path: Path) -> None:
     asked, without = run(tmp_path / "a", 3, best=1), run(tmp_path / "b", 3, keep_best=False)
     assert asked.directory.result() == without.directory.result()
     said = [
@@ -98,14 +98,14 @@ def test_it_changes_nothing_else(tmp_path: Path) -> None:
     assert said == [{None, 1}, {None}]
 
 
-def test_a_better_round_takes_its_place(tmp_path: Path) -> None:
+def test_better_round_replaces_the_best_one(tmp_path: Path) -> None:
     found = run(tmp_path, 4, best=9)  # every round is better than the one before
     assert [set(kept_best(store(found, client))) for client in CLIENTS] == [{3}] * 5
     assert {read_state(of_round(store(found, 0), 3)).card.round} == {3}
     assert of_round(store(found, 0), 4) == store(found, 0)
 
 
-def test_who_did_not_train_in_the_best_round_keeps_what_it_had_then(tmp_path: Path) -> None:
+def test_idle_client_keeps_its_state_of_the_best_round(tmp_path: Path) -> None:
     found = run(tmp_path, 6, best=3, fraction_train=0.4)
     trained: dict[int, list[int]] = {client: [] for client in CLIENTS}
     for record in found.directory.round_records():
@@ -118,7 +118,7 @@ def test_who_did_not_train_in_the_best_round_keeps_what_it_had_then(tmp_path: Pa
     assert any(rounds and max(rounds) > 3 >= min(rounds) for rounds in trained.values())
 
 
-def test_an_export_of_the_best_round(tmp_path: Path) -> None:
+def test_exports_the_best_round(tmp_path: Path) -> None:
     found = run(tmp_path, 3, best=1)
     path = found.directory.path
     done = pbfl("export", path, "--client", 1, "--round", 1, "--out", tmp_path / "one")
@@ -159,14 +159,14 @@ def test_which_round_is_the_best(tmp_path: Path) -> None:
         best_of(path)
 
 
-def test_clients_that_were_scored_before_their_training_keep_no_best(tmp_path: Path) -> None:
+def test_no_best_state_if_scored_before_training(tmp_path: Path) -> None:
     found = run(tmp_path, 2, keep_best=False, evaluate_moment="before")
     refused = pbfl("export", found.directory.path, "--client", 1, "--best", "--out", tmp_path / "best")
     assert refused.exit_code == 2
     assert "were scored before local training" in " ".join(refused.stderr.split())
 
 
-def test_names_of_which_one_begins_like_another_keep_apart(tmp_path: Path) -> None:
+def test_best_states_of_similar_names_differ(tmp_path: Path) -> None:
     for name in ("a", "a.5", "a.5.best"):
         one = ClientStore(tmp_path, "e", name, "cnn4")
         one.path.write_bytes(b"x")
@@ -176,7 +176,7 @@ def test_names_of_which_one_begins_like_another_keep_apart(tmp_path: Path) -> No
     assert kept_best(tmp_path / "named-a.5.best.safetensors") == {7: tmp_path / "named-a.5.best.7.best"}
 
 
-def test_cleaning_takes_it_along(tmp_path: Path) -> None:
+def test_cleaning_removes_best_states(tmp_path: Path) -> None:
     found = run(tmp_path, 3, best=1)
     folder = home(found)
     assert len(list(folder.glob("*.best"))) == 5
@@ -187,7 +187,7 @@ def test_cleaning_takes_it_along(tmp_path: Path) -> None:
     assert not folder.exists(), [str(one) for one in stay]
 
 
-def test_where_it_cannot_be_known_in_time_or_at_all() -> None:
+def test_keep_best_needs_scores_after_training() -> None:
     def made(**keys: Any) -> None:
         build_method(parse({"keep-best": True, "models": "cnn4", **keys}, SECTIONS))
 
@@ -203,7 +203,7 @@ def test_where_it_cannot_be_known_in_time_or_at_all() -> None:
         made(**{"client-report": "none"})
 
 
-def test_a_state_that_was_never_kept_says_so(tmp_path: Path) -> None:
+def test_missing_best_state_is_reported(tmp_path: Path) -> None:
     found = run(tmp_path, 2, keep_best=False)
     with pytest.raises(PbflError, match="of earlier rounds it has none"):
         of_round(state_file(found.directory.path, "0"), 1)

@@ -23,7 +23,7 @@ from pbfl_flwr.util.paths import weights_file
 from tests.flower.inprocess import federation
 
 
-def test_every_architecture_has_its_own_layout_and_precision(
+def test_each_architecture_has_its_layout_and_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, tuple[str, str]] = {}
@@ -57,9 +57,7 @@ def initial_weights(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     return weights
 
 
-def test_clients_begin_alike_or_each_with_its_own_weights(
-    tmp_path: Path, initial_weights: list[dict[str, Tensor]]
-) -> None:
+def test_initial_weights_are_common_or_own(tmp_path: Path, initial_weights: list[dict[str, Tensor]]) -> None:
     heads: dict[str, list[Tensor]] = {}
     starts: dict[str, dict[str, Any]] = {
         "alike": {},
@@ -81,13 +79,15 @@ def test_clients_begin_alike_or_each_with_its_own_weights(
     assert not torch.equal(*heads["fedproto"][:2])
 
 
-def test_a_name_that_is_no_architecture_ends_the_run_before_it_begins(tmp_path: Path) -> None:
+def test_rejects_precision_of_unknown_architecture(tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="precision = 'resnet5=bfloat16': unknown model 'resnet5'"):
         federation(tmp_path, precision="resnet5=bfloat16").run()
 
 
 @pytest.mark.parametrize(("keys", "threads"), [({"threads": "auto"}, 3), ({"threads": 2}, 2)])
-def test_threads(keys: dict[str, Any], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_number_of_threads(
+    keys: dict[str, Any], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     found = federation(tmp_path, num_server_rounds=1, **keys)
@@ -118,7 +118,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SplitModel:
 
 
 @pytest.mark.parametrize(("method", "own"), [("fedavg", False), ("fedper", False), ("fedproto", True)])
-def test_every_client_begins_with_the_kept_body(
+def test_clients_start_with_pretrained_body(
     method: str, own: bool, trained: SplitModel, tmp_path: Path, initial_weights: list[dict[str, Tensor]]
 ) -> None:
     keys: dict[str, Any] = {"initial-weights": "own"} if own else {}
@@ -136,7 +136,7 @@ def test_every_client_begins_with_the_kept_body(
     assert digests != {""}
 
 
-def test_a_server_that_sends_bodies_begins_with_the_kept_one(trained: SplitModel) -> None:
+def test_server_of_shared_bodies_starts_with_pretrained_body(trained: SplitModel) -> None:
     settings = parse({"method": "fedavg", "models": "resnet4@mine", "feature-dim": 64}, SECTIONS)
     sent = build_method(settings).init(TASK, 0).tensors
     kept = dict(trained.named_parameters())
@@ -145,7 +145,7 @@ def test_a_server_that_sends_bodies_begins_with_the_kept_one(trained: SplitModel
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedgh", "lg-fedavg", "fedgen"])
-def test_a_server_that_sends_no_bodies_needs_no_file(
+def test_server_without_bodies_needs_no_pretrained_file(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PBFL_HOME", str(tmp_path))
@@ -154,14 +154,14 @@ def test_a_server_that_sends_no_bodies_needs_no_file(
     made.check(TASK, ["resnet4@mine", "resnet4@other"])
 
 
-def test_one_that_does_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_reports_missing_pretrained_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PBFL_HOME", str(tmp_path))
     settings = parse({"method": "fedavg", "models": "resnet4@mine", "feature-dim": 64}, SECTIONS)
     with pytest.raises(PbflError, match="no weights of resnet4 under the label 'mine' on this machine"):
         build_method(settings).init(TASK, 0)
 
 
-def test_an_auxiliary_network_may_be_pretrained(trained: SplitModel, tmp_path: Path) -> None:
+def test_auxiliary_network_may_be_pretrained(trained: SplitModel, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"models": "cnn2", "fml.auxiliary": "resnet4@mine", "learning-rate": 1e-30}
     run = federation(tmp_path, "fml", num_server_rounds=1, **keys).run()
     assert run.strategy.history[0].failures == []
@@ -170,7 +170,7 @@ def test_an_auxiliary_network_may_be_pretrained(trained: SplitModel, tmp_path: P
     assert all(torch.allclose(sent[name], kept[name]) for name in sent if not name.startswith("head."))
 
 
-def test_a_client_without_the_auxiliary_networks_weights_says_so_before_round_1(
+def test_client_reports_missing_auxiliary_weights_before_round_1(
     trained: SplitModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: dict[str, Any] = {"models": "cnn2", "fml.auxiliary": "resnet4@mine"}
@@ -183,7 +183,7 @@ def test_a_client_without_the_auxiliary_networks_weights_says_so_before_round_1(
     assert run.strategy.history == []
 
 
-def test_clients_whose_kept_weights_differ_are_named_once(trained: SplitModel, tmp_path: Path) -> None:
+def test_warns_once_of_differing_pretrained_weights(trained: SplitModel, tmp_path: Path) -> None:
     said = iter(["aaaa", "bbbb", "aaaa", "aaaa", "bbbb"])
     with patch.object(client_handshake, "digest_of_weights", lambda name: next(said)):
         run = federation(tmp_path, models="resnet4@mine").run()
@@ -191,9 +191,7 @@ def test_clients_whose_kept_weights_differ_are_named_once(trained: SplitModel, t
     assert [found.warnings.count(line) for found in run.strategy.history] == [1, 0]
 
 
-def test_a_run_that_goes_on_does_so_with_the_weights_that_it_began_with(
-    trained: SplitModel, tmp_path: Path
-) -> None:
+def test_resumed_run_refuses_other_pretrained_weights(trained: SplitModel, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"models": "resnet4@mine", "on_disk": True}
     federation(tmp_path, num_server_rounds=1, **keys).run()
     federation(tmp_path, num_server_rounds=2, resume=True, **keys).run()

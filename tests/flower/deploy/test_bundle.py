@@ -62,7 +62,7 @@ def names(place: Path) -> set[str]:
     return {file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()}
 
 
-def test_the_bundle_is_the_same(tmp_path: Path) -> None:
+def test_copied_app_makes_the_same_bundle(tmp_path: Path) -> None:
     app = an_app(tmp_path, '"LICENSE", "app/**/*.py"')
     found = copy_included(app, tmp_path / "copy")
     assert found == tmp_path / "copy"
@@ -73,7 +73,7 @@ def test_the_bundle_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("include", ["", '"LICENSE", "**/*.py"', '"*/main.py", "LICENSE"'])
-def test_an_app_that_names_no_directories_is_handed_over_whole(tmp_path: Path, include: str) -> None:
+def test_app_without_directories_in_fab_include_is_used_whole(tmp_path: Path, include: str) -> None:
     app = an_app(tmp_path, include)
     assert copy_included(app, tmp_path / "copy") == app
     assert not (tmp_path / "copy").exists()
@@ -90,7 +90,7 @@ for module in pkgutil.walk_packages(pbfl_flwr.__path__, "pbfl_flwr."):
 """
 
 
-def test_what_is_sent_to_devices_is_whole_and_has_nothing_of_the_command_line(tmp_path: Path) -> None:
+def test_bundle_imports_alone_and_lacks_the_command_line(tmp_path: Path) -> None:
     fab = build_fab_from_disk(Path(__file__).parents[3])
     with zipfile.ZipFile(BytesIO(fab)) as bundle:
         bundle.extractall(tmp_path)
@@ -106,7 +106,7 @@ def test_what_is_sent_to_devices_is_whole_and_has_nothing_of_the_command_line(tm
     assert done.returncode == 0, done.stderr
 
 
-def test_an_installed_wheel_hands_over_what_a_checkout_does(tmp_path: Path) -> None:
+def test_installed_wheel_makes_the_bundle_of_a_checkout(tmp_path: Path) -> None:
     """There the files of a checkout's top level are in pbfl_flwr/app, and other packages are around."""
     checkout, site = Path(__file__).parents[3], tmp_path / "site-packages"
     project = tomllib.loads((checkout / "pyproject.toml").read_text())
@@ -124,7 +124,7 @@ def test_an_installed_wheel_hands_over_what_a_checkout_does(tmp_path: Path) -> N
     assert build_fab_from_disk(tmp_path / "slim") == build_fab_from_disk(tmp_path / "same")
 
 
-def test_a_slim_app_has_the_keys_and_the_entry_points_and_no_package(tmp_path: Path) -> None:
+def test_slim_app_has_keys_and_entry_points_only(tmp_path: Path) -> None:
     app = Path(__file__).parents[3]
     slim(app, tmp_path / "slim")
     fab = build_fab_from_disk(tmp_path / "slim")
@@ -142,7 +142,7 @@ def test_a_slim_app_has_the_keys_and_the_entry_points_and_no_package(tmp_path: P
         slim(app, tmp_path / "slim")
 
 
-def test_an_app_that_does_not_say_what_it_is_made_of_cannot_be_made_slim(tmp_path: Path) -> None:
+def test_slim_app_needs_fab_include(tmp_path: Path) -> None:
     app = an_app(tmp_path, "")
     (app / "pyproject.toml").write_text("[project]\n")
     with pytest.raises(PbflError, match=r"pyproject\.toml' has no fab-include"):
@@ -150,7 +150,7 @@ def test_an_app_that_does_not_say_what_it_is_made_of_cannot_be_made_slim(tmp_pat
     assert not (tmp_path / "slim").exists()
 
 
-def test_the_command_writes_a_slim_app_and_overwrites_none(tmp_path: Path) -> None:
+def test_command_writes_a_slim_app_and_overwrites_none(tmp_path: Path) -> None:
     done = pbfl("app", tmp_path / "slim")
     assert done.exit_code == 0
     assert "need the same pbfl-flwr" in " ".join(done.output.split())

@@ -54,7 +54,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_certificate_is_accepted_under_its_names_with_its_ca(tmp_path: Path) -> None:
+def test_certificate_is_accepted_under_its_names_with_its_ca(tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["fl.example.org", "127.0.0.1", "::1"], 30)
     with server(tmp_path) as address:
         hands = security.shake_hands(address, tmp_path / "ca.pem")
@@ -66,7 +66,7 @@ def test_a_certificate_is_accepted_under_its_names_with_its_ca(tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX's")
-def test_private_files_are_the_owners(tmp_path: Path) -> None:
+def test_private_files_belong_to_their_owner(tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["localhost"], 30)
     security.make_keys(tmp_path, ["a", "b"])
     assert {name: mode(tmp_path / name) for name in ("ca.key", "server.key", "a", "b")} == dict.fromkeys(
@@ -77,7 +77,7 @@ def test_private_files_are_the_owners(tmp_path: Path) -> None:
     assert not security.readable_by_others(tmp_path / "b")
 
 
-def test_refusals_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explains_refused_handshakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good, foreign, elsewhere, old = (tmp_path / name for name in ("good", "foreign", "elsewhere", "old"))
     security.make_certificates(good, ["127.0.0.1"], 30)
     security.make_certificates(foreign, ["127.0.0.1"], 30)
@@ -100,7 +100,7 @@ def test_refusals_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert "does not use TLS" in str(security.shake_hands(address, good / "ca.pem").refusal)
 
 
-def test_a_copied_authority_that_openssl_does_not_take_is_not_the_servers_fault(tmp_path: Path) -> None:
+def test_damaged_copy_of_the_ca_is_reported(tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["127.0.0.1"], 30)
     ca = (tmp_path / "ca.pem").read_text()
     with server(tmp_path) as address:
@@ -110,7 +110,7 @@ def test_a_copied_authority_that_openssl_does_not_take_is_not_the_servers_fault(
                 security.shake_hands(address, tmp_path / "copy.pem")
 
 
-def test_a_renewed_certificate_is_accepted_by_devices_that_hold_the_old_ca(tmp_path: Path) -> None:
+def test_renewed_certificate_is_accepted_with_the_old_ca(tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["fl.example.org"], 30)
     ca = (tmp_path / "ca.pem").read_bytes()
     security.renew_certificate(tmp_path, ["127.0.0.1"], 60)
@@ -124,7 +124,7 @@ def test_a_renewed_certificate_is_accepted_by_devices_that_hold_the_old_ca(tmp_p
         security.renew_certificate(tmp_path, ["127.0.0.1"], 60)
 
 
-def test_no_certificate_ends_after_its_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificate_ends_at_the_latest_with_its_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def days_left(name: str) -> int:
         end = security.read_certificate(tmp_path / name).not_valid_after_utc
         return round((end - datetime.now(UTC)) / timedelta(days=1))
@@ -149,7 +149,7 @@ def test_no_certificate_ends_after_its_authority(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "server.pem").read_bytes() == before
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["localhost"], 30)
     security.make_keys(tmp_path, ["a"])
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
@@ -163,9 +163,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ca.pem", "server.key"])
-def test_a_directory_in_a_files_place_is_refused_before_anything_is_replaced(
-    tmp_path: Path, name: str
-) -> None:
+def test_directory_in_place_of_a_file_is_refused_before_writing(tmp_path: Path, name: str) -> None:
     security.make_certificates(tmp_path, ["localhost"], 30)
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
@@ -177,7 +175,7 @@ def test_a_directory_in_a_files_place_is_refused_before_anything_is_replaced(
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
 
 
-def test_files_that_belong_together_are_written_together_or_not_at_all(
+def test_certificate_and_key_are_written_together_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     security.make_certificates(tmp_path, ["localhost"], 30)
@@ -199,7 +197,7 @@ def test_files_that_belong_together_are_written_together_or_not_at_all(
     security.make_keys(tmp_path, ["site-a"])
 
 
-def test_keys_are_read_as_flower_reads_them(tmp_path: Path) -> None:
+def test_keys_are_read_as_by_flower(tmp_path: Path) -> None:
     security.make_keys(tmp_path, ["site-a"])
     private = serialization.load_ssh_private_key((tmp_path / "site-a").read_bytes(), None)
     public = serialization.load_ssh_public_key((tmp_path / "site-a.pub").read_bytes())
@@ -208,7 +206,7 @@ def test_keys_are_read_as_flower_reads_them(tmp_path: Path) -> None:
     assert security.read_node_key(tmp_path / "site-a").curve.name == "secp384r1"
 
 
-def test_other_keys_are_refused_in_a_line(tmp_path: Path) -> None:
+def test_rejects_other_keys(tmp_path: Path) -> None:
     other = ed25519.Ed25519PrivateKey.generate().private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
@@ -235,19 +233,19 @@ def test_other_keys_are_refused_in_a_line(tmp_path: Path) -> None:
         "10",
     ],
 )
-def test_hosts_are_names_or_addresses(host: str, tmp_path: Path) -> None:
+def test_rejects_invalid_hosts(host: str, tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="--host"):
         security.make_certificates(tmp_path / "new", [host], 30)
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("name", ["../a", "a/b", "", ".a", "a.pub", "-a"])
-def test_names_of_keys_are_names_of_files(name: str, tmp_path: Path) -> None:
+def test_rejects_invalid_names_of_keys(name: str, tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="name"):
         security.make_keys(tmp_path, [name])
 
 
-def test_addresses() -> None:
+def test_parses_addresses() -> None:
     assert security.split_address("fl.example.org:9092") == ("fl.example.org", 9092)
     assert security.split_address("[::1]:9092") == ("::1", 9092)
     for wrong in ("fl.example.org", ":9092", "x:0", "x:65536", "x:port"):
@@ -260,7 +258,7 @@ def test_addresses() -> None:
         security.shake_hands(f"127.0.0.1:{port}", None)
 
 
-def test_a_link_to_nowhere_is_not_replaced_without_force(tmp_path: Path) -> None:
+def test_broken_link_is_not_replaced_without_force(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PbflError, match=r"ca\.pem: already exists; --force replaces"):
         security.make_certificates(tmp_path, ["localhost"], 30)

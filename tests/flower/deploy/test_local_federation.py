@@ -24,7 +24,7 @@ from pbfl_flwr.methods import SECTIONS
         "",
     ],
 )
-def test_a_node_configuration_is_read_as_flower_reads_it(text: str) -> None:
+def test_node_config_is_parsed_like_flower(text: str) -> None:
     assert deployment.node_config(text) == parse_config_args([text])
 
 
@@ -39,13 +39,13 @@ def test_a_node_configuration_is_read_as_flower_reads_it(text: str) -> None:
         ("model='cnn4' model='cnn2'", "model is given twice"),
     ],
 )
-def test_what_flower_would_pass_over_is_refused(text: str, said: str) -> None:
+def test_rejects_node_config_that_flower_would_ignore(text: str, said: str) -> None:
     with pytest.raises(PbflError, match="node configuration") as found:
         deployment.node_config(text)
     assert said in str(found.value)
 
 
-def test_a_node_configuration_survives_the_file_that_flower_reads(tmp_path: Path) -> None:
+def test_node_config_survives_its_toml_file(tmp_path: Path) -> None:
     node: dict[str, Scalar] = {"client-id": 1, "data-path": "/dä ta/'a'\"b\"\n\x7f.npz", "batch-size": 8}
     (tmp_path / "node.toml").write_text(toml(node), encoding="utf-8")
     assert parse_config_args([str(tmp_path / "node.toml")]) == node
@@ -79,7 +79,7 @@ def test_nodes_get_ids_directories_and_absolute_paths(
         deployment.complete([{}, {}], 1, tmp_path)
 
 
-def test_states_of_devices_on_this_machine_lie_where_the_run_says(tmp_path: Path) -> None:
+def test_state_directories_follow_state_dir(tmp_path: Path) -> None:
     """Export looks for them there."""
     planned = plan(None, [f"state-dir={tmp_path / 'states'}"], [], 2, tmp_path / "run")
     assert [node["state-dir"] for node in planned.nodes] == [
@@ -89,7 +89,7 @@ def test_states_of_devices_on_this_machine_lie_where_the_run_says(tmp_path: Path
     assert own.nodes[0]["state-dir"] == str(tmp_path / "run" / "clients" / "node-0")
 
 
-def test_nodes_that_would_be_refused_are_refused_before_they_start(tmp_path: Path) -> None:
+def test_invalid_nodes_are_refused_before_they_start(tmp_path: Path) -> None:
     settings = parse({"num-clients": 2}, SECTIONS)
     with pytest.raises(PbflError, match="--node 1: --node-config: unknown key 'modle'"):
         deployment.check(settings, deployment.complete([{}, {"modle": "cnn4"}], 2, tmp_path))
@@ -151,7 +151,7 @@ def test_command_lines(tmp_path: Path) -> None:
         ("Unable to parse the private key file.", "not a private key"),
     ],
 )
-def test_a_refused_supernode_is_one_line(output: str, reason: str) -> None:
+def test_explains_a_refused_supernode_in_one_line(output: str, reason: str) -> None:
     said = deployment.why_ended(f"INFO: Started\n{output}\nINFO: Shutting down\n")
     assert said is not None
     assert reason in said

@@ -20,7 +20,7 @@ LEAVES_A_CHILD = (
 )
 
 
-def test_a_group_is_ended_once_and_then_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_is_ended_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its leader was waited for its number may be somebody else's."""
     ended: list[int] = []
     original = watchdog.end_group
@@ -79,7 +79,7 @@ def test_watchdog_ignores_sigterm_of_a_cluster() -> None:
         other.kill()
 
 
-def test_without_its_watchdog_all_is_ended_as_well(tmp_path: Path) -> None:
+def test_processes_end_without_their_watchdog(tmp_path: Path) -> None:
     """Also the last word to it, which nobody reads."""
     processes = Processes()
     with (tmp_path / "log").open("wb") as log:

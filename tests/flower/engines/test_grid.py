@@ -66,7 +66,7 @@ def said(replies: list[Message]) -> list[object]:
     return [reply.content.config_records[wire.CONFIG]["client"] for reply in replies]
 
 
-def test_the_results_of_any_other_grid(tmp_path: Path) -> None:
+def test_gives_the_results_of_the_grid_of_the_tests(tmp_path: Path) -> None:
     federate(tmp_path / "run", KEYS, 3, Resources(workers=1))
     config = {**KEYS, "run-dir": str(tmp_path / "again")}
     twin = MethodStrategy(parse(config, SECTIONS), None)
@@ -99,25 +99,25 @@ def test_devices_need_their_number() -> None:
     assert "num-clients = 0: only in simulations" in str(reply.error.reason)
 
 
-def test_a_directory_that_another_run_has_is_left_alone(tmp_path: Path) -> None:
+def test_refuses_directory_of_another_run(tmp_path: Path) -> None:
     with FileLock(tmp_path / ".lock"), pytest.raises(PbflError, match="in use by another run"):
         federate(tmp_path, KEYS, 3, Resources(workers=1))
 
 
-def test_clients_that_do_not_fit_are_said(tmp_path: Path) -> None:
+def test_reports_clients_that_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(PbflError, match=r"3 of 3 clients: .*mps"):
         federate(tmp_path, {**KEYS, "device": "mps"}, 3, Resources(workers=1))
     assert "mps" in (tmp_path / "error.txt").read_text()
 
 
-def test_who_has_not_begun_at_the_deadline_is_not_asked() -> None:
+def test_message_not_started_before_the_deadline_is_dropped() -> None:
     grid = LocalGrid(echo, run_immediately, {}, 3)
     assert said(grid.send_and_receive(ask(grid, [2, 0]))) == [2, 0]
     (reply,) = grid.send_and_receive(ask(grid, [1]), timeout=0)
     assert reply.error.reason == "not started before the deadline"
 
 
-def test_who_took_longest_the_last_time_begins_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowest_clients_start_first(monkeypatch: pytest.MonkeyPatch) -> None:
     now, order = 0.0, []
 
     def answer(message: Message, context: Context) -> Message:
@@ -139,7 +139,7 @@ def test_who_took_longest_the_last_time_begins_first(monkeypatch: pytest.MonkeyP
     assert order == [*range(4), *(3, 1, 0, 2), *(0, 2)]  # of another kind of question nothing is known yet
 
 
-def test_who_is_late_is_fetched_later_and_once() -> None:
+def test_late_reply_is_pulled_once() -> None:
     released = threading.Event()
 
     def slow(message: Message, context: Context) -> Message:
@@ -158,7 +158,7 @@ def test_who_is_late_is_fetched_later_and_once() -> None:
     assert grid.pull_messages(ids) == []
 
 
-def test_whom_a_round_waits_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_clients_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "FIRST_LOG", 0.05)
     monkeypatch.setattr(local, "MAX_INTERVAL", 0.01)
     released, heard = threading.Event(), list[str]()
@@ -179,7 +179,7 @@ def test_whom_a_round_waits_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     assert ": 1 of 2 have answered; waiting for client 1, " in heard[0]
 
 
-def test_what_a_client_is_still_busy_with_is_given_up_when_it_is_asked_again() -> None:
+def test_gives_up_a_pending_message_when_its_client_is_asked_again() -> None:
     released, given_up = threading.Event(), list[int]()
 
     def answer(message: Message, context: Context) -> Message:
@@ -204,7 +204,7 @@ def test_what_a_client_is_still_busy_with_is_given_up_when_it_is_asked_again() -
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGSTOP")
-def test_a_worker_that_hangs_is_ended_when_its_client_is_asked_again(tmp_path: Path) -> None:
+def test_hanging_worker_is_killed_when_its_client_is_asked_again(tmp_path: Path) -> None:
     config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
     with ThreadPoolExecutor(2) as threads, WorkerPool([WorkerSpec(1, "", tmp_path / "log")] * 2) as pool:
         grid = LocalGrid(pool.handle, threads.submit, config, 3, pool.give_up)
@@ -225,7 +225,7 @@ def test_a_worker_that_hangs_is_ended_when_its_client_is_asked_again(tmp_path: P
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_secure_aggregation_goes_through_its_stages(workers: int, tmp_path: Path) -> None:
+def test_secure_aggregation_completes_its_stages(workers: int, tmp_path: Path) -> None:
     """What a client keeps from stage to stage is in Flower's context, whichever process runs it."""
     keys = {**KEYS, "num-server-rounds": 1, "secure-aggregation": True}
     federate(tmp_path / "run", keys, 3, Resources(workers=workers))
@@ -235,7 +235,7 @@ def test_secure_aggregation_goes_through_its_stages(workers: int, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
-def test_a_worker_that_dies_costs_its_own_answer_alone(tmp_path: Path) -> None:
+def test_dying_worker_fails_one_reply_only(tmp_path: Path) -> None:
     config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
     with WorkerPool([WorkerSpec(1, "", tmp_path / "log")] * 2) as pool:
         grid = LocalGrid(pool.handle, run_immediately, config, 3)
@@ -249,7 +249,7 @@ def test_a_worker_that_dies_costs_its_own_answer_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
-def test_workers_leave_sigterm_to_the_command(tmp_path: Path) -> None:
+def test_workers_ignore_sigterm(tmp_path: Path) -> None:
     """A cluster sends it to every process of a job at the end of its time; that is no client's failure."""
     config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
     with WorkerPool([WorkerSpec(1, "", tmp_path / "log")] * 2) as pool:
@@ -261,7 +261,7 @@ def test_workers_leave_sigterm_to_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
-def test_the_first_process_leaves_sigterm_to_the_command_from_its_first_moment() -> None:
+def test_first_worker_ignores_sigterm_from_its_start() -> None:
     """With it Python starts one of its own, after which it hears all signals again."""
     lines = [
         "import signal, sys",
@@ -278,7 +278,7 @@ def test_the_first_process_leaves_sigterm_to_the_command_from_its_first_moment()
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="asks a shell")
-def test_workers_work_where_the_output_of_the_command_is_closed(tmp_path: Path) -> None:
+def test_workers_run_with_closed_standard_streams(tmp_path: Path) -> None:
     keys = [part for key, value in KEYS.items() for part in ("--set", f"{key}={value}")]
     options = ["--engine", "processes", "--workers", "2", "--run-dir", str(tmp_path / "run"), *keys]
     command = [sys.executable, "-m", "pbfl_flwr.cli", "run", *options]
@@ -287,9 +287,7 @@ def test_workers_work_where_the_output_of_the_command_is_closed(tmp_path: Path) 
     assert [line.trained for line in RunDirectory(tmp_path / "run").round_records()] == [[0, 1, 2]] * 2
 
 
-def test_a_crew_that_cannot_be_complete_leaves_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incomplete_pool_leaves_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[object] = []
 
     class Hired:
@@ -308,7 +306,7 @@ def test_a_crew_that_cannot_be_complete_leaves_nobody(
 
 
 @pytest.mark.parametrize(("fails", "broken"), [(False, True), (True, False), (True, True)])
-def test_a_worker_whose_card_answers_nothing_more_is_replaced(
+def test_worker_with_a_broken_gpu_is_replaced(
     fails: bool, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within this process, on a card that is none; the memory of one that goes on is given back."""
@@ -346,7 +344,7 @@ def test_a_worker_whose_card_answers_nothing_more_is_replaced(
     assert given_back == [1] * (fails and not broken)
 
 
-def test_a_client_that_fails_gives_its_cards_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_client_releases_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -365,7 +363,7 @@ def test_a_client_that_fails_gives_its_cards_memory_back(monkeypatch: pytest.Mon
         (Resources(gpus_per_client=1), "6,GPU-ab", ["6", "GPU-ab"]),
     ],
 )
-def test_workers_share_cpus_and_cards(
+def test_workers_share_cpus_and_gpus(
     resources: Resources,
     seen: str | None,
     expected: list[str],

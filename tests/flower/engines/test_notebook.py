@@ -56,7 +56,7 @@ def wide(width: int) -> object:
     return build
 
 
-def test_networks_and_data_may_change_between_two_runs(tmp_path: Path, cell: ModuleType) -> None:
+def test_models_and_data_may_change_between_runs(tmp_path: Path, cell: ModuleType) -> None:
     """A cell is changed and run again: the next run trains the new network on the new data."""
     file, found = tmp_path / "own.npz", []
     for width, classes in ((4, 2), (6, 2), (6, 3)):
@@ -73,7 +73,7 @@ def test_networks_and_data_may_change_between_two_runs(tmp_path: Path, cell: Mod
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_leaves_the_process_as_it_was(workers: int, tmp_path: Path) -> None:
+def test_run_leaves_the_process_state_unchanged(workers: int, tmp_path: Path) -> None:
     def state() -> list[object]:
         return [
             torch.get_rng_state().tolist(),
@@ -98,23 +98,21 @@ def test_a_run_leaves_the_process_as_it_was(workers: int, tmp_path: Path) -> Non
         torch.set_num_threads(threads)
 
 
-def test_paths_may_be_text_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepts_relative_paths_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     federate("runs/mine", KEYS, 3, Resources(workers=1))
     assert len(RunDirectory("runs/mine").round_records()) == 1
     assert (tmp_path / "runs" / "mine" / "clients").is_dir()
 
 
-def test_what_main_lacks_is_said_with_the_remedy(tmp_path: Path) -> None:
+def test_models_defined_in_main_need_one_worker(tmp_path: Path) -> None:
     """In a worker ``__main__`` is not the notebook's."""
     keys = {**KEYS, "models": "__main__:built_in_a_cell"}
     with pytest.raises(PbflError, match="exist only in that process: use one worker, or move the function"):
         federate(tmp_path / "run", keys, 3, Resources(workers=1))
 
 
-def test_a_worker_that_fails_of_itself_is_not_said_to_lack_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_script_without_main_guard_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script without ``if __name__ == "__main__":`` is run by every worker that imports it."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -132,7 +130,7 @@ def test_a_worker_that_fails_of_itself_is_not_said_to_lack_memory(
     assert "in use by another run" not in ended.stderr
 
 
-def test_a_strategy_and_a_client_app_run_in_this_process(tmp_path: Path) -> None:
+def test_strategy_and_client_app_run_in_this_process(tmp_path: Path) -> None:
     strategy = FedProto(
         num_clients=len(SPLITS),
         num_server_rounds=2,
@@ -176,7 +174,7 @@ def test_a_strategy_and_a_client_app_run_in_this_process(tmp_path: Path) -> None
         ({"label_names": ("a",)}, "label_names has 1 names: allowed is one for each of 2 classes"),
     ],
 )
-def test_what_is_wrong_with_data_of_ones_own_is_said_before_anything_starts(
+def test_rejects_invalid_data_of_the_app_before_training(
     change: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     def my_data(settings: Settings, client: int) -> ClientData:
@@ -191,21 +189,21 @@ def test_what_is_wrong_with_data_of_ones_own_is_said_before_anything_starts(
         federate_app(strategy, make_client_app(my_data, strategy.settings))
 
 
-def test_data_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_rejects_data_of_another_type(tmp_path: Path) -> None:
     strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
     app = make_client_app(lambda settings, client: None, strategy.settings)  # type: ignore[arg-type, return-value]
     with pytest.raises(PbflError, match="the app's data function returned a NoneType: must be a ClientData"):
         federate_app(strategy, app)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_accepts_numbers_of_numpy() -> None:
     strategy = FedProto(num_clients=np.int64(3), learning_rate=np.float64(0.5), seed=np.arange(3)[2])  # type: ignore[arg-type]
     run = strategy.settings.run
     assert (run.num_clients, strategy.settings.training.learning_rate, run.seed) == (3, 0.5, 2)
     assert {type(run.num_clients), type(run.seed)} == {int}
 
 
-def test_the_number_of_clients_is_said_once_or_twice_alike(tmp_path: Path) -> None:
+def test_rejects_contradicting_numbers_of_clients(tmp_path: Path) -> None:
     with pytest.raises(
         PbflError, match="num-clients = 3, but the federation has 4 clients: allowed is the same number"
     ):
@@ -216,7 +214,7 @@ def test_the_number_of_clients_is_said_once_or_twice_alike(tmp_path: Path) -> No
     assert len(RunDirectory(tmp_path / "run").record().clients) == 3
 
 
-def test_relative_parts_of_pythonpath_are_found_by_processes_elsewhere(
+def test_relative_parts_of_pythonpath_become_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file beside the notebook, with PYTHONPATH=. and Flower's engine."""

@@ -46,7 +46,7 @@ ONE, TWO, FIVE = ("0",), ("0", "1"), ("6", "7", "8", "9", "GPU-ab")
         (1, FIVE, Resources(1, 2), ["6,7"]),
     ],
 )
-def test_places(cpus: int, cards: tuple[str, ...], wishes: Resources, expected: list[str]) -> None:
+def test_places_of_workers(cpus: int, cards: tuple[str, ...], wishes: Resources, expected: list[str]) -> None:
     assert places(Machine(cpus, cards), wishes) == expected
 
 
@@ -70,7 +70,7 @@ def test_places(cpus: int, cards: tuple[str, ...], wishes: Resources, expected: 
         ),
     ],
 )
-def test_wishes_that_no_worker_can_have(cards: tuple[str, ...], wishes: Resources, said: str) -> None:
+def test_rejects_impossible_resources(cards: tuple[str, ...], wishes: Resources, said: str) -> None:
     with pytest.raises(PbflError) as caught:
         places(Machine(4, cards), wishes)
     assert str(caught.value).startswith(said)
@@ -97,12 +97,14 @@ def test_wishes_that_no_worker_can_have(cards: tuple[str, ...], wishes: Resource
         (12, TWO, Resources(1, 0.7), 3, []),
     ],
 )
-def test_slots(cpus: int, cards: tuple[str, ...], wishes: Resources, runs: int, expected: list[Slot]) -> None:
+def test_slots_of_parallel_runs(
+    cpus: int, cards: tuple[str, ...], wishes: Resources, runs: int, expected: list[Slot]
+) -> None:
     assert slots(Machine(cpus, cards), wishes, runs) == expected
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.3, 1 / 3, 0.4, 0.6, 0.7, 1, 2, 3])
-def test_whatever_is_wished_for_no_card_is_given_away_twice(share: float) -> None:
+def test_no_gpu_is_assigned_twice(share: float) -> None:
     """Runs that see the cards of their slots share them out among their workers, as worker_specs does."""
     for count in range(max(1, int(share)), 6):
         machine = Machine(16, tuple(map(str, range(count))))
@@ -131,7 +133,7 @@ def test_whatever_is_wished_for_no_card_is_given_away_twice(share: float) -> Non
         ("-1", 0, ()),
     ],
 )
-def test_the_machine_at_hand(
+def test_detects_cpus_and_gpus(
     named: str | None, count: int, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_cards(monkeypatch, count)
@@ -143,7 +145,7 @@ def test_the_machine_at_hand(
     assert Machine.here(Resources()) == Machine(3)
 
 
-def test_a_card_that_torch_cannot_use_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_torch_cannot_use_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver counts it; clients would fall back to the CPU without a word."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -158,16 +160,14 @@ def test_a_card_that_torch_cannot_use_is_none(monkeypatch: pytest.MonkeyPatch) -
     ("count", "share", "device", "said"),
     [(1, 0.0, "auto", True), (0, 0.0, "auto", False), (1, 0.5, "auto", False), (1, 0.0, "cpu", False)],
 )
-def test_a_card_that_nobody_uses_is_mentioned(
+def test_mentions_an_idle_gpu(
     count: int, share: float, device: str, said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_cards(monkeypatch, count)
     assert ("--gpus-per-client 0.25" in idle_cards(Resources(1, share), device)) is said
 
 
-def test_more_cards_than_there_are_is_one_line_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_reject_too_many_gpus_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cards(monkeypatch, 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     said = "error: --gpus-per-client 2: allowed is up to 1, the CUDA devices here\n"
@@ -177,7 +177,7 @@ def test_more_cards_than_there_are_is_one_line_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_cpus_of_a_container_are_counted_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_cpus_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("joblib.cpu_count", lambda: 2)
     settings = configuration.check(configuration.RequestedKeys({}))
@@ -185,7 +185,7 @@ def test_the_cpus_of_a_container_are_counted_everywhere(monkeypatch: pytest.Monk
         configuration.preflight(settings, Resources(4))
 
 
-def test_flowers_engine_starts_no_worker_that_fits_on_no_card(
+def test_engine_of_flower_starts_no_worker_without_room_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_cards(monkeypatch, 2)

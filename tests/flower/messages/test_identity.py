@@ -25,7 +25,7 @@ def table(file: Path, columns: list[str]) -> str:
     return str(file)
 
 
-def test_what_changed_on_a_device_is_named_and_costs_its_own_round_alone(tmp_path: Path) -> None:
+def test_changed_identity_or_data_fails_the_device_only(tmp_path: Path) -> None:
     columns = [f"p{i}" for i in range(256)]
     nodes: list[dict[str, Scalar]] = [
         {"client-id": name, "data-path": images(tmp_path / f"{name}.npz")} for name in "abcdefgh"

@@ -20,12 +20,12 @@ from tests.training.test_loop import client, data
 SECONDS: Any = tuple(0.5 + i for i in range(len(Report(0, 0).seconds)))
 
 
-def test_a_report_comes_back_as_it_was() -> None:
+def test_report_round_trip() -> None:
     sent = Report(10, 4, 3, {"head": 2, "local": 0}, 0.5, SECONDS, 99.5, {"loss.ce": 0.25})
     assert Report.from_record(sent.to_record()) == sent
 
 
-def test_a_report_of_a_wrong_length_or_type_is_rejected() -> None:
+def test_rejects_reports_of_wrong_length_or_type() -> None:
     good = dict(Report(10, 4).to_record())
     for key in ("n", "c", "t"):
         for bad in (None, 3, [1] * 50):
@@ -36,7 +36,7 @@ def test_a_report_of_a_wrong_length_or_type_is_rejected() -> None:
                 Report.from_record(record)
 
 
-def test_a_report_with_more_right_than_tested_is_rejected() -> None:
+def test_rejects_more_correct_than_tested_samples() -> None:
     record = Report(4, 3, correct={"head": 1}, other={"head": 3}).to_record()
     assert Report.from_record(record).other == {"head": 3}
     record["o"] = [4, -1, -1, -1, -1]
@@ -63,7 +63,7 @@ def report_by_class(counts: ByClass, **more: Any) -> Report:
     return Report(9, sum(counts.tested), 1, right, metrics={}, by_class=counts, **more)
 
 
-def test_without_test_samples_there_are_zeros() -> None:
+def test_counts_are_zero_without_test_samples() -> None:
     shards = data(test=0)
     who = replace(client(), data=shards, evaluation=EvaluationSettings(per_class=True))
     found = evaluate(who, {"head": lambda features, logits: logits})
@@ -78,7 +78,7 @@ def twice() -> Report:
     return report_by_class(FIRST, other={"head": 1}, other_by_class=other)
 
 
-def test_counts_travel_as_whole_numbers_and_come_back() -> None:
+def test_counts_by_class_round_trip_as_integers() -> None:
     for sent in (report_by_class(SECOND), twice()):
         record = sent.to_record()
         assert all(
@@ -90,7 +90,7 @@ def test_counts_travel_as_whole_numbers_and_come_back() -> None:
     assert Report.from_record(report_by_class(several).to_record(), 2) == report_by_class(several)
 
 
-def test_nobody_looks_at_counts_that_were_not_asked_for() -> None:
+def test_unrequested_counts_are_ignored() -> None:
     record = twice().to_record()
     record["k"] = [-1]
     found = Report.from_record(record)
@@ -118,14 +118,14 @@ LENGTH, COUNT, CONTRADICT = "lacks 'k' of length 12", "values that are not count
         (lambda k: [*k[:8], 1, 3, 0, 0], CONTRADICT),  # more right than answered, of class 0
     ],
 )
-def test_malformed_counts_are_rejected(change: Any, said: str) -> None:
+def test_rejects_malformed_counts(change: Any, said: str) -> None:
     record = report_by_class(FIRST).to_record()
     record["k"] = change(numbers(record, "k"))
     with pytest.raises(RejectedPayload, match=said):
         Report.from_record(record, 4)
 
 
-def test_counts_that_were_asked_for_must_be_there() -> None:
+def test_rejects_missing_counts() -> None:
     with pytest.raises(RejectedPayload, match=LENGTH):
         Report.from_record(Report(9, 4, 1, {"head": 3}).to_record(), 4)
     record = MetricRecord({key: value for key, value in twice().to_record().items() if key != "ko"})

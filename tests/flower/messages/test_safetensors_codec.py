@@ -49,14 +49,14 @@ def files(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 @given(files())
 @settings(deadline=None, max_examples=150)
-def test_what_was_written_is_read(pair: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+def test_reads_what_was_written(pair: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
     headers._layouts.clear()
     for tensors in (*pair, *pair):
         assert same(load(save(tensors)), tensors)
 
 
 @pytest.mark.parametrize("longest", [headers.MAX_CACHED_BYTES, 0])
-def test_every_tensor_begins_where_torch_would_put_it(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_aligned(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of a header, later ones, and those whose header is not remembered."""
     monkeypatch.setattr(headers, "MAX_CACHED_BYTES", longest)
     for seed in range(20):
@@ -64,7 +64,7 @@ def test_every_tensor_begins_where_torch_would_put_it(longest: int, monkeypatch:
             assert tensor.data_ptr() % 64 == 0
 
 
-def test_the_library_parses_a_header_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     headers._layouts.clear()
     seen: list[int] = []
 
@@ -90,7 +90,7 @@ def test_tensors_own_their_memory() -> None:
 
 
 @pytest.mark.parametrize("change", [lambda d: d[:-1], lambda d: d + b"x", lambda d: d[:60], lambda d: d[:7]])
-def test_a_known_header_before_too_few_or_too_many_bytes(change: Callable[[bytes], bytes]) -> None:
+def test_rejects_wrong_length_after_a_known_header(change: Callable[[bytes], bytes]) -> None:
     data = save(table(1))
     assert same(load(data), table(1))
     with pytest.raises(SafetensorError):
@@ -98,7 +98,7 @@ def test_a_known_header_before_too_few_or_too_many_bytes(change: Callable[[bytes
     assert same(load(data), table(1))
 
 
-def test_numbers_off_their_boundaries_are_the_librarys() -> None:
+def test_reads_misaligned_tensors() -> None:
     """One byte before a float32: its file is valid, a tensor cannot begin there."""
     about = {
         "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
@@ -110,7 +110,7 @@ def test_numbers_off_their_boundaries_are_the_librarys() -> None:
         assert same(load(data), {"a": torch.tensor([5], dtype=torch.uint8), "b": torch.tensor([1.5, -2.0])})
 
 
-def test_few_and_short_headers_are_remembered() -> None:
+def test_cache_of_headers_is_bounded() -> None:
     headers._layouts.clear()
     for number in range(headers.MAX_CACHED + 20):
         load(save({f"w.{number}": torch.ones(2)}))

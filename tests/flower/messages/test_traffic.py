@@ -37,7 +37,7 @@ def table(seed: int = 0, scale: float = 1.0) -> Prototypes:
 GOOD = encode(table())["s"].data
 
 
-def test_what_we_add_is_under_three_percent_of_the_rows(record_property: Any) -> None:
+def test_overhead_is_under_three_percent_of_the_rows(record_property: Any) -> None:
     """K = 100 classes, s = 50, all classes present: the rows are 4·100·50 = 20,000 bytes, 3 % are 600."""
     K, s = 100, 50
     rows = 4 * K * s
@@ -68,7 +68,7 @@ def test_what_we_add_is_under_three_percent_of_the_rows(record_property: Any) ->
         assert flowers < 2_500, "Flower's own objects are reported beside ours"
 
 
-def test_bytes_add_up() -> None:
+def test_traffic_adds_up() -> None:
     assert Traffic(1, 2, 3) + Traffic(10, 20, 30) == Traffic(11, 22, 33)
     message = Message(wire.content(encode(table())), dst_node_id=1, message_type="train")
     found = weigh(message)
@@ -105,7 +105,7 @@ RECORDS: dict[str, Callable[[], RecordDict]] = {
 
 @pytest.mark.parametrize("kind", RECORDS)
 @pytest.mark.parametrize("way", ["down", "up", "received"])
-def test_bytes_are_those_of_flowers_own_encoding(kind: str, way: str) -> None:
+def test_size_equals_the_encoding_of_flower(kind: str, way: str) -> None:
     message = Message(RECORDS[kind](), dst_node_id=2**62, message_type="train", group_id="7")
     if way == "up":
         message.metadata.__dict__["_message_id"] = "f" * 64
@@ -116,7 +116,7 @@ def test_bytes_are_those_of_flowers_own_encoding(kind: str, way: str) -> None:
     assert weigh(message).total == sum(len(item.deflate()) for item in objects)
 
 
-def test_errors_and_their_reasons_count_nothing() -> None:
+def test_errors_have_no_size() -> None:
     asked = Message(wire.content(), dst_node_id=1, message_type="train")
     assert weigh(Message(Error(2, "a reason"), reply_to=asked)) == Traffic()
 
@@ -127,7 +127,7 @@ def test_errors_and_their_reasons_count_nothing() -> None:
     values=st.dictionaries(st.text(max_size=9), st.integers(-(2**60), 2**60) | st.floats(), max_size=4),
 )
 @settings(deadline=None, max_examples=50)
-def test_bytes_of_any_names_and_numbers(names: list[str], data: bytes, values: dict[str, float]) -> None:
+def test_size_of_any_names_and_numbers(names: list[str], data: bytes, values: dict[str, float]) -> None:
     records: dict[str, Any] = {
         name: wire.with_checksum(data) if i == 1 else ArrayRecord() for i, name in enumerate(names)
     }

@@ -34,7 +34,7 @@ def table(seed: int = 0, scale: float = 1.0) -> Prototypes:
 
 @given(seed=st.integers(0, 10**6), exponent=st.integers(-6, 4))
 @settings(deadline=None, max_examples=60)
-def test_int8_is_off_by_half_a_step_of_its_row_at_most(seed: int, exponent: int) -> None:
+def test_int8_error_is_at_most_half_a_step(seed: int, exponent: int) -> None:
     sent = table(seed, 10.0**exponent)
     back = decode(encode(sent, "int8"), Prototypes, TASK)
     step = sent.values.abs().amax(dim=1, keepdim=True) / 127
@@ -45,7 +45,7 @@ def test_int8_is_off_by_half_a_step_of_its_row_at_most(seed: int, exponent: int)
 @pytest.mark.parametrize(
     ("dtype", "relative"), [("float32", 0.0), ("float16", 2.0**-11), ("bfloat16", 2.0**-8)]
 )
-def test_floats_are_off_by_half_a_digit_at_most(dtype: Any, relative: float) -> None:
+def test_rounding_error_of_floats_is_bounded(dtype: Any, relative: float) -> None:
     sent = table(3)
     back = decode(encode(sent, dtype), Prototypes, TASK)
     assert back.values.dtype == torch.float32
@@ -93,7 +93,7 @@ def test_nan_is_not_hidden_by_rounding() -> None:
                 decode(encode(sent, dtype), Prototypes, TASK)
 
 
-def test_float16_says_when_a_number_does_not_fit() -> None:
+def test_float16_rejects_too_large_numbers() -> None:
     big = Prototypes(torch.full((6, 8), 7e4), table().present)
     with pytest.raises(
         PbflError, match=r"wire-dtype = 'float16': 'rows' holds 7e\+04, float16's maximum is 65504"
@@ -111,7 +111,7 @@ def test_empty_payloads_are_empty_records() -> None:
     assert empty.values.shape == (6, 3)
 
 
-def test_payloads_survive_flowers_own_serialisation() -> None:
+def test_payloads_survive_serialisation_of_flower() -> None:
     for record in (encode(Nothing()), encode(table()), encode(Prototypes.empty(6, 3))):
         back = through_flower(wire.content(record, Report(3, 2).to_record(), ConfigRecord({"round": 1})))
         assert back.array_records["p"] == record
@@ -170,7 +170,7 @@ def as_one(name: str, dtype: str, shape: Any, body: bytes) -> bytes:
         as_one("rows", "NONSENSE", [1], b"a"),
     ],
 )
-def test_rubbish_is_rejected_in_one_short_line(data: bytes) -> None:
+def test_rejects_invalid_bytes_in_one_short_line(data: bytes) -> None:
     with pytest.raises(RejectedPayload) as error:
         decode(raw(data), Prototypes, TASK)
     assert "\n" not in str(error.value)
@@ -188,25 +188,25 @@ def test_rubbish_is_rejected_in_one_short_line(data: bytes) -> None:
         ),
     ],
 )
-def test_arrays_of_another_format_are_rejected_unread(array: Array) -> None:
+def test_rejects_arrays_of_another_format(array: Array) -> None:
     with pytest.raises(RejectedPayload, match=r"an array of format 'numpy\.ndarray', expected 'safetensors'"):
         decode(ArrayRecord({"s": array}), Prototypes, TASK)
 
 
-def test_a_message_holds_one_array() -> None:
+def test_rejects_a_second_array() -> None:
     array = encode(table())["s"]
     with pytest.raises(RejectedPayload, match="2 arrays, expected one"):
         decode(ArrayRecord({"s": array, "t": array}), Prototypes, TASK)
 
 
-def test_more_bytes_than_allowed_are_not_read() -> None:
+def test_rejects_more_bytes_than_allowed() -> None:
     with pytest.raises(RejectedPayload, match=f"{len(GOOD)} bytes, must be at most {len(GOOD) - 1}"):
         decode(raw(GOOD), Prototypes, TASK, len(GOOD) - 1)
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 7))
 @settings(deadline=None, max_examples=50)
-def test_a_bit_that_flips_on_the_way_is_found(place: int, bit: int) -> None:
+def test_checksum_detects_flipped_bits(place: int, bit: int) -> None:
     data = bytearray(GOOD)
     data[place] ^= 1 << bit
     array = Array("uint8", (len(GOOD),), raw(GOOD)["s"].stype, bytes(data))
@@ -215,7 +215,7 @@ def test_a_bit_that_flips_on_the_way_is_found(place: int, bit: int) -> None:
 
 @given(st.binary(max_size=300))
 @settings(deadline=None, max_examples=150)
-def test_any_bytes_are_a_payload_or_rejected(data: bytes) -> None:
+def test_rejects_random_bytes(data: bytes) -> None:
     for kind in (Prototypes, Weights):
         with pytest.raises(RejectedPayload):
             decode(raw(data), kind, TASK)
@@ -223,7 +223,7 @@ def test_any_bytes_are_a_payload_or_rejected(data: bytes) -> None:
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 7))
 @settings(deadline=None, max_examples=200)
-def test_a_flipped_bit_gives_a_valid_payload_or_is_rejected(place: int, bit: int) -> None:
+def test_flipped_bit_with_checksum_is_valid_or_rejected(place: int, bit: int) -> None:
     data = bytearray(GOOD)
     data[place] ^= 1 << bit
     try:
@@ -244,7 +244,7 @@ def test_a_flipped_bit_gives_a_valid_payload_or_is_rejected(place: int, bit: int
         torch.ones(()),
     ],
 )
-def test_scales_fit_their_rows(scale: torch.Tensor) -> None:
+def test_rejects_scales_that_do_not_fit_their_rows(scale: torch.Tensor) -> None:
     labels, rows = torch.tensor([0, 1, 2, 3], dtype=torch.uint8), torch.ones(4, 8, dtype=torch.int8)
     record = encode_tensors({"labels": labels, "rows": rows})
     assert decode_error(record) == "'rows' is torch.int8, expected floating point of 16 to 64 bits"
@@ -263,7 +263,7 @@ def decode_error(record: ArrayRecord) -> str:
     return str(error.value)
 
 
-def test_replies_are_sorted_by_client_whatever_their_order() -> None:
+def test_replies_are_sorted_by_client() -> None:
     asked = [
         Message(wire.content(encode(table())), dst_node_id=9 - c, message_type="train") for c in range(3)
     ]
@@ -279,7 +279,7 @@ def test_replies_are_sorted_by_client_whatever_their_order() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4], [4, 1], []])
 @pytest.mark.parametrize("counted", [True, False])
-def test_the_second_decoding_is_the_first(dtype: wire.WireDtype, order: list[int], counted: bool) -> None:
+def test_second_decoding_equals_the_first(dtype: wire.WireDtype, order: list[int], counted: bool) -> None:
     """What streams is decoded twice; the second time nothing is checked, and the table is the same."""
     tensors = {"labels": torch.tensor(order, dtype=torch.uint8), "rows": torch.randn(len(order), 8)}
     if counted:

@@ -55,7 +55,7 @@ def both(tmp_path: Path, **keys: Any) -> tuple[Federation, Federation]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_sum_is_right_within_quantisation(tmp_path: Path, name: str) -> None:
+def test_sum_is_right_within_quantisation(tmp_path: Path, name: str) -> None:
     plain, secure = both(tmp_path, **SETTINGS[name])
     expected, found = plain.strategy.state.combined, secure.strategy.state.combined
     assert torch.equal(found.present, expected.present)
@@ -93,7 +93,7 @@ class Wire:
         grid.watchers.append(watching)
 
 
-def test_the_server_never_receives_one_clients_prototypes(tmp_path: Path) -> None:
+def test_server_never_receives_prototypes_of_one_client(tmp_path: Path) -> None:
     plain = federation(tmp_path / "plain", aggregation="ppa", num_server_rounds=1)
     in_clear = Wire(plain)
     plain.run()
@@ -123,7 +123,7 @@ def test_the_server_never_receives_one_clients_prototypes(tmp_path: Path) -> Non
         assert others < 8 * 3000
 
 
-def test_reports_and_bytes_are_kept(tmp_path: Path) -> None:
+def test_reports_and_bytes_are_recorded(tmp_path: Path) -> None:
     found = federation(
         tmp_path, secure_aggregation=True, fraction_train=0.8, min_class_count=4, on_disk=True
     ).run()
@@ -138,7 +138,7 @@ def test_reports_and_bytes_are_kept(tmp_path: Path) -> None:
     assert all(size.total > size.application > size.payload for size in columns.bytes_up)
 
 
-def test_a_client_that_falls_out_costs_its_own_table_only(tmp_path: Path) -> None:
+def test_dropout_affects_its_own_upload_only(tmp_path: Path) -> None:
     """Client 2 raises while it trains; the others give its shares back, and the sum is theirs."""
     keys: dict[str, Any] = {"secure_aggregation": True, "aggregation": "ppa", "num_server_rounds": 1}
     found = federation(tmp_path / "a", **keys, faults={(2, 1): raises}).run()
@@ -169,7 +169,7 @@ def answering(change: Callable[[RecordDict], None]) -> Fault:
     [("[1]", "AttributeError"), ('{"n": "x"}', "TypeError"), ("[" * 100_000, "RecursionError"), ("{}", "")],
     ids=["list", "text", "deep", "empty"],
 )
-def test_a_report_that_is_none_costs_its_own_client(tmp_path: Path, report: str, said: str) -> None:
+def test_invalid_report_fails_its_client_only(tmp_path: Path, report: str, said: str) -> None:
     def change(content: RecordDict) -> None:
         for record in content.config_records.values():
             if REPORT in record:
@@ -208,7 +208,7 @@ def shifted(record: ConfigRecord) -> None:
         (shifted, "the sum's presence entries"),
     ],
 )
-def test_an_answer_that_breaks_the_protocol_ends_the_run_in_a_line(
+def test_protocol_violation_ends_the_run_in_one_line(
     tmp_path: Path, change: Callable[[ConfigRecord], None], said: str
 ) -> None:
     faults = {(2, 2): answering(lambda content: change(content.config_records[RECORD_KEY_CONFIGS]))}
@@ -220,19 +220,19 @@ def test_an_answer_that_breaks_the_protocol_ends_the_run_in_a_line(
     assert len(found.strategy.history) == 1
 
 
-def test_too_few_end_the_run_and_nothing_is_revealed(tmp_path: Path) -> None:
+def test_too_few_clients_end_the_run(tmp_path: Path) -> None:
     found = federation(tmp_path, secure_aggregation=True, faults={(i, 1): lost for i in (1, 2, 3)})
     with pytest.raises(RunEnded, match="round 1: 0 valid replies"):
         found.run()
 
 
-def test_an_injected_fault_is_named_as_without_the_protocol(tmp_path: Path) -> None:
+def test_injected_fault_is_reported(tmp_path: Path) -> None:
     dropping: dict[str, Any] = {"faults.drop": 1.0}
     with pytest.raises(RunEnded, match="client 4: injected fault: its reply was dropped"):
         federation(tmp_path, secure_aggregation=True, **dropping).run()
 
 
-def test_an_earlier_upload_is_not_summed_again(tmp_path: Path) -> None:
+def test_stale_upload_is_not_summed(tmp_path: Path) -> None:
     with injected("stale", {(2, 2)}):
         stale = federation(tmp_path / "a", secure_aggregation=True).run()
     second = stale.strategy.history[1]
@@ -243,7 +243,7 @@ def test_an_earlier_upload_is_not_summed_again(tmp_path: Path) -> None:
     assert not any("lost its state" in note for note in second.warnings)
 
 
-def test_the_last_scoring_is_in_clear_and_outside_the_protocol(tmp_path: Path) -> None:
+def test_final_scoring_is_outside_the_protocol(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"evaluate_moment": "before", "fraction_train": 0.8}
     found = federation(tmp_path, on_disk=True, secure_aggregation=True, **keys).run()
     first, second = found.directory.round_records()
@@ -256,7 +256,7 @@ def test_the_last_scoring_is_in_clear_and_outside_the_protocol(tmp_path: Path) -
     assert columns.client == list(range(NUM_CLIENTS))
 
 
-def test_a_client_refuses_to_answer_in_clear(tmp_path: Path) -> None:
+def test_client_refuses_an_unmasked_upload(tmp_path: Path) -> None:
     """The server forgets the protocol: no client sends what it would have masked."""
     found = federation(tmp_path, num_server_rounds=1)
     found.grid.config["secure-aggregation"] = True
@@ -264,7 +264,7 @@ def test_a_client_refuses_to_answer_in_clear(tmp_path: Path) -> None:
         found.run()
 
 
-def test_clipping_is_said(tmp_path: Path) -> None:
+def test_warns_of_clipped_entries(tmp_path: Path) -> None:
     found = federation(tmp_path, secure_aggregation=True, secure_range=0.01, num_server_rounds=1).run()
     assert any("entries of uploads were clipped" in note for note in found.strategy.history[0].warnings)
     assert float(found.strategy.state.combined.values.abs().max()) <= 0.0101
@@ -282,7 +282,7 @@ def test_clipping_is_said(tmp_path: Path) -> None:
         ({"num-clients": 10, "fraction-train": 0.2}, "at least 3 clients in a round"),
     ],
 )
-def test_what_is_no_sum_is_refused(keys: dict[str, Scalar], said: str) -> None:
+def test_rejects_methods_that_are_no_sum(keys: dict[str, Scalar], said: str) -> None:
     with pytest.raises(PbflError) as error:
         build_method(parse({"secure-aggregation": True, **keys}, SECTIONS))
     assert said in str(error.value)

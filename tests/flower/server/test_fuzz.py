@@ -301,7 +301,7 @@ def test_malformed_uploads_change_nothing(name: str) -> None:
     assert grown < 200, f"{grown:.0f} MiB more than before"
 
 
-def test_an_answer_above_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reply_above_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """1 MiB is allowed; neither 2 MiB of payload nor 2 MiB beside it reach the reader."""
     read: list[int] = []
 
