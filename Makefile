@@ -42,7 +42,7 @@ $(NEWEST)/.installed: pyproject.toml | $(STAMP)
 
 test-newest-flower: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pip list | grep -E '^(flwr|ray) '
-	$(NEWEST)/bin/python -m pytest tests/flower/engines tests/flower/messages tests/flower/test_flower_version.py tests/flower/test_wire.py
+	$(NEWEST)/bin/python -m pytest tests/flower/engines tests/flower/messages tests/flower/test_flower_version.py
 
 lint: install
 	$(BIN)/ruff format --check .

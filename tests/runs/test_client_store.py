@@ -243,34 +243,26 @@ def test_damaged_file_is_named_and_not_changed(client: ClientStore, damage: str)
     assert before is None or client.path.read_bytes() == before
 
 
-def test_rejects_another_schema(client: ClientStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "SCHEMA", "0")
-    client.save(STATE)
-    monkeypatch.undo()
-    with pytest.raises(DamagedState, match="has schema '0', expected '2'"):
-        client.load()
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"experiment": "experiment-2"}, "is of experiment 'experiment-1', expected 'experiment-2'"),
         ({"architecture": "resnet8"}, "is of architecture 'cnn4', expected 'resnet8'"),
+        ({"client": 5}, r"is of client '4', expected '5'"),
+        ({}, "has schema '0', expected '2'"),
     ],
+    ids=["experiment", "architecture", "client", "schema"],
 )
-def test_rejects_file_of_another_experiment_or_architecture(
-    client: ClientStore, change: dict[str, Any], text: str
+def test_rejects_a_foreign_file(
+    client: ClientStore, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], text: str
 ) -> None:
+    if not change:
+        monkeypatch.setattr(store, "SCHEMA", "0")
     client.save(STATE)
-    with pytest.raises(DamagedState, match=text):
-        replace(client, **change).load()
-
-
-def test_rejects_file_of_another_client(client: ClientStore) -> None:
-    client.save(STATE)
-    other = replace(client, client=5)
+    monkeypatch.undo()
+    other = replace(client, **change)
     client.path.rename(other.path)
-    with pytest.raises(DamagedState, match=r"is of client '4', expected '5'"):
+    with pytest.raises(DamagedState, match=text):
         other.load()
 
 

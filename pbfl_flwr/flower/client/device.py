@@ -25,7 +25,7 @@ from flwr.app import Context
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import kind_of, read_names
 from pbfl_flwr.errors import PbflError, expanded
-from pbfl_flwr.flower.messages.client_ids import ALLOWED_ID, NAME, is_number
+from pbfl_flwr.flower.messages.identity import ALLOWED_ID, NAME, is_number
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.util.paths import home, run_directory

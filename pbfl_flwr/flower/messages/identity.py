@@ -1,4 +1,4 @@
-"""A device's identity: its name and the form of its data at the handshake, checked against in every later message.
+"""A device's identity: its id, and the form of its data at the handshake, checked against in every later message.
 
 A SuperNode with a registered key keeps its node id when it is restarted, so it gets no second handshake, although its
 operator may have changed its name or data meanwhile.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 
 from flwr.app import ConfigRecord
@@ -18,6 +19,14 @@ from pbfl_flwr.task import Task
 
 IDENTITY = "identity"  # key in a message's ConfigRecord
 LONGEST_LIST = 200  # characters of names in an error message
+# A name must not be a number: client-id='0' would otherwise be another client than client-id=0.
+NAME = re.compile(r"(?!\d+$)[A-Za-z0-9._-]{1,64}")
+ALLOWED_ID = "a whole number from 0, or a name of 1 to 64 letters, digits, '.', '_', '-' that is not a number"
+
+
+def is_number(client: object) -> bool:
+    """Whether a client id is a whole number from 0."""
+    return isinstance(client, int) and not isinstance(client, bool) and client >= 0
 
 
 def digest(names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord
 
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError, abbreviate, printable
-from pbfl_flwr.flower.messages.client_ids import NAME, is_number
+from pbfl_flwr.flower.messages.identity import NAME, is_number
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task

@@ -84,18 +84,24 @@ def test_keeps_best_under_secure_aggregation(tmp_path: Path) -> None:
     assert read_state(of_round(store(found, 0), 1)).card.round == 1
 
 
-def test_keep_best_does_not_change_results(tmp_path: Path) -> None:
-    asked, without = run(tmp_path / "a", 3, best=1), run(tmp_path / "b", 3, keep_best=False)
-    assert asked.directory.result() == without.directory.result()
-    said = [
+@pytest.fixture(scope="module")
+def best_of_three(tmp_path_factory: pytest.TempPathFactory) -> Federation:
+    """A run of three rounds of which the first was the best, to be looked at only."""
+    return run(tmp_path_factory.mktemp("best"), 3, best=1)
+
+
+def test_keep_best_does_not_change_results(best_of_three: Federation, tmp_path: Path) -> None:
+    without = run(tmp_path, 3, keep_best=False)
+    assert best_of_three.directory.result() == without.directory.result()
+    told = [
         {
             message.content[wire.CONFIG].get("best")
-            for message in found.grid.sent
+            for message in federation.grid.sent
             if wire.CONFIG in message.content
         }
-        for found in (asked, without)
+        for federation in (best_of_three, without)
     ]
-    assert said == [{None, 1}, {None}]
+    assert told == [{None, 1}, {None}]
 
 
 def test_better_round_replaces_the_best_one(tmp_path: Path) -> None:
@@ -118,9 +124,8 @@ def test_idle_client_keeps_its_state_of_the_best_round(tmp_path: Path) -> None:
     assert any(rounds and max(rounds) > 3 >= min(rounds) for rounds in trained.values())
 
 
-def test_exports_the_best_round(tmp_path: Path) -> None:
-    found = run(tmp_path, 3, best=1)
-    path = found.directory.path
+def test_exports_the_best_round(best_of_three: Federation, tmp_path: Path) -> None:
+    path = best_of_three.directory.path
     done = pbfl("export", path, "--client", 1, "--round", 1, "--out", tmp_path / "one")
     assert done.exit_code == 0, done.stderr
     assert "after round 1:" in done.stdout
@@ -136,9 +141,9 @@ def test_exports_the_best_round(tmp_path: Path) -> None:
     assert "last trained in round 3, after round 2; of earlier rounds it has round 1" in said
     both = pbfl("export", path, "--client", 1, "--round", 2, "--best", "--out", tmp_path / "two")
     assert "--best and --round: must be one of the two" in both.stderr
-    device = pbfl("export", home(found), "--client", 1, "--best", "--out", tmp_path / "two")
+    device = pbfl("export", home(best_of_three), "--client", 1, "--best", "--out", tmp_path / "two")
     assert "is not a run directory" in " ".join(device.stderr.split())
-    at_home = pbfl("export", home(found), "--client", 1, "--round", 1, "--out", tmp_path / "three")
+    at_home = pbfl("export", home(best_of_three), "--client", 1, "--round", 1, "--out", tmp_path / "three")
     assert at_home.exit_code == 0
     assert (tmp_path / "three" / "model.safetensors").read_bytes() == weights[0]
 

@@ -23,9 +23,8 @@ from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import (
     NUM_CLIENTS,
-    Answer,
-    Fault,
     Federation,
+    altered,
     federation,
     injected,
     lost,
@@ -152,18 +151,6 @@ def test_dropout_affects_its_own_upload_only(tmp_path: Path) -> None:
     assert found.strategy.state.combined.num_examples == plain.strategy.state.combined.num_examples
 
 
-def answering(change: Callable[[RecordDict], None]) -> Fault:
-    """The client changes its answers in every stage of the protocol."""
-
-    def fault(message: Message, answer: Answer) -> Message:
-        reply = answer()
-        if reply.has_content():
-            change(reply.content)
-        return reply
-
-    return fault
-
-
 @pytest.mark.parametrize(
     ("report", "said"),
     [("[1]", "AttributeError"), ('{"n": "x"}', "TypeError"), ("[" * 100_000, "RecursionError"), ("{}", "")],
@@ -176,7 +163,7 @@ def test_invalid_report_fails_its_client_only(tmp_path: Path, report: str, said:
                 record[REPORT] = report
 
     found = federation(
-        tmp_path, secure_aggregation=True, num_server_rounds=1, faults={(2, 1): answering(change)}
+        tmp_path, secure_aggregation=True, num_server_rounds=1, faults={(2, 1): altered(change)}
     ).run()
     (line,) = found.strategy.history
     assert line.trained == [0, 1, 3, 4]
@@ -211,7 +198,7 @@ def shifted(record: ConfigRecord) -> None:
 def test_protocol_violation_ends_the_run_in_one_line(
     tmp_path: Path, change: Callable[[ConfigRecord], None], said: str
 ) -> None:
-    faults = {(2, 2): answering(lambda content: change(content.config_records[RECORD_KEY_CONFIGS]))}
+    faults = {(2, 2): altered(lambda content: change(content.config_records[RECORD_KEY_CONFIGS]))}
     found = federation(tmp_path, secure_aggregation=True, faults=faults)
     with pytest.raises(PbflError, match=f"^round 2: secure aggregation failed: {said}") as caught:
         found.run()
