@@ -122,6 +122,12 @@ def test_links_and_anchors_exist(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_of_the_checkout_exist(page: Path) -> None:
+    named = re.findall(r"\b(?:tests|benchmarks|docs|pbfl_flwr)/[\w./-]*\.\w+", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_its_page_and_says_how_it_differs(name: str) -> None:
     page = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
