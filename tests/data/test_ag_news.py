@@ -146,7 +146,7 @@ def test_check_data_shows_it_and_tries_networks(tmp_path: Path) -> None:
     assert f"data-path='{tmp_path}' dataset='ag-news'" in text
     for model, said in (
         ("cnn4", "expected images (channels, height, width), found input shape (200,)"),
-        ("mlp5", "expected (B, 200), found (2, 200) of token ids"),
+        ("mlp5", "does not accept input of shape (2, 200) of token ids"),
         ("har-cnn", "expected windows"),
     ):
         code, text = call("--model", model)
