@@ -8,14 +8,15 @@ from __future__ import annotations
 import difflib
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.clients import materialise
 from pbfl_flwr.data.contract import ClientData, Dataset, Partition, Pool, Shard, Split
 from pbfl_flwr.data.labels import names_file, read_names, renumbered
+from pbfl_flwr.data.own.columns import SUFFIXES
 from pbfl_flwr.data.own.image_folder import image_folder
-from pbfl_flwr.data.own.kinds import kind_of
 from pbfl_flwr.data.own.npz import har, npz
 from pbfl_flwr.data.own.pflib import export_pfl_directory, pflib, pflib_client
 from pbfl_flwr.data.own.table import table
@@ -75,6 +76,24 @@ DATASETS: dict[str, Dataset] = {
         pflib, "a PFLlib/HtFLlib dataset folder with its own clients and splits; data-dir is the folder"
     ),
 }
+
+_DATASET_OF_SUFFIX = {".npz": "npz", **dict.fromkeys(SUFFIXES, "table")}
+
+
+def kind_of(path: Path, *, texts: bool = False) -> str:
+    """Return the dataset that reads a path, by its suffix or content; ``texts``: read tables as text.
+
+    Raises:
+        PbflError: if it is a file of an unsupported kind.
+    """
+    if dataset := _DATASET_OF_SUFFIX.get(path.suffix.lower()):
+        return "text" if texts and dataset == "table" else dataset
+    if path.exists() and not path.is_dir():
+        raise PbflError(
+            f"{path} is not a known kind of data; must be {', '.join(_DATASET_OF_SUFFIX)}, a folder of images, or a "
+            "PFLlib folder"
+        )
+    return "pflib" if (path / "config.json").is_file() and (path / "train").is_dir() else "image-folder"
 
 
 def load_pool(settings: DataSettings) -> Pool:

@@ -10,6 +10,9 @@ builders: the import takes seconds, and on a device every message starts a new p
 """
 
 from importlib import import_module
+from typing import cast
+
+from torch import nn
 
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
@@ -24,7 +27,6 @@ from pbfl_flwr.models.contract import (
 )
 from pbfl_flwr.models.cpu_convolutions import optimize_layout
 from pbfl_flwr.models.dry_forward import dry_forward
-from pbfl_flwr.models.external import build_external
 from pbfl_flwr.models.layers import deeper_head
 from pbfl_flwr.models.pretrained import load_pretrained
 from pbfl_flwr.models.registry import (
@@ -37,7 +39,7 @@ from pbfl_flwr.models.registry import (
     check_named,
 )
 from pbfl_flwr.task import Task
-from pbfl_flwr.util.user_code import is_external
+from pbfl_flwr.util.user_code import call_user_function, is_external
 
 __all__ = [
     "FAMILIES",
@@ -61,9 +63,9 @@ __all__ = [
 def build_model(name: str, task: Task, seed: int) -> SplitModel:
     """Return a freshly initialised model; equal (name, task, seed) gives equal weights, given equal pretrained ones.
 
-    torch's global random state is left unchanged. External models only guarantee ``features`` and ``head``, see
-    :func:`pbfl_flwr.models.external.build_external`; their weights are reproducible if drawn from torch's CPU
-    generator.
+    torch's global random state is left unchanged. External models only guarantee ``features`` and ``head``: without
+    ``stages`` there are no feature maps, and logits are ``head(features(x))`` whatever their ``forward`` does. Their
+    weights are reproducible if drawn from torch's CPU generator.
 
     Args:
         name: one of ``ARCHITECTURES``, with its sizes if it takes some, optionally followed by "@" and the label of
@@ -78,7 +80,7 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
     """
     if is_external(name):
         with seeds.seeded(seed):
-            return build_external(name, task)
+            return _build_external(name, task)
     try:
         (base, sizes), (_, widths) = base_and_sizes(name), body_and_classifier(name)
     except PbflError as error:
@@ -95,6 +97,30 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
         raise PbflError(f"model '{name}': not enough memory for its weights; use a smaller model") from None
     load_pretrained(model, name)
     return model
+
+
+def _build_external(spec: str, task: Task) -> SplitModel:
+    """Import the module, call the function with the task and check its result.
+
+    The module is third-party code and runs with full rights; it is only imported because the configuration
+    names it.
+
+    Raises:
+        PbflError: if module or function are missing or raise, or the model has no ``features`` or ``head``.
+    """
+    model = call_user_function("models", spec, "task", task)
+    if not isinstance(model, nn.Module):
+        raise PbflError(
+            f"models = '{spec}': the function returned {type(model).__name__}, expected a torch.nn.Module"
+        )
+    if not callable(getattr(model, "features", None)):
+        raise PbflError(f"model '{spec}' has no method features(x) that returns (B, {task.feature_dim})")
+    if not isinstance(getattr(model, "head", None), nn.Module):
+        raise PbflError(
+            f"model '{spec}' has no submodule head that maps (B, {task.feature_dim}) to (B, {task.num_classes}); a "
+            "method does not count: the head's weights are found by the name prefix 'head.'"
+        )
+    return cast(SplitModel, model)
 
 
 def check_models(spec: str, task: Task) -> None:

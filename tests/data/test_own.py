@@ -53,7 +53,7 @@ def test_kinds(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     assert kind_of(tmp_path) == "pflib"
     with pytest.raises(
-        PbflError, match=r"config\.json is not a known kind of data; allowed are \.npz, \.csv"
+        PbflError, match=r"config\.json is not a known kind of data; must be \.npz, \.csv"
     ):
         kind_of(tmp_path / "config.json")
     with pytest.raises(PbflError, match=r"^/dev/null is not a known kind of data"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
-from pbfl_flwr.data.own.windows import mixed_up
+from pbfl_flwr.data.own.inspection import swapped_axes_warning
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
 from pbfl_flwr.experiments.results import resume_command, simulated
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
@@ -135,7 +135,7 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
 
 def data_warnings(settings: Settings) -> list[str]:
     """Return warnings about data that can be trained on but looks wrong."""
-    mixed = mixed_up(load_pool(settings.data))
+    mixed = swapped_axes_warning(load_pool(settings.data))
     return [f"data: {mixed}"] if mixed else []
 
 
