@@ -139,7 +139,7 @@ def client_data(settings: DataSettings, num_clients: int, client: int) -> Client
         PbflError: as :func:`check_data`, and if there is no such client.
     """
     if not 0 <= client < num_clients:
-        raise PbflError(f"client {client} does not exist; allowed is 0..{num_clients - 1}")
+        raise PbflError(f"client {client} does not exist; must be 0..{num_clients - 1}")
     return _client_data(settings, num_clients, client, str(home()))
 
 
@@ -170,7 +170,7 @@ def own_data(settings: DataSettings, files: int | None = None) -> ClientData:
 def _load_pool(settings: DataSettings, home_path: str) -> Pool:
     if settings.dataset not in DATASETS:
         close = difflib.get_close_matches(settings.dataset, DATASETS, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"allowed are {', '.join(DATASETS)}"
+        hint = f"did you mean '{close[0]}'?" if close else f"must be one of {', '.join(DATASETS)}"
         raise PbflError(f"unknown dataset '{settings.dataset}'; {hint}")
     if settings.vocabulary and settings.dataset != "text":
         raise PbflError(
@@ -202,8 +202,8 @@ def _own_data(settings: DataSettings, files: int | None, home_path: str) -> Clie
 
 def forget_data() -> None:
     """Clear this process's dataset caches, since files may have been rewritten."""
-    for kept in (_load_pool, _own_data, _partition, _client_data):
-        kept.cache_clear()
+    for cache in (_load_pool, _own_data, _partition, _client_data):
+        cache.cache_clear()
 
 
 @lru_cache(maxsize=2)

@@ -123,8 +123,8 @@ class Partition:
             labels: (N,), of the partitioned pool.
         """
         tested = sum(len(split.test) for split in self.splits)
-        held = (split for split in self.splits if len(split.train) and len(split.test))
-        hits = (np.sum(labels[s.test] == np.bincount(labels[s.train]).argmax()) for s in held)
+        scored = (split for split in self.splits if len(split.train) and len(split.test))
+        hits = (np.sum(labels[s.test] == np.bincount(labels[s.train]).argmax()) for s in scored)
         return float(sum(hits)) / tested if tested else None
 
 
@@ -150,22 +150,22 @@ class Shard:
         """
         import torch
 
-        for what, found in (("inputs", self.inputs), ("labels", self.labels)):
-            if not isinstance(found, torch.Tensor):
+        for what, tensor in (("inputs", self.inputs), ("labels", self.labels)):
+            if not isinstance(tensor, torch.Tensor):
                 raise PbflError(
-                    f"{what} of {name} are of type {type(found).__name__}: allowed is a torch.Tensor"
+                    f"{what} of {name} are of type {type(tensor).__name__}: must be a torch.Tensor"
                 )
         inputs, labels = self.inputs, self.labels
         if not inputs.dim():
-            raise PbflError(f"inputs of {name} are a single number: allowed is a tensor of shape (N, ...)")
+            raise PbflError(f"inputs of {name} are a single number: must be a tensor of shape (N, ...)")
         if labels.dtype != torch.int64 or labels.dim() != 1 or len(labels) != len(inputs):
             raise PbflError(
-                f"labels of {name} are {labels.dtype} of shape {tuple(labels.shape)}: allowed is torch.int64 of "
+                f"labels of {name} are {labels.dtype} of shape {tuple(labels.shape)}: must be torch.int64 of "
                 f"shape ({len(inputs)},), one per input"
             )
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
             raise PbflError(
-                f"labels of {name} range from {int(labels.min())} to {int(labels.max())}: allowed is 0 to "
+                f"labels of {name} range from {int(labels.min())} to {int(labels.max())}: must be 0 to "
                 f"{num_classes - 1} (num_classes - 1)"
             )
         if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
@@ -212,7 +212,7 @@ class ClientData:
 
         if len(self.label_names) != self.num_classes:
             raise PbflError(
-                f"label_names has {len(self.label_names)} names: allowed is one for each of {self.num_classes} classes"
+                f"label_names has {len(self.label_names)} names: must be one for each of {self.num_classes} classes"
             )
         parts = {"train": self.train, "test": self.test, "validation": self.validation}
         for name, shard in parts.items():
@@ -221,14 +221,14 @@ class ClientData:
             shard.check(name, self.num_classes)
             if (shape := tuple(shard.inputs.shape[1:])) != self.input_shape:
                 raise PbflError(f"inputs of {name} have shape {shape}, those of train {self.input_shape}")
-            if self.vocabulary and (found := shard.inputs.dtype) not in (torch.int32, torch.int64):
-                raise PbflError(f"token ids of {name} are {found}: allowed are torch.int32 and torch.int64")
+            if self.vocabulary and (dtype := shard.inputs.dtype) not in (torch.int32, torch.int64):
+                raise PbflError(f"token ids of {name} are {dtype}: must be torch.int32 or torch.int64")
             if self.vocabulary and shard.inputs.numel():
                 # On a GPU an id out of range makes CUDA unusable for the whole process.
                 least, most = int(shard.inputs.min()), int(shard.inputs.max())
                 if not 0 <= least <= most < len(self.vocabulary):
                     raise PbflError(
-                        f"token ids of {name} range from {least} to {most}: allowed is 0 to "
+                        f"token ids of {name} range from {least} to {most}: must be 0 to "
                         f"{len(self.vocabulary) - 1}, the indices of vocabulary"
                     )
 

@@ -24,7 +24,7 @@ def validate(pool: Pool, name: str) -> None:
     rows = len(pool.labels)
     if len(pool.inputs) != rows or rows == 0:
         raise PbflError(
-            f"dataset '{name}' has {len(pool.inputs)} inputs and {rows} labels; allowed are equally many, 1 or "
+            f"dataset '{name}' has {len(pool.inputs)} inputs and {rows} labels; must be equally many, 1 or "
             "more"
         )
     if pool.owner is not None and len(pool.owner) != rows:
@@ -33,11 +33,11 @@ def validate(pool: Pool, name: str) -> None:
         )
     if pool.in_train is not None and pool.owner is None:
         raise PbflError(
-            f"dataset '{name}' marks training rows but has no client column; allowed is both or neither"
+            f"dataset '{name}' marks training rows but has no client column; must be both or neither"
         )
     if not 1 <= len(pool.input_shape) <= MAX_AXES or min(pool.input_shape) < 1:
         raise PbflError(
-            f"dataset '{name}' has inputs of shape {pool.input_shape}; allowed are 1 to {MAX_AXES} axes, none "
+            f"dataset '{name}' has inputs of shape {pool.input_shape}; must be 1 to {MAX_AXES} axes, none "
             "of length 0"
         )
     check_labels(pool.labels, name, pool.num_classes)
@@ -48,7 +48,7 @@ def validate(pool: Pool, name: str) -> None:
     if pool.vocabulary:
         low, high, size = int(pool.inputs.min()), int(pool.inputs.max()), len(pool.vocabulary)
         if low < 0 or high >= size:
-            raise PbflError(f"dataset '{name}' has token ids {low} to {high}; allowed are 0..{size - 1}")
+            raise PbflError(f"dataset '{name}' has token ids {low} to {high}; must be 0..{size - 1}")
     if pool.inputs.dtype == np.float32:
         for start in range(0, rows, _ROWS_AT_A_TIME):
             finite = np.isfinite(pool.inputs[start : start + _ROWS_AT_A_TIME]).reshape(
@@ -57,7 +57,7 @@ def validate(pool: Pool, name: str) -> None:
             if not finite.all():
                 row = start + int(np.argmin(finite.all(axis=1)))
                 raise PbflError(
-                    f"dataset '{name}' holds NaN or infinity, first in row {row}; allowed are finite numbers"
+                    f"dataset '{name}' holds NaN or infinity, first in row {row}; must be finite numbers"
                 )
 
 
@@ -67,18 +67,20 @@ def check_labels(labels: NDArray[Any], name: str, num_classes: int | None = None
     Raises:
         PbflError: naming the labels that were found.
     """
-    found = np.unique(labels)
-    shown = ", ".join(str(label) for label in found[:12].tolist()) + (", ..." if len(found) > 12 else "")
+    distinct = np.unique(labels)
+    shown = ", ".join(str(label) for label in distinct[:12].tolist()) + (
+        ", ..." if len(distinct) > 12 else ""
+    )
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise PbflError(
             f"dataset '{name}' has labels of type {labels.dtype} and shape {labels.shape} ({shown}); "
-            "allowed are whole numbers 0..K-1 in one axis"
+            "must be whole numbers 0..K-1 in one axis"
         )
     if not len(labels):
-        raise PbflError(f"dataset '{name}' has no samples; allowed are 1 or more")
-    limit = len(found) if num_classes is None else num_classes
-    if limit < 2 or found[0] < 0 or found[-1] >= limit:
+        raise PbflError(f"dataset '{name}' has no samples; must be 1 or more")
+    limit = len(distinct) if num_classes is None else num_classes
+    if limit < 2 or distinct[0] < 0 or distinct[-1] >= limit:
         raise PbflError(
-            f"dataset '{name}' has the {len(found)} labels {shown}; allowed are 0..{max(limit, 2) - 1} without "
+            f"dataset '{name}' has the {len(distinct)} labels {shown}; must be 0..{max(limit, 2) - 1} without "
             "gaps, 2 classes or more; set labels to all classes if the data lacks some"
         )

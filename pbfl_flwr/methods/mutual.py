@@ -71,7 +71,7 @@ def one_architecture(key: str, value: str) -> str:
     """
     names = architectures(value)
     if len(names) != 1:
-        raise PbflError(f"{key} = '{value}': allowed is one architecture, found {', '.join(names)}")
+        raise PbflError(f"{key} = '{value}': must be one architecture, found {', '.join(names)}")
     return names[0]
 
 

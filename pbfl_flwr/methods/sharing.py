@@ -239,7 +239,7 @@ class SharedWeights(AveragedWeights):
         if not initial(self.architecture, task, 0, self.share).tensors:
             raise PbflError(
                 f"method '{self.name}' shares the {self.share} of a network, and '{self.architecture}' has none; "
-                "allowed is 'body' or another model"
+                "must be 'body' or another model"
             )
 
     def paper_scalars(

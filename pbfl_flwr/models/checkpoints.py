@@ -53,22 +53,26 @@ def read_checkpoint(file: Path) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise PbflError(f"{file} cannot be read ({error.strerror or error})") from None
     except Exception as error:  # torch raises any type of exception for damaged files
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PbflError(
-            f"{file} holds no weights that can be loaded without executing code ({said}); allowed are .safetensors "
-            "files, and files written by torch.save(model.state_dict(), FILE)"
+            f"{file} holds no weights that can be loaded without executing code ({reason}); must be a .safetensors "
+            "file, or a file written by torch.save(model.state_dict(), FILE)"
         ) from None
-    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
-        found = found["state_dict"]
-    if not isinstance(found, Mapping) or not found or not all(isinstance(t, Tensor) for t in found.values()):
-        raise PbflError(f"{file} holds no named tensors; allowed is a model's state_dict()")
-    names = [str(name) for name in found]
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if (
+        not isinstance(content, Mapping)
+        or not content
+        or not all(isinstance(t, Tensor) for t in content.values())
+    ):
+        raise PbflError(f"{file} holds no named tensors; must be a model's state_dict()")
+    names = [str(name) for name in content]
     common = "module." if all(name.startswith("module.") for name in names) else ""
-    return {str(name).removeprefix(common): tensor.contiguous() for name, tensor in found.items()}
+    return {str(name).removeprefix(common): tensor.contiguous() for name, tensor in content.items()}
 
 
 def body_of(architecture: str, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -82,8 +86,11 @@ def body_of(architecture: str, tensors: Mapping[str, Tensor], where: str) -> dic
     Raises:
         PbflError: if the architecture is unknown, or the checkpoint is of another network.
     """
-    ours, found = _our_names(architecture), {name for name in tensors if not name.startswith(HEAD_PREFIX)}
-    if {name for name in ours if not name.endswith(COUNTER)} <= found <= set(ours):
+    ours, body_names = (
+        _our_names(architecture),
+        {name for name in tensors if not name.startswith(HEAD_PREFIX)},
+    )
+    if {name for name in ours if not name.endswith(COUNTER)} <= body_names <= set(ours):
         return {name: tensors.get(name, torch.tensor(0)) for name in ours}
     theirs = _their_shapes(architecture)
     lacks = [name for name in (theirs or ours) if name not in tensors and not name.endswith(COUNTER)]
@@ -92,8 +99,8 @@ def body_of(architecture: str, tensors: Mapping[str, Tensor], where: str) -> dic
             f"pbfl-flwr's {architecture}"
             + f" or torchvision's {OF_TORCHVISION.get(architecture)}" * bool(theirs)
         )
-        first = f"it lacks '{lacks[0]}'" if lacks else f"it also has '{min(found - set(ours))}'"
-        raise PbflError(f"{where}: allowed are weights of {kinds}; {first}")
+        first = f"it lacks '{lacks[0]}'" if lacks else f"it also has '{min(body_names - set(ours))}'"
+        raise PbflError(f"{where}: must be weights of {kinds}; {first}")
     if strange := sorted(n for n in set(tensors) - set(theirs) if not n.startswith(BEHIND_THE_BODY)):
         raise PbflError(f"{where}: torchvision's {architecture} has no '{strange[0]}'")
     taken = {}
@@ -122,7 +129,7 @@ def check_takeable(name: str) -> None:
     if is_external(name):
         raise PbflError(f"model '{name}': a function of your own must load its weights itself")
     if (plain := body_and_classifier(without_weights(name))[0]) != name:
-        raise PbflError(f"model '{name}': weights are stored for a body only; allowed is '{plain}'")
+        raise PbflError(f"model '{name}': weights are stored for a body only; must be '{plain}'")
     base_and_sizes(name)
 
 

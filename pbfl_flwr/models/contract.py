@@ -56,7 +56,7 @@ class SplitModel(nn.Module):
             features: Tensor = self.neck(inputs)
         if self.reduced is None:
             return maps, features
-        return [found.float() for found in maps], features.float()
+        return [feature_map.float() for feature_map in maps], features.float()
 
     def features(self, inputs: Tensor) -> Tensor:
         """Return the penultimate activation z, (B, d), in the dtype of the parameters.

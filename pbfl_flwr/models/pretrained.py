@@ -78,31 +78,31 @@ def load_pretrained(model: SplitModel, name: str) -> None:
     if (file := file_of(name)) is None:
         return
     try:
-        kept = load_file(file)
+        stored = load_file(file)
     except OSError as error:
         raise PbflError(_missing(name, file, error)) from None
     except SafetensorError as error:
         raise PbflError(f"model '{name}': {file} is damaged ({error}); store the weights again") from None
     body = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith(HEAD_PREFIX)}
-    if odd := sorted(set(body) ^ set(kept)):
+    if odd := sorted(set(body) ^ set(stored)):
         side = "lacks" if odd[0] in body else "also has"
         raise PbflError(f"model '{name}': {file} belongs to another network: it {side} '{odd[0]}'")
     with torch.no_grad():
         for key, tensor in body.items():
-            tensor.copy_(_fitting(name, key, kept, tensor.shape))
+            tensor.copy_(_fitting(name, key, stored, tensor.shape))
 
 
-def _fitting(name: str, key: str, kept: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
-    tensor = kept[key]
+def _fitting(name: str, key: str, stored: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
+    tensor = stored[key]
     if tensor.shape == shape:
         return tensor
     if tensor.dim() == 4 and tensor.shape[1] == 3 and shape == (len(tensor), 1, *tensor.shape[2:]):
         return tensor.sum(1, keepdim=True)
     if key.endswith(POSITIONS) and tensor.shape[::2] == shape[::2]:
         return _interpolated(tensor, shape[1])
-    found, wanted = ("x".join(map(str, sides)) for sides in (tensor.shape, shape))
+    actual, wanted = ("x".join(map(str, sides)) for sides in (tensor.shape, shape))
     raise PbflError(
-        f"model '{name}': the stored weights have shape {found} in '{key}', this run needs {wanted}; they were "
+        f"model '{name}': the stored weights have shape {actual} in '{key}', this run needs {wanted}; they were "
         "trained with another feature-dim or for other inputs"
     )
 
@@ -120,9 +120,9 @@ def _missing(name: str, file: Path, error: OSError) -> str:
     label, body = file.parent.name, file.stem
     if not isinstance(error, FileNotFoundError):
         return f"model '{name}': {file} cannot be read ({error.strerror})"
-    there = sorted(other.parent.name for other in file.parent.parent.glob(f"*/{file.name}"))
-    labels = f"labels stored for it here: {', '.join(there)}" if there else "none are stored for it here"
+    labels = sorted(other.parent.name for other in file.parent.parent.glob(f"*/{file.name}"))
+    stored = f"labels stored for it here: {', '.join(labels)}" if labels else "none are stored for it here"
     return (
         f"model '{name}': there are no weights of {body} under the label '{label}' on this machine ({file}); "
-        f"{labels}; 'pbfl weights {label} {body} FILE' stores them"
+        f"{stored}; 'pbfl weights {label} {body} FILE' stores them"
     )

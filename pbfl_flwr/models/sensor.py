@@ -91,7 +91,7 @@ def harcnn(task: Task, blocks: int, stride: int) -> SplitModel:
     """
     name = f"harcnn-{blocks}-{stride}"
     if blocks > len(HARCNN_CHANNELS):
-        raise PbflError(f"model '{name}': allowed are 1 to {len(HARCNN_CHANNELS)} blocks, found {blocks}")
+        raise PbflError(f"model '{name}': found {blocks} blocks, must be 1 to {len(HARCNN_CHANNELS)}")
     kernel = 5 if blocks == 3 else 9
     shortest = 1
     for _ in range(blocks):

@@ -33,11 +33,9 @@ def transformer(task: Task, heads: int, layers: int) -> SplitModel:
     name, d = f"transformer-{heads}-{layers}", task.feature_dim
     check_tokens(name, task)
     if d % heads:
-        raise PbflError(
-            f"model '{name}': its {heads} heads must divide feature-dim = {d}; allowed are divisors of {d}"
-        )
+        raise PbflError(f"model '{name}': its {heads} heads must divide feature-dim = {d}")
     if layers > MOST_LAYERS:
-        raise PbflError(f"model '{name}': found {layers:,} layers, allowed are at most {MOST_LAYERS}")
+        raise PbflError(f"model '{name}': found {layers:,} layers, must be at most {MOST_LAYERS}")
     encoder = Encoder(task, heads, layers)
     # As in HtFLlib, which draws both again and then replaces the classifier.
     for weight in (encoder.embedding.weight, nn.Linear(d, task.num_classes).weight):

@@ -85,7 +85,7 @@ class Prototypes:
         sent: list[int] = labels.tolist()
         narrowest, widest = cls.widths(task)
         if not narrowest <= rows.shape[1] <= widest:
-            raise RejectedPayload(f"rows are {rows.shape[1]} wide, allowed is {narrowest}..{widest}")
+            raise RejectedPayload(f"rows are {rows.shape[1]} wide, must be {narrowest}..{widest}")
         if sent != list(range(K)):
             if sent and not 0 <= min(sent) <= max(sent) < K:
                 outside = next(label for label in sent if not 0 <= label < K)
@@ -100,7 +100,7 @@ class Prototypes:
             if ends.min.item() < 1:
                 raise RejectedPayload("a row with a count of zero or less")
             if ends.max.item() >= MAX_COUNT:
-                raise RejectedPayload(f"a count of {ends.max.item()}, allowed is less than {MAX_COUNT}")
+                raise RejectedPayload(f"a count of {ends.max.item()}, must be less than {MAX_COUNT}")
         total = num_examples_of(tensors) if "n" in tensors else None
         no_others(tensors, {"labels", "rows", "counts", "n"})
         return cls._placed(K, sent, labels, rows, counts, total)

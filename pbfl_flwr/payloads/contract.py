@@ -131,7 +131,7 @@ def floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, lim
         if not (math.isfinite(low) and math.isfinite(high)):
             raise RejectedPayload(f"'{name}' holds NaN or infinity")
         if (largest := max(-low, high)) > limit:
-            raise RejectedPayload(f"'{name}' holds {largest:.3g}, allowed is up to {limit:.0e}")
+            raise RejectedPayload(f"'{name}' holds {largest:.3g}, must be at most {limit:.0e}")
     return tensor.float()
 
 

@@ -139,7 +139,7 @@ def aps(
     if not (scale > 0 and math.isfinite(scale)):
         raise PbflError(f"aps-scale is {scale}; it must be positive and finite")
     if form not in ("sum", "mean"):
-        raise PbflError(f"the form of APS is '{form}'; allowed is 'sum' or 'mean'")
+        raise PbflError(f"the form of APS is '{form}'; must be 'sum' or 'mean'")
     total = _Sum.of(uploads, shares)
     rows = total.rows if form == "sum" else total.mean_rows()
     n_t = max(1, round(total.examples)) if total.brings_examples else None
@@ -174,7 +174,7 @@ def trimmed_mean(uploads: Iterable[Prototypes], share: float) -> Prototypes:
         ValueError: if there is no upload or the shapes differ.
     """
     if not 0 <= share < 0.5:
-        raise PbflError(f"trim-share is {share}; allowed is 0 <= trim-share < 0.5")
+        raise PbflError(f"trim-share is {share}; must be 0 <= trim-share < 0.5")
 
     def trimmed(rows: Tensor) -> Tensor:
         cut = math.floor(share * len(rows) + 1e-9)  # e.g. 0.29·100 is 28.999999999999996
@@ -208,7 +208,7 @@ def keep_stale(
         PbflError: if the mode is unknown.
     """
     if mode not in ("keep", "drop"):
-        raise PbflError(f"stale is '{mode}'; allowed is 'keep' or 'drop'")
+        raise PbflError(f"stale is '{mode}'; must be 'keep' or 'drop'")
     new_ages = torch.where(fresh.present, 0, -1)
     if previous is None or mode == "drop":
         return Prototypes(fresh.values.clone(), fresh.present.clone()), new_ages

@@ -182,7 +182,7 @@ def align(
         PbflError: if the solver is unknown, or "simplex" is used for more than d + 1 classes.
     """
     if solver not in get_args(Solver):
-        raise PbflError(f"alignment is '{solver}'; allowed are {', '.join(get_args(Solver))}")
+        raise PbflError(f"alignment is '{solver}'; must be one of {', '.join(get_args(Solver))}")
     device = prototypes.device
     rows = prototypes.detach()[present].to("cpu", torch.float64)
     num_rows, dim = rows.shape

@@ -74,7 +74,7 @@ def allocate_masks(
         PbflError: if s is outside 1..d, or under "block" if K > d or no whole block fits into s.
     """
     if not 1 <= size <= feature_dim:
-        raise PbflError(f"cps-dim is {size}; allowed is 1..{feature_dim} (feature-dim)")
+        raise PbflError(f"cps-dim is {size}; must be 1..{feature_dim} (feature-dim)")
     random = Random(seed)
     if scheme == "dimension":
         masks = _allocate(num_classes, feature_dim, size, random, swaps)
@@ -88,14 +88,14 @@ def allocate_masks(
         blocks = num_classes * size // feature_dim
         if blocks == 0:
             raise PbflError(
-                f"cps-dim is {size}, smaller than one of the {num_classes} blocks of cps-scheme block; allowed is "
+                f"cps-dim is {size}, smaller than one of the {num_classes} blocks of cps-scheme block; must be "
                 f"{-(-feature_dim // num_classes)}..{feature_dim}, or cps-scheme dimension"
             )
         masks = np.zeros((num_classes, feature_dim), np.uint8)
         codes = _allocate(num_classes, num_classes, blocks, random, swaps)
         masks[:, : num_classes * width] = codes.repeat(width, axis=1)
     else:
-        raise PbflError(f"cps-scheme is '{scheme}'; allowed is 'dimension' or 'block'")
+        raise PbflError(f"cps-scheme is '{scheme}'; must be 'dimension' or 'block'")
     return torch.from_numpy(masks.astype(np.bool_))
 
 

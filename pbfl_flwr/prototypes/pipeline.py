@@ -345,7 +345,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         if self.stages.alignment == "simplex" and task.num_classes > task.feature_dim + 1:
             raise PbflError(
                 f"alignment = 'simplex' needs num classes <= feature-dim + 1, found K={task.num_classes} and "
-                f"feature-dim={task.feature_dim}; allowed are 'thomson' and 'lbfgs'"
+                f"feature-dim={task.feature_dim}; must be 'thomson' or 'lbfgs'"
             )
 
     def paper_scalars(
@@ -381,7 +381,7 @@ def pipeline(
     if server_training is not None and stages.aggregation not in TRAINED_RULES:
         raise PbflError(
             f"aggregation = '{stages.aggregation}': {name} trains its prototypes on every upload instead of "
-            f"combining them; allowed are {', '.join(TRAINED_RULES)}, which scale the uploads in different ways"
+            f"combining them; must be one of {', '.join(TRAINED_RULES)}, which scale the uploads in different ways"
         )
     stage = release(
         settings.privacy,

@@ -271,30 +271,28 @@ def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total:
             else f"rule '{rule}' divides by the number of clients that sent a class"
         )
         raise PbflError(
-            f"dense-uploads = true: {why}, and a zero row would count as one; allowed are aggregation = "
-            "'ppa' and 'aps-sum' without server training"
+            f"dense-uploads = true: {why}, and a zero row would count as one; aggregation must be "
+            "'ppa' or 'aps-sum', without server training"
         )
     if settings.dp_clip and settings.dp_unit == "sample" and not once:
         raise PbflError(
-            "dp-unit = 'sample' needs every sample exactly once in the class means; allowed are collect = 'post', "
+            "dp-unit = 'sample' needs every sample exactly once in the class means; collect must be 'post' "
             "and drop-last other than 'always'"
         )
     if settings.secure_aggregation and (trained or rule not in sums.RULES):
         why = "the server trains on single rows" if trained else f"rule '{rule}' is not a sum of uploads"
-        allowed = ", ".join(f"'{name}'" for name in sums.RULES)
+        rules = " or ".join(f"'{name}'" for name in sums.RULES)
         raise PbflError(
-            f"secure-aggregation = true: {why}; allowed are aggregation = {allowed} without server training"
+            f"secure-aggregation = true: {why}; aggregation must be {rules}, without server training"
         )
     if not settings.dp_noise:
         return Release(settings, rule in SCALED_RULES)
     if not settings.dp_clip:
         raise PbflError(
-            "dp-noise needs a clipping norm, which bounds the sensitivity; allowed is dp-clip above 0"
+            "dp-noise needs a clipping norm, which bounds the sensitivity; dp-clip must be above 0"
         )
     if rule in WEIGHTED_RULES:
-        raise PbflError(
-            f"dp-noise: rule '{rule}' sends exact counts with the rows; allowed are the other rules"
-        )
+        raise PbflError(f"dp-noise: rule '{rule}' sends exact counts with the rows; must be another rule")
     if sends_total:
         remedy = "total-examples" if rule == "ppa" else "aps-scale to a number"
         raise PbflError(f"dp-noise: rule '{rule}' sends n_i exactly; set {remedy}")

@@ -89,7 +89,7 @@ def resolved(settings: Settings, named: Stages) -> Stages:
     if stages.norm_bound and stages.aggregation in SCALED_RULES:
         raise PbflError(
             f"norm-bound = {stages.norm_bound}: with aggregation = '{stages.aggregation}' rows are scaled by sample "
-            "counts, so their norms differ between honest clients; allowed are rules for means: 'mean', "
+            "counts, so their norms differ between honest clients; must be a rule for means: 'mean', "
             "'weighted', 'median', ..."
         )
     if stages.norm_bound and settings.privacy.secure_aggregation:
@@ -143,7 +143,7 @@ def default_aps_scale(num_classes: int, num_examples: int) -> float:
     """
     if num_examples < 1:
         raise PbflError(
-            f"aps-scale = 'auto' is 0.9·K/n, but the number of examples n is {num_examples}; allowed is 1 or "
+            f"aps-scale = 'auto' is 0.9·K/n, but the number of examples n is {num_examples}; must be 1 or "
             "more"
         )
     return 0.9 * num_classes / num_examples

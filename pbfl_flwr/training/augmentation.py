@@ -26,8 +26,8 @@ def check_augmentation(kinds: str, task: Task) -> None:
     if kinds and not images:
         what = "token ids" if task.vocabulary_size else "numbers"
         raise PbflError(
-            f"augmentation = '{kinds}': inputs are {what} of shape {task.input_shape}; allowed is '' "
-            "where they are no images (channels, height, width)"
+            f"augmentation = '{kinds}': inputs are {what} of shape {task.input_shape}; without "
+            "images (channels, height, width) it must be ''"
         )
 
 

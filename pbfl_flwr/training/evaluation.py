@@ -43,7 +43,7 @@ def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
         Diverged: if a predictor returns scores that are not finite.
     """
     if odd := [name for name in predictors if name not in PREDICTORS]:
-        raise ValueError(f"predictor '{odd[0]}': allowed are {', '.join(PREDICTORS)}")
+        raise ValueError(f"predictor '{odd[0]}': must be one of {', '.join(PREDICTORS)}")
     client.model.eval()
     scores = _scores(client, client.data.test, predictors, client.evaluation.per_class)
     if client.data.validation is None:

@@ -99,7 +99,7 @@ def test_ids_stay_ids_on_their_way_to_a_network(tmp_path: Path) -> None:
 def test_an_id_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     pool = load_pool(settings(write(tmp_path)))
     pool.inputs[1, 2] = len(pool.vocabulary)
-    with pytest.raises(PbflError, match=f"token ids 0 to {len(pool.vocabulary)}; allowed are 0"):
+    with pytest.raises(PbflError, match=f"token ids 0 to {len(pool.vocabulary)}; must be 0"):
         validate(pool, "ag-news")
 
 

@@ -64,7 +64,7 @@ def test_all_names_of_the_federation(tmp_path: Path) -> None:
     pool = load_pool(settings(path, labels="cat, dog,emu"))
     assert (pool.label_names, pool.labels.tolist()) == (("cat", "dog", "emu"), [1, 1])
     with pytest.raises(
-        PbflError, match=r"column 'label' has 1 classes; allowed are 2 to 10000; set labels to all"
+        PbflError, match=r"column 'label' has 1 classes; must be 2 to 10000; set labels to all"
     ):
         load_pool(settings(path))
     with pytest.raises(PbflError, match="has the class 'dog'; labels allows cat, emu"):
@@ -85,9 +85,9 @@ def test_a_client_column_gives_natural_clients(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("", "has no columns"),
-        ("a\n1\n", "has 1 columns; allowed are 2 or more"),
+        ("a\n1\n", "has 1 columns; must be 2 or more"),
         ("a,label\n", "has no rows"),
-        ("a,label\n1,x\n,y\n", "row 2, column 'a': the cell is empty; allowed are numbers"),
+        ("a,label\n1,x\n,y\n", "row 2, column 'a': the cell is empty; must be a number"),
         ("a,label\n1,x\nNaN,y\n", "row 2, column 'a': the cell is empty"),
         ("a,label\n1,x\ninf,y\n", "row 2, column 'a': 'inf' is not a finite number"),
         ("a,label\n1,x\n1e39,y\n", "row 2, column 'a': '1e39' is not a finite number"),  # beyond float32

@@ -75,9 +75,7 @@ def test_a_writer_is_tested_on_what_is_its_own(leaf: Path, tmp_path: Path) -> No
     for name, who in (("train", "ann"), ("test", "bob")):  # LEAF's split by user
         write(tmp_path / "by-user" / name / "all_data_0.json", {who: drawn(who, [1, 2])})
     keys = settings(tmp_path / "by-user", partition="natural", test_split="official")
-    with pytest.raises(
-        PbflError, match="belongs to one of the 1 natural clients; allowed is test-split = client"
-    ):
+    with pytest.raises(PbflError, match="belongs to one of the 1 natural clients; test-split must be client"):
         check_data(keys, 1)
 
 

@@ -52,12 +52,12 @@ def test_bytes_are_images(save):
         ({"x": np.zeros((4, 2))}, "has no array 'y'"),
         (
             {"x": np.zeros((4, 2)), "y": np.array([1, 2, 3, 1])},
-            "3 labels 1, 2, 3; allowed are 0..2 without gaps",
+            "3 labels 1, 2, 3; must be 0..2 without gaps",
         ),
-        ({"x": np.zeros((4, 2)), "y": np.array([0, 2, 0, 2])}, "2 labels 0, 2; allowed are 0..1"),
+        ({"x": np.zeros((4, 2)), "y": np.array([0, 2, 0, 2])}, "2 labels 0, 2; must be 0..1"),
         ({"x": np.zeros((4, 2)), "y": np.array([-1, 0, 1, 1])}, "labels -1, 0, 1"),
         ({"x": np.zeros((4, 2)), "y": np.array([0.0, 1.0, 0.5, 1.0])}, "labels of type float64"),
-        ({"x": np.zeros((4, 2)), "y": np.array(["a", "a", "a", "a"])}, "has 1 classes; allowed are 2"),
+        ({"x": np.zeros((4, 2)), "y": np.array(["a", "a", "a", "a"])}, "has 1 classes; must be 2"),
         ({"x": np.zeros((4, 2)), "y": np.array(["a", " ", "a", "a"])}, "y holds an empty string"),
         ({"x": np.zeros((4, 2)), "y": np.zeros(4, dtype=int)}, "2 classes or more"),
         ({"x": np.zeros((3, 2)), "y": np.array([0, 1, 0, 1])}, "3 inputs and 4 labels"),
@@ -71,14 +71,14 @@ def test_bytes_are_images(save):
             {"x": np.array([[object()]] * 2), "y": np.array([0, 1])},
             "not a readable .npz file of plain arrays",
         ),
-        ({"x": np.array([["a"]] * 2), "y": np.array([0, 1])}, "allowed are numbers"),
+        ({"x": np.array([["a"]] * 2), "y": np.array([0, 1])}, "must be numbers"),
         (
             {"x": np.zeros((4, 2, 2, 2, 2, 2)), "y": np.array([0, 1, 0, 1])},
-            r"inputs of shape \(2, 2, 2, 2, 2\); allowed are 1 to 4 axes, none of length 0",
+            r"inputs of shape \(2, 2, 2, 2, 2\); must be 1 to 4 axes, none of length 0",
         ),
         (
             {"x": np.zeros((4, 2, 0)), "y": np.array([0, 1, 0, 1])},
-            "allowed are 1 to 4 axes, none of length 0",
+            "must be 1 to 4 axes, none of length 0",
         ),
         ({"x": np.zeros((2, 8, 8, 3), dtype=np.uint8), "y": np.array([0, 1])}, "channels first"),
         (

@@ -52,9 +52,7 @@ def test_kinds(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     (tmp_path / "train").mkdir()
     assert kind_of(tmp_path) == "pflib"
-    with pytest.raises(
-        PbflError, match=r"config\.json is not a known kind of data; must be \.npz, \.csv"
-    ):
+    with pytest.raises(PbflError, match=r"config\.json is not a known kind of data; must be \.npz, \.csv"):
         kind_of(tmp_path / "config.json")
     with pytest.raises(PbflError, match=r"^/dev/null is not a known kind of data"):
         kind_of(Path("/dev/null"))
@@ -285,7 +283,7 @@ def test_no_samples_at_all_are_refused_in_a_line(tmp_path: Path) -> None:
     for labels in ("a,b", ""):
         result = CliRunner().invoke(app, ["check-data", str(tmp_path / "a.npz"), "--labels", labels])
         assert result.exit_code == 2
-        assert "has no samples; allowed are 1 or more" in result.stderr
+        assert "has no samples; must be 1 or more" in result.stderr
 
 
 def test_the_split_is_that_of_the_device(tmp_path: Path) -> None:

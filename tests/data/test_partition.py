@@ -55,7 +55,7 @@ def test_the_official_test_part_follows_the_training_counts(pool_of):
 
 @pytest.mark.parametrize("way", ["dirichlet", "way-shot"])
 def test_the_official_test_part_must_exist(way):
-    with pytest.raises(PbflError, match="no official test part; allowed is test-split = client"):
+    with pytest.raises(PbflError, match="no official test part; test-split must be client"):
         check_data(DataSettings(test_split="official", partition=way, shots=10), 5)
 
 
@@ -128,7 +128,7 @@ def test_way_shot_deals_small_classes_among_their_holders(pool_of):
         (
             {"partition": "pathological", "classes_per_client": 11},
             5,
-            "classes-per-client = 11; allowed is 1..10",
+            "classes-per-client = 11; must be 1..10",
         ),
         ({"partition": "way-shot", "ways": 11}, 5, "ways = 11; the dataset has 10 classes"),
         ({"partition": "way-shot", "ways": 1}, 5, "ways = 1"),
@@ -140,7 +140,7 @@ def test_way_shot_deals_small_classes_among_their_holders(pool_of):
             "needs 2000 samples; dataset 'digits' has 1797, so at most 17 clients are allowed",
         ),
         ({"dataset": "digit"}, 5, "unknown dataset 'digit'; did you mean 'digits'?"),
-        ({"dataset": "xyzzy"}, 5, "unknown dataset 'xyzzy'; allowed are digits, spiral"),
+        ({"dataset": "xyzzy"}, 5, "unknown dataset 'xyzzy'; must be one of digits, spiral"),
     ],
 )
 def test_settings_that_do_not_fit_are_one_clear_line(change, clients, message):
@@ -165,7 +165,7 @@ def test_client_data_is_what_the_partition_says():
     assert data.counts.tolist() == np.bincount(pool.labels[part.splits[3].train], minlength=10).tolist()
     assert data.train.inputs.is_contiguous()
     assert client_data(settings, 20, 3) is data  # a worker that sees the client again does not load again
-    with pytest.raises(PbflError, match=r"client 20 does not exist; allowed is 0\.\.19"):
+    with pytest.raises(PbflError, match=r"client 20 does not exist; must be 0\.\.19"):
         client_data(settings, 20, 20)
 
 

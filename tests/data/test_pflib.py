@@ -128,7 +128,7 @@ def test_refuses_a_pickle_that_runs_code(directory, tmp_path, protocol, inside):
         ),
         (
             lambda d: (d / "config.json").write_text('{"num_clients": 2, "num_classes": 2}'),
-            "allowed are 0..1",
+            "must be 0..1",
         ),
         (
             lambda d: (d / "test" / "1.npz").write_bytes(b"PK"),
@@ -143,7 +143,7 @@ def test_refuses_a_pickle_that_runs_code(directory, tmp_path, protocol, inside):
         ),
         (
             lambda d: [write_client(d, k, *[(np.zeros((2,) * 6), np.array([0, 1]))] * 2) for k in range(2)],
-            "allowed are 1 to 4 axes, none of length 0",
+            "must be 1 to 4 axes, none of length 0",
         ),
         (
             lambda d: write_client(d, 1, *[(np.array(["a", "b"]), np.zeros(2, int))] * 2),
@@ -171,7 +171,7 @@ def test_refuses_a_pickle_that_runs_code(directory, tmp_path, protocol, inside):
         ),
         (
             lambda d: (d / "config.json").write_text('{"num_clients": 2, "num_classes": 1000000000000}'),
-            "allowed are 1 to 100000 and 2 to 10000",
+            "must be 1 to 100000 and 2 to 10000",
         ),
         (lambda d: (d / "config.json").write_text("[" * 100_000), "must be JSON with"),
     ],

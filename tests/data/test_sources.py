@@ -331,7 +331,7 @@ def test_parts_of_a_set_are_no_classes(tmp_path, write_image):
     for path in ("cased/Train/cat/a.png", "cased/Train/dog/a.png", "cased/Test/cat/a.png"):
         write_image(tmp_path / path, 3)
     with pytest.raises(
-        PbflError, match=r"holds Test, Train, which would become the classes; allowed are train/<class>"
+        PbflError, match=r"holds Test, Train, which would become the classes; must be train/<class>"
     ):
         load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "cased")))
     for path in ("set/train/cat/a.png", "set/train/dog/a.png", "set/val/cat/a.png", "set/.git/a.png"):

@@ -130,7 +130,7 @@ def test_a_breakpoint_without_a_terminal_is_said(tmp_path, monkeypatch):
 
 
 def test_a_prediction_that_no_report_has_room_for_is_refused(make_client):
-    with pytest.raises(ValueError, match=r"predictor 'mine': allowed are head, global, "):
+    with pytest.raises(ValueError, match=r"predictor 'mine': must be one of head, global, "):
         evaluate(make_client(), {"head": head_scores, "mine": head_scores})
 
 

@@ -215,5 +215,5 @@ def test_uploads_are_checked(make_method, task):
         with pytest.raises(RejectedPayload, match="unexpected counts: FedDistill sends none"):
             paper.validate(replace(rows(), **more), state, task)
     narrow = {"labels": torch.tensor([0], dtype=torch.uint8), "rows": torch.zeros(1, 3)}
-    with pytest.raises(RejectedPayload, match=r"3 wide, allowed is 4\.\.4"):
+    with pytest.raises(RejectedPayload, match=r"3 wide, must be 4\.\.4"):
         Logits.from_tensors(narrow, task)

@@ -370,7 +370,7 @@ def test_a_saturated_client_does_not_divide_by_zero(make_method, make_client, ta
 
 
 def test_what_does_not_fit_is_refused(make_method, task):
-    with pytest.raises(PbflError, match=r"wire-dtype = 'int8'.*allowed is 'float32'"):
+    with pytest.raises(PbflError, match=r"wire-dtype = 'int8'.*must be 'float32'"):
         make_method("fedkd", wire_dtype="int8")
     coded = make_method("fedkd", protocol="htfl", own={"auxiliary": "har-cnn"})
     with pytest.raises(PbflError, match="'as-coded' cannot factorise"):

@@ -143,7 +143,7 @@ def test_the_average_is_uniform(make_method, task):
 
 
 def test_what_does_not_fit_is_refused(make_method, make_client, task):
-    with pytest.raises(PbflError, match=r"fml\.auxiliary = 'small-4': allowed is one architecture"):
+    with pytest.raises(PbflError, match=r"fml\.auxiliary = 'small-4': must be one architecture"):
         make_method("fml", own={"auxiliary": "small-4"})
     with pytest.raises(PbflError, match=r"fml\.auxiliary: model 'cnn4'"):
         make_method("fml").check(Task(4, 6, (2,)), ["mlp5"])

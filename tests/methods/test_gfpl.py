@@ -355,7 +355,7 @@ def test_what_comes_up_between_exchanges_is_not_used(make_method, task):
 
 def test_uploads_are_validated(make_method, task):
     state = make_method("gfpl").init(task, 0)
-    with pytest.raises(RejectedPayload, match="5 components of a class, allowed are 4"):
+    with pytest.raises(RejectedPayload, match="5 components of a class, must be at most 4"):
         make_method("gfpl").validate(mixtures(1, 1, 1, 1, 1), state, task)
     by_share = make_method("gfpl", own={"weight": "pi"})
     by_share.validate(mixtures(0, 1), state, task)
@@ -366,7 +366,7 @@ def test_uploads_are_validated(make_method, task):
 
 def test_the_frame_needs_as_many_dimensions_as_classes(make_method):
     narrow = Task(num_classes=7, feature_dim=6, input_shape=(1, 16, 16))
-    with pytest.raises(PbflError, match=r"feature-dim = 6: .* allowed is feature-dim >= 7"):
+    with pytest.raises(PbflError, match=r"feature-dim = 6: .* feature-dim must be 7 or more"):
         make_method("gfpl").check(narrow, ["mlp5"])
     make_method("gfpl", own={"dual_classifier": False}).check(narrow, ["mlp5"])
     make_method("gfpl").check(Task(6, 6, (1, 16, 16)), ["mlp5"])

@@ -273,7 +273,7 @@ class Harmful:
     [
         (
             {"a": torch.zeros(2)},
-            "allowed are weights of pbfl-flwr's resnet18 or torchvision's resnet18; it lacks",
+            "must be weights of pbfl-flwr's resnet18 or torchvision's resnet18; it lacks",
         ),
         ({"epoch": 3}, "holds no named tensors"),
         ([torch.zeros(2)], "holds no named tensors"),
@@ -320,8 +320,8 @@ def test_checkpoints_of_another_network(tmp_path: Path) -> None:
         (("a/b", "cnn4"), "label 'a/b': must be"),
         (("x", "cnn5"), "did you mean"),
         (("x", "small-4"), "unknown model 'small-4'"),
-        (("x", "cnn4+32"), "weights are stored for a body only; allowed is 'cnn4'"),
-        (("x", "cnn4@y"), "weights are stored for a body only; allowed is 'cnn4'"),
+        (("x", "cnn4+32"), "weights are stored for a body only; must be 'cnn4'"),
+        (("x", "cnn4@y"), "weights are stored for a body only; must be 'cnn4'"),
         (("x", "my.nets:small"), "must load its weights itself"),
         (("x", "cnn4"), "nothing.pth cannot be read (No such file or directory)"),
     ],

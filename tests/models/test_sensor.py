@@ -51,7 +51,7 @@ def test_the_shortest_window_is_said_and_taken(name: str, shortest: int) -> None
 
 
 def test_a_fourth_block_is_refused() -> None:
-    with pytest.raises(PbflError, match=r"^model 'harcnn-4-1': allowed are 1 to 3 blocks, found 4$"):
+    with pytest.raises(PbflError, match=r"^model 'harcnn-4-1': found 4 blocks, must be 1 to 3$"):
         check_models("harcnn-2-1,harcnn-4-1", HAR)
 
 

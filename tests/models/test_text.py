@@ -197,7 +197,7 @@ def test_a_transformer_says_which_numbers_it_takes() -> None:
         PbflError, match=r"'transformer-4-1': its 4 heads must divide feature-dim = 6; .* divisors of 6"
     ):
         check_models("transformer-4-1", TEXT)
-    with pytest.raises(PbflError, match=r"'transformer-2-65': found 65 layers, allowed are at most 64"):
+    with pytest.raises(PbflError, match=r"'transformer-2-65': found 65 layers, must be at most 64"):
         check_models("transformer-2-65", TEXT)
     odd = Task(4, 5, (L,), V)  # the last sine has no cosine
     check_models("transformer-1-1,transformer-5-1", odd)

@@ -160,9 +160,9 @@ def test_block_scheme_has_the_effective_size_of_the_published_code(num_classes, 
 
 
 def test_bad_sizes_are_named():
-    with pytest.raises(PbflError, match=r"cps-dim is 0; allowed is 1\.\.8"):
+    with pytest.raises(PbflError, match=r"cps-dim is 0; must be 1\.\.8"):
         allocate_masks(4, 8, 0, seed=0)
-    with pytest.raises(PbflError, match=r"cps-dim is 9; allowed is 1\.\.8"):
+    with pytest.raises(PbflError, match=r"cps-dim is 9; must be 1\.\.8"):
         allocate_masks(4, 8, 9, seed=0)
     with pytest.raises(PbflError, match="9 classes and feature-dim is 8"):
         allocate_masks(9, 8, 4, scheme="block", seed=0)

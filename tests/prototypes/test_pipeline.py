@@ -476,7 +476,7 @@ def test_local_predictions_are_of_own_classes_only() -> None:
             {"name": "fedtgp", "aggregation": "median"},
             "'median': fedtgp trains its prototypes on every upload",
         ),
-        ({"name": "fedtgp", "aggregation": "weighted"}, "allowed are mean, ppa, aps-sum"),
+        ({"name": "fedtgp", "aggregation": "weighted"}, "must be one of mean, ppa, aps-sum"),
     ],
 )
 def test_stages_that_do_not_fit_are_refused_when_built(keys: dict[str, Any], text: str) -> None:

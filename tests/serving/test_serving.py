@@ -434,13 +434,11 @@ def test_a_device_whose_inputs_have_too_many_axes_is_refused_before_training(
 ) -> None:
     np.savez(tmp_path / "x.npz", x=np.zeros((60, 2, 2, 2, 2, 2)), y=np.arange(60) % 2)
     node = {"client-id": "clinic", "data-path": str(tmp_path / "x.npz")}
-    said = (
-        r"client-id = 'clinic': dataset 'npz' has inputs of shape \(2, 2, 2, 2, 2\); allowed are 1 to 4 axes"
-    )
+    said = r"client-id = 'clinic': dataset 'npz' has inputs of shape \(2, 2, 2, 2, 2\); must be 1 to 4 axes"
     with pytest.raises(PbflError, match=said):
         ran(tmp_path, [node], models="mlp5", feature_dim=8)
     refused = CliRunner().invoke(app, ["check-data", str(tmp_path / "x.npz")])
-    assert (refused.exit_code, "allowed are 1 to 4 axes" in " ".join(refused.output.split())) == (2, True)
+    assert (refused.exit_code, "must be 1 to 4 axes" in " ".join(refused.output.split())) == (2, True)
 
 
 CODE = """

@@ -134,7 +134,7 @@ def test_a_heads_features_are_not_computed_once_where_images_change() -> None:
 )
 def test_what_is_no_image_is_refused(task: Task, named: str) -> None:
     check_augmentation("", task)
-    with pytest.raises(PbflError, match=r"augmentation = 'flip': .*allowed is ''") as refused:
+    with pytest.raises(PbflError, match=r"augmentation = 'flip': .*it must be ''") as refused:
         check_augmentation("flip", task)
     assert named in str(refused.value)
 

@@ -64,7 +64,7 @@ class LabelColumns:
 
     def __init__(self, path: Path, names: Sequence[str], settings: DataSettings) -> None:
         if len(names) < 2:
-            raise PbflError(f"{path} has {len(names)} columns; allowed are 2 or more, {_FORM}")
+            raise PbflError(f"{path} has {len(names)} columns; must be 2 or more, {_FORM}")
         wanted = settings.label_column
         if wanted and wanted not in names:
             raise PbflError(f"label-column = '{wanted}': {path} has no such column; it has {shown(names)}")
@@ -95,7 +95,7 @@ class LabelColumns:
         if self.owner is not None:
             self._owners.add(_texts(block[self.owner], CLIENT, first, self._path))
 
-    def found(self) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64] | None]:
+    def result(self) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64] | None]:
         """Return the class names, every row's class, and every row's client if there is such a column.
 
         Raises:
@@ -156,15 +156,15 @@ def _csv(path: Path) -> Iterator[tuple[tuple[str, ...], Iterator[tuple[int, Bloc
         def blocks() -> Iterator[tuple[int, Block]]:
             first = 1
             while rows := list(islice(reader, _ROWS_AT_A_TIME)):
-                kept = [row for row in rows if row]  # without empty lines
-                for number, row in enumerate(kept, start=first):
+                filled = [row for row in rows if row]  # without empty lines
+                for number, row in enumerate(filled, start=first):
                     if len(row) != len(names):
                         raise PbflError(
                             f"{path}, row {number}: {len(row)} cells, the first line names {len(names)} columns"
                         )
-                if kept:
-                    yield first, list(zip(*kept, strict=True))
-                first += len(kept)
+                if filled:
+                    yield first, list(zip(*filled, strict=True))
+                first += len(filled)
 
         yield names, blocks()
 
@@ -198,7 +198,7 @@ def _check_names(names: Sequence[str], path: Path) -> None:
     if not names:
         raise PbflError(f"{path} has no columns; they are {_FORM}")
     if len(names) > MAX_COLUMNS:
-        raise PbflError(f"{path} has {len(names)} columns; allowed are {MAX_COLUMNS}")
+        raise PbflError(f"{path} has {len(names)} columns; must be at most {MAX_COLUMNS}")
     if "" in names:
         raise PbflError(f"{path}: column {names.index('') + 1} has no name; remove it if it is an index")
     if twice := [name for name, count in Counter(names).items() if count > 1]:

@@ -41,15 +41,15 @@ def image_folder(settings: DataSettings) -> Pool:
         raise PbflError(f"dataset '{settings.dataset}': {root} is a file; it should be {_WHAT}")
     train_dir = root / "train" if (root / "train").is_dir() else root
     wanted = list(settings.classes) or None
-    train, held = labelled_files(train_dir, settings.dataset, wanted)
+    train, class_folders = labelled_files(train_dir, settings.dataset, wanted)
     if wanted:
-        known_classes(list(held), settings.classes, str(train_dir))
-    elif {name.casefold() for name in held} <= _PARTS:
+        known_classes(list(class_folders), settings.classes, str(train_dir))
+    elif {name.casefold() for name in class_folders} <= _PARTS:
         raise PbflError(
-            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(held)}, which would become the classes; "
-            "allowed are train/<class>/* and test/<class>/*, in lower case"
+            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(class_folders)}, which would become the "
+            "classes; must be train/<class>/* and test/<class>/*, in lower case"
         )
-    classes = wanted or list(held)
+    classes = wanted or list(class_folders)
     test: list[tuple[Path, int]] = []
     tested: dict[str, Path] = {}
     if train_dir != root and (root / "test").is_dir():
@@ -63,7 +63,7 @@ def image_folder(settings: DataSettings) -> Pool:
     def decode(allocate: Allocate) -> Pool:
         parts = [ImageFiles(train), ImageFiles(test)]
         inputs, labels, notes = decode_images(parts, allocate, side, root, channels)
-        folders = [*held.values(), *tested.values()]
+        folders = [*class_folders.values(), *tested.values()]
         from torchvision.datasets.folder import IMG_EXTENSIONS
 
         if ignored := sum(len(files_under(folder)) for folder in folders) - len(train) - len(test):
@@ -133,18 +133,18 @@ def labelled_files(
         return path.lower().endswith(IMG_EXTENSIONS) and f"{os.sep}." not in below
 
     try:
-        held = sorted((class_name(path.name), path) for path in _folders(folder))
-        if not held:
+        named_folders = sorted((class_name(path.name), path) for path in _folders(folder))
+        if not named_folders:
             raise FileNotFoundError("it has no class folder")
-        found = dict(held)
-        if twice := [name for name, path in held if found[name] != path]:
+        folder_of = dict(named_folders)
+        if twice := [name for name, path in named_folders if folder_of[name] != path]:
             raise PbflError(
                 f"dataset '{dataset}': {folder} has two folders of the class '{twice[0]}', whose names differ only "
-                "in spaces or Unicode form; allowed is one"
+                "in spaces or Unicode form; must be one"
             )
         empty = classes is not None
-        wanted = enumerate(found if classes is None else classes)
-        numbers = {found[name].name: number for number, name in wanted if name in found}
+        wanted = enumerate(folder_of if classes is None else classes)
+        numbers = {folder_of[name].name: number for number, name in wanted if name in folder_of}
         samples = (
             make_dataset(str(folder), numbers, is_valid_file=taken, allow_empty=empty) if numbers else []
         )
@@ -153,4 +153,4 @@ def labelled_files(
             f"dataset '{dataset}': {error}; {folder} should hold <class>/* with images "
             f"({', '.join(IMG_EXTENSIONS)})"
         ) from error
-    return [(Path(path), label) for path, label in samples], found
+    return [(Path(path), label) for path, label in samples], folder_of

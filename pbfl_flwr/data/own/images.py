@@ -58,7 +58,7 @@ def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
     """
     if image.mode in ("I", "F"):
         raise PbflError(
-            f"{path} is an image of mode {image.mode}, whose value range is unknown; allowed are 8 and 16 bits "
+            f"{path} is an image of mode {image.mode}, whose value range is unknown; must be 8 or 16 bits "
             "per channel"
         )
     if image.mode.startswith("I;16"):  # convert() would clip at 255

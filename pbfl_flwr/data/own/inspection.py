@@ -66,22 +66,22 @@ class Inspection:
     def lines(self) -> list[str]:
         """Return a readable report, with the classes as a bar chart."""
         shape = "x".join(map(str, self.input_shape))
-        found = [
+        report = [
             f"{self.path}: {self.dataset}, {DATASETS[self.dataset].description.partition(';')[0]}",
             f"{self.samples} samples of shape {shape}, {self.dtype}, values {self.minimum:g} to {self.maximum:g}",
             f"split on a device: {sum(self.train)} for training, {sum(self.test)} for testing",
         ]
         if self.columns:
-            found.append(f"{len(self.columns)} feature columns: {_shown(self.columns)}")
+            report.append(f"{len(self.columns)} feature columns: {_shown(self.columns)}")
         if self.vocabulary_size:
-            found.append(f"the values are token ids in a vocabulary of {self.vocabulary_size}")
+            report.append(f"the values are token ids in a vocabulary of {self.vocabulary_size}")
         counts, width = self.counts, max(len(name) for name in self.labels)
         digits, most = len(str(max(counts))), max(counts)
-        found.append(f"{len(self.labels)} classes, samples of each (training + testing):")
+        report.append(f"{len(self.labels)} classes, samples of each (training + testing):")
         for name, train, test in zip(self.labels, self.train, self.test, strict=True):
             bar = "█" * round(BAR * (train + test) / most) or ("▏" if train + test else "")
-            found.append(f"  {name:<{width}}  {train + test:>{digits}}  {bar} ({train} + {test})")
-        return [*found, *(f"note: {note}" for note in self.notes), *(f"warning: {w}" for w in self.warnings)]
+            report.append(f"  {name:<{width}}  {train + test:>{digits}}  {bar} ({train} + {test})")
+        return [*report, *(f"note: {note}" for note in self.notes), *(f"warning: {w}" for w in self.warnings)]
 
 
 def settings_for(path: Path, **keys: str | float) -> DataSettings:
@@ -95,14 +95,14 @@ def settings_for(path: Path, **keys: str | float) -> DataSettings:
     Raises:
         PbflError: if a value is not allowed, or the path is a file of an unsupported kind.
     """
-    given = {key.replace("_", "-"): value for key, value in keys.items() if value}
-    if (file := names_file(str(given.get("labels", "")))) is not None:
-        given["labels"] = read_names(file)
+    values = {key.replace("_", "-"): value for key, value in keys.items() if value}
+    if (file := names_file(str(values.get("labels", "")))) is not None:
+        values["labels"] = read_names(file)
     place = expanded(path).absolute()
-    if vocabulary := given.get("vocabulary"):
-        given["vocabulary"] = str(expanded(str(vocabulary)).absolute())
-    given.setdefault("dataset", kind_of(place, texts=bool(vocabulary)))
-    return parse({**given, "data-dir": str(place), "partition": "iid"}).data
+    if vocabulary := values.get("vocabulary"):
+        values["vocabulary"] = str(expanded(str(vocabulary)).absolute())
+    values.setdefault("dataset", kind_of(place, texts=bool(vocabulary)))
+    return parse({**values, "data-dir": str(place), "partition": "iid"}).data
 
 
 def inspect(settings: DataSettings, files: int | None = None) -> Inspection:
@@ -162,36 +162,36 @@ def _warnings(
     def named(which: NDArray[np.bool_]) -> str:
         return _shown([pool.label_names[j] for j in np.flatnonzero(which)])
 
-    counts, found = train + test, []
+    counts, warnings = train + test, []
     if (single := counts == 1).any():
-        found.append(
+        warnings.append(
             f"classes with one sample: {named(single)}; their prototype is the feature vector of that sample"
         )
     if (absent := counts == 0).any():
-        found.append(f"classes without samples here: {named(absent)}")
+        warnings.append(f"classes without samples here: {named(absent)}")
     if (untrained := (train == 0) & (test > 0)).any():
-        found.append(f"classes with test but no training samples: {named(untrained)}")
+        warnings.append(f"classes with test but no training samples: {named(untrained)}")
     if not test.sum():
-        found.append("no samples are left for testing; this device will not be scored")
+        warnings.append("no samples are left for testing; this device will not be scored")
     if pool.inputs.dtype == np.uint8:
         if float(low.min()) == float(high.max()):
-            found.append(f"every value of every image is {low.min()}: they carry no information")
+            warnings.append(f"every value of every image is {low.min()}: they carry no information")
         elif (flat := _flat(pool)).any():
-            found.append(f"classes in whose images all values are equal: {named(flat)}")
+            warnings.append(f"classes in whose images all values are equal: {named(flat)}")
     if pool.inputs.dtype == np.float32:
         largest = np.maximum(np.abs(low), np.abs(high))
         if float(largest.max()) > LARGE:
             place = int(largest.argmax())
             which = f"column '{pool.columns[place]}'" if pool.columns else f"value {place} of an input"
-            found.append(
+            warnings.append(
                 f"features are not normalised, and {which} goes up to {float(largest.max()):g}; scale them in the "
                 "same way on all devices"
             )
         if constant := int((low == high).sum()):
-            found.append(f"{constant} of {low.size} values of an input are the same in every sample")
+            warnings.append(f"{constant} of {low.size} values of an input are the same in every sample")
     if swapped := swapped_axes_warning(pool):
-        found.append(swapped)
-    return found
+        warnings.append(swapped)
+    return warnings
 
 
 def _shown(names: tuple[str, ...] | list[str], most: int = 20) -> str:

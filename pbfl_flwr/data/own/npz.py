@@ -45,7 +45,7 @@ def har(settings: DataSettings) -> Pool:
 def _load(settings: DataSettings, path: Path, client_key: str, label_names: tuple[str, ...] | None) -> Pool:
     name = settings.dataset
     if not path.is_file():
-        raise PbflError(f"dataset '{name}': {path} is not a file; allowed is an .npz file")
+        raise PbflError(f"dataset '{name}': {path} is not a file; must be an .npz file")
 
     def decode(allocate: Allocate) -> Pool:
         arrays = read_arrays(path, f"dataset '{name}'", ("x", "y", *((client_key,) if label_names else ())))
@@ -55,7 +55,7 @@ def _load(settings: DataSettings, path: Path, client_key: str, label_names: tupl
             column = arrays[client_key]
             if column.ndim != 1:
                 raise PbflError(
-                    f"dataset '{name}': array '{client_key}' has shape {column.shape}; allowed is (N,)"
+                    f"dataset '{name}': array '{client_key}' has shape {column.shape}; must be (N,)"
                 )
             owner = np.unique(column, return_inverse=True)[1].astype(np.int64)
         return Pool(_inputs(arrays["x"], path, name), labels, names, len(labels), owner)
@@ -68,10 +68,12 @@ def _labels(
 ) -> tuple[tuple[str, ...], Rows]:
     """Return the class names and the labels; integers in y are indices into the list of names."""
     if y.dtype.kind == "U" and y.ndim == 1 and not label_names:
-        found, codes = np.unique(np.array([class_name(name) for name in y], dtype=str), return_inverse=True)
-        if "" in found:
+        distinct, codes = np.unique(
+            np.array([class_name(name) for name in y], dtype=str), return_inverse=True
+        )
+        if "" in distinct:
             raise PbflError(f"{path}: y holds an empty string; expected is a class name")
-        return numbered_classes(found.tolist(), codes.astype(np.int64), settings.classes, str(path))
+        return numbered_classes(distinct.tolist(), codes.astype(np.int64), settings.classes, str(path))
     names = label_names or settings.classes
     check_labels(y, settings.dataset, len(names) or None)
     return names or tuple(str(k) for k in range(int(y.max()) + 1)), y.astype(np.int64)
@@ -93,7 +95,7 @@ def read_arrays(path: Path, who: str, needed: Sequence[str]) -> dict[str, NDArra
             check_memory(sum(member.file_size for member in members.infolist()), path)
         with np.load(path, allow_pickle=False) as archive:
             if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise PbflError(f"{who}: {path} is a single array; allowed is an .npz file")
+                raise PbflError(f"{who}: {path} is a single array; must be an .npz file")
             if absent := [key for key in needed if key not in archive]:
                 raise PbflError(f"{who}: {path} has no array '{absent[0]}'; it has {sorted(archive.files)}")
             return dict(archive)
@@ -105,10 +107,10 @@ def read_arrays(path: Path, who: str, needed: Sequence[str]) -> dict[str, NDArra
 def _inputs(values: NDArray[Any], path: Path, name: str) -> NDArray[Any]:
     if values.ndim < 2 or not (np.issubdtype(values.dtype, np.number) or values.dtype == np.bool_):
         raise PbflError(
-            f"dataset '{name}': x in {path} is {values.dtype} {values.shape}; allowed are numbers (N, ...)"
+            f"dataset '{name}': x in {path} is {values.dtype} {values.shape}; must be numbers (N, ...)"
         )
     if np.iscomplexobj(values):
-        raise PbflError(f"dataset '{name}': x in {path} is complex; allowed are real numbers")
+        raise PbflError(f"dataset '{name}': x in {path} is complex; must be real numbers")
     if values.dtype != np.uint8 or values.ndim not in (3, 4):
         with np.errstate(over="ignore"):  # validation refuses infinity, with its row
             return np.ascontiguousarray(values, dtype=np.float32)
@@ -116,6 +118,6 @@ def _inputs(values: NDArray[Any], path: Path, name: str) -> NDArray[Any]:
         return np.ascontiguousarray(values[:, None])
     if values.shape[1] not in (1, 3, 4) and values.shape[3] in (1, 3, 4):
         raise PbflError(
-            f"dataset '{name}': x in {path} has shape {values.shape}; allowed are images with channels first"
+            f"dataset '{name}': x in {path} has shape {values.shape}; must be images with channels first"
         )
     return np.ascontiguousarray(values)

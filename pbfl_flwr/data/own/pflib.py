@@ -88,13 +88,13 @@ def pflib_client(settings: DataSettings, client: int | None) -> Pool:
     root = given_path(settings, "a PFLlib/HtFLlib dataset folder with config.json and train/<i>.npz")
     num_classes = _read_config(root / "config.json")[1]
     if client is None:
-        there = sorted(path.stem for path in (root / "train").glob("*.npz"))
-        if len(there) != 1 or not there[0].isdecimal():
+        clients = sorted(path.stem for path in (root / "train").glob("*.npz"))
+        if len(clients) != 1 or not clients[0].isdecimal():
             raise PbflError(
-                f"{root / 'train'} holds the files of {len(there)} clients; set data-client (a whole number) to "
+                f"{root / 'train'} holds the files of {len(clients)} clients; set data-client (a whole number) to "
                 "one of them"
             )
-        client = int(there[0])
+        client = int(clients[0])
     files = [root / part / f"{client}.npz" for part in PARTS]
     for path in files:
         if not path.is_file():
@@ -135,9 +135,7 @@ def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
         PbflError: if the folder holds a dataset already, or inputs are text, which those tools store differently.
     """
     if pool.vocabulary:
-        raise PbflError(
-            "PFLlib folders cannot be written for texts; allowed are datasets of numbers and images"
-        )
+        raise PbflError("PFLlib folders cannot be written for texts; must be a dataset of numbers or images")
     if any((path / name).exists() for name in ("config.json", *PARTS)):
         raise PbflError(f"{path} already holds a dataset; export-path must be a new folder")
     for part in PARTS:
@@ -166,7 +164,7 @@ def _read_config(path: Path) -> tuple[int, int]:
         raise PbflError(f"{path} must be JSON with num_clients and num_classes ({error!r})") from error
     if not (1 <= num_clients <= MAX_CLIENTS and 2 <= num_classes <= MAX_CLASSES):
         raise PbflError(
-            f"{path}: num_clients = {num_clients}, num_classes = {num_classes}; allowed are 1 to {MAX_CLIENTS} and "
+            f"{path}: num_clients = {num_clients}, num_classes = {num_classes}; must be 1 to {MAX_CLIENTS} and "
             f"2 to {MAX_CLASSES}"
         )
     return num_clients, num_classes

@@ -34,7 +34,7 @@ def table(settings: DataSettings) -> Pool:
     """
     path = given_path(settings, f"a file that ends in {', '.join(SUFFIXES)}")
     if not path.is_file() or path.suffix.lower() not in SUFFIXES:
-        raise PbflError(f"{path} is not a table; allowed is a file that ends in {', '.join(SUFFIXES)}")
+        raise PbflError(f"{path} is not a table; must be a file that ends in {', '.join(SUFFIXES)}")
 
     def decode(allocate: Allocate) -> Pool:
         return _decode(path, settings)
@@ -79,7 +79,7 @@ def _decode(path: Path, settings: DataSettings) -> Pool:
         for first, block in blocks:
             parts.append(_numbers(block, places, names, first, path))
             members.add(first, block)
-    classes, numbers, who = members.found()
+    classes, numbers, who = members.result()
     inputs = np.concatenate(parts)
     if settings.shape:
         if math.prod(settings.shape) != len(places):
@@ -112,9 +112,9 @@ def _numbers(
             row = int(np.argmin(np.isfinite(values)))
             cell = block[place][row]
             missing = cell is None or str(cell).strip().lower() in ("", "nan")
-            said = "the cell is empty" if missing else f"'{str(cell)[:40]}' is not a finite number"
+            problem = "the cell is empty" if missing else f"'{str(cell)[:40]}' is not a finite number"
             raise PbflError(
-                f"{path}, row {first + row}, column '{names[place]}': {said}; allowed are numbers"
+                f"{path}, row {first + row}, column '{names[place]}': {problem}; must be a number"
             )
         columns.append(values)
     return np.stack(columns, axis=1)

@@ -35,9 +35,7 @@ def text(settings: DataSettings) -> Pool:
     """
     path = given_path(settings, f"a file that ends in {', '.join(SUFFIXES)}")
     if not path.is_file() or path.suffix.lower() not in SUFFIXES:
-        raise PbflError(
-            f"{path} is not a table of texts; allowed is a file that ends in {', '.join(SUFFIXES)}"
-        )
+        raise PbflError(f"{path} is not a table of texts; must be a file that ends in {', '.join(SUFFIXES)}")
     if not settings.vocabulary:
         raise PbflError(
             "dataset = 'text' needs vocabulary: a file with one token per line, the same for all clients; pbfl "
@@ -54,7 +52,7 @@ def text(settings: DataSettings) -> Pool:
 
     def decode(allocate: Allocate) -> Pool:
         words = read_vocabulary(known)
-        found: list[str] = []
+        texts: list[str] = []
         with opened(path) as (names, blocks):
             members = LabelColumns(path, names, settings)
             place = _text_place(path, names, settings.text_column)
@@ -64,11 +62,11 @@ def text(settings: DataSettings) -> Pool:
                     "column"
                 )
             for first, block in blocks:
-                found.extend(_cells(block[place], names[place], first, path))
+                texts.extend(_cells(block[place], names[place], first, path))
                 members.add(first, block)
-        classes, numbers, who = members.found()
-        inputs = allocate((len(found), length), np.int32)
-        tokens.encode(found, words, inputs)
+        classes, numbers, who = members.result()
+        inputs = allocate((len(texts), length), np.int32)
+        tokens.encode(texts, words, inputs)
         unknown = float((inputs == tokens.UNK).sum()) / max(1, int((inputs > tokens.CLS).sum()))
         notes = (f"{unknown:.1%} of the tokens are not in the vocabulary",)
         return Pool(inputs, numbers, classes, len(numbers), who, notes=notes, vocabulary=words)
@@ -95,15 +93,15 @@ def read_vocabulary(path: Path) -> tuple[str, ...]:
             f"vocabulary {path}: its first lines must be {', '.join(specials)}; pbfl vocabulary makes such a file"
         )
     if len(words) > MAX_WORDS:
-        raise PbflError(f"vocabulary {path} has {len(words)} lines; allowed are {MAX_WORDS}")
+        raise PbflError(f"vocabulary {path} has {len(words)} lines; must be at most {MAX_WORDS}")
     seen: set[str] = set()
     for line, word in enumerate(words, start=1):
         if not word or word != word.strip() or word in seen:
-            said = (
+            problem = (
                 "is empty" if not word.strip() else f"repeats '{word[:40]}'" if word in seen else "has spaces"
             )
             raise PbflError(
-                f"vocabulary {path}, line {line} {said}; allowed is one token per line, each once"
+                f"vocabulary {path}, line {line} {problem}; must be one token per line, each once"
             )
         seen.add(word)
     return words
@@ -127,7 +125,7 @@ def texts_of(path: Path, text_column: str = "") -> Iterator[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise PbflError(f"{path} is not readable text in UTF-8: {error}") from error
     else:
-        raise PbflError(f"{path}: allowed are {', '.join((*SUFFIXES, LINES))}")
+        raise PbflError(f"{path}: must be one of {', '.join((*SUFFIXES, LINES))}")
 
 
 def _text_place(path: Path, names: tuple[str, ...], wanted: str) -> int:

@@ -45,9 +45,7 @@ def make_partition(pool: Pool, settings: DataSettings, num_clients: int) -> Part
         return _as_in_files(pool, pool.owner, pool.in_train, num_clients)
     official = settings.test_split == "official"
     if official and pool.num_train == len(pool.labels):
-        raise PbflError(
-            f"dataset '{settings.dataset}' has no official test part; allowed is test-split = client"
-        )
+        raise PbflError(f"dataset '{settings.dataset}' has no official test part; test-split must be client")
     if settings.partition == "way-shot":
         splits, notes = way_shot_splits(pool, settings, num_clients)
         return _finish(pool, settings, splits, notes)
@@ -68,7 +66,7 @@ def _drawn(pool: Pool, settings: DataSettings) -> Rows:
     if pool.in_train is not None:
         raise PbflError(
             f"max-samples = {settings.max_samples}: dataset '{settings.dataset}' has fixed clients and splits; "
-            "allowed is 0"
+            "must be 0"
         )
     rng = np.random.default_rng(settings.partition_seed)
     return np.sort(rng.choice(len(pool.labels), settings.max_samples, replace=False))
@@ -106,7 +104,7 @@ def _deal(pool: Pool, labels: Rows, settings: DataSettings, num_clients: int, rn
             classes = settings.classes_per_client
             if classes > pool.num_classes:
                 raise PbflError(
-                    f"classes-per-client = {classes}; allowed is 1..{pool.num_classes}, the dataset's classes"
+                    f"classes-per-client = {classes}; must be 1..{pool.num_classes}, the dataset's classes"
                 )
             deal = pathological_indices(labels, num_clients, classes, least, rng, pool.num_classes)
         case "iid":
@@ -152,7 +150,7 @@ def _own_tests(
     if not sum(map(len, tests)):
         raise PbflError(
             f"test-split = official: no sample of the official test part of dataset '{settings.dataset}' belongs "
-            f"to one of the {len(train)} natural clients; allowed is test-split = client"
+            f"to one of the {len(train)} natural clients; test-split must be client"
         )
     return tuple(Split(rows, test) for rows, test in zip(train, tests, strict=True))
 
@@ -181,12 +179,14 @@ def _finish(
     if counts[smallest].sum() < settings.min_samples:
         raise PbflError(
             f"client {smallest} has {counts[smallest].sum()} samples, min-samples is {settings.min_samples}; with "
-            f"partition = {settings.partition} samples cannot be moved between clients; allowed is a smaller "
-            "min-samples"
+            f"partition = {settings.partition} samples cannot be moved between clients; min-samples "
+            "must be smaller"
         )
     return Partition(splits, counts, (*pool.notes, *notes))
 
 
 def _counts(pool: Pool, splits: list[Split] | tuple[Split, ...]) -> NDArray[np.int64]:
-    held = [pool.labels[np.concatenate([split.train, split.test])] for split in splits]
-    return np.stack([np.bincount(labels, minlength=pool.num_classes) for labels in held]).astype(np.int64)
+    client_labels = [pool.labels[np.concatenate([split.train, split.test])] for split in splits]
+    return np.stack([np.bincount(labels, minlength=pool.num_classes) for labels in client_labels]).astype(
+        np.int64
+    )

@@ -80,12 +80,10 @@ def draw_ways_and_shots(
     """
     if not 2 <= settings.ways <= num_classes:
         raise PbflError(
-            f"ways = {settings.ways}; the dataset has {num_classes} classes, allowed is 2..{num_classes}"
+            f"ways = {settings.ways}; the dataset has {num_classes} classes, must be 2..{num_classes}"
         )
     if settings.shots_deviation > settings.shots:
-        raise PbflError(
-            f"shots-deviation = {settings.shots_deviation}; allowed is 0..{settings.shots} (shots)"
-        )
+        raise PbflError(f"shots-deviation = {settings.shots_deviation}; must be 0..{settings.shots} (shots)")
     low = max(2, settings.ways - settings.ways_deviation)
     # exclusive: at most K - 1 ways, as in FedProto's sampler, unless low = K
     high = min(num_classes, settings.ways + settings.ways_deviation + 1)

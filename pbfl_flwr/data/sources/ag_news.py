@@ -59,7 +59,7 @@ def _read(path: Path) -> list[tuple[str, int]]:
     """Return (text, label 0..3) of every row."""
     check_memory(4 * path.stat().st_size, path)
     allowed = {str(number): number - 1 for number in range(1, len(LABELS) + 1)}
-    found: list[tuple[str, int]] = []
+    articles: list[tuple[str, int]] = []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)
@@ -71,9 +71,9 @@ def _read(path: Path) -> list[tuple[str, int]]:
                         f"{path}, line {reader.line_num}: {','.join(row)[:60]!r}; expected are a class 1 to 4, "
                         "title and description"
                     )
-                found.append((f"{row[1]} {row[2]}", allowed[row[0].strip()]))
+                articles.append((f"{row[1]} {row[2]}", allowed[row[0].strip()]))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise PbflError(f"{path} is not a readable CSV file in UTF-8: {error}") from error
-    if not found:
+    if not articles:
         raise PbflError(f"{path} has no rows; expected are a class from 1 to 4, a title and a description")
-    return found
+    return articles

@@ -37,7 +37,7 @@ def femnist(settings: DataSettings) -> Pool:
     """
     root = data_root(settings)
     places = (root, root / "data", root / "femnist", root / "femnist" / "data")
-    train, test = next((found for place in places if (found := _files(place))), ([], []))
+    train, test = next((parts for place in places if (parts := _files(place))), ([], []))
     if not train:
         raise missing(settings, [place / "train" / "*.json" for place in places], None)
 
@@ -65,8 +65,8 @@ def femnist(settings: DataSettings) -> Pool:
 def _files(place: Path) -> tuple[list[Path], list[Path]] | None:
     """Return the files of the training and the test part in a folder, None if it has none."""
     train, test, together = (_json(place / name) for name in ("train", "test", "all_data"))
-    found = (train, test) if train else (together or _json(place), [])
-    return found if found[0] else None
+    parts = (train, test) if train else (together or _json(place), [])
+    return parts if parts[0] else None
 
 
 def _json(folder: Path) -> list[Path]:

@@ -62,8 +62,8 @@ def check_no_path(settings: DataSettings) -> None:
 
 def files_under(folder: Path) -> list[Path]:
     """Return every file below a folder, following links as torchvision does."""
-    found = (Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)
-    return [path for path in found if path.is_file()]
+    paths = (Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)
+    return [path for path in paths if path.is_file()]
 
 
 def check_memory(size: int, path: Path) -> None:

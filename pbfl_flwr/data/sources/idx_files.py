@@ -81,15 +81,15 @@ def _load(
     root = data_root(settings)
     raw = root / folder / "raw"
     places = (root, raw) if settings.data_dir else (root, raw, *elsewhere)
-    found = next((paths for place in places if (paths := _idx_files(place, files))), None)
-    if found is None:
+    chosen = next((paths for place in places if (paths := _idx_files(place, files))), None)
+    if chosen is None:
         if not settings.download:
             raise missing(settings, [place / files[0] for place in places], raw)
         fetch(settings, [raw / file for file in files], raw, lambda: download(root))
-        found = [raw / file for file in files]
+        chosen = [raw / file for file in files]
 
     def decode(allocate: Allocate) -> Pool:
-        parts = [(_read(read_image_file, found[i]), _read(read_label_file, found[i + 1])) for i in (0, 2)]
+        parts = [(_read(read_image_file, chosen[i]), _read(read_label_file, chosen[i + 1])) for i in (0, 2)]
         inputs = np.concatenate([images for images, _ in parts])[:, None]
         labels = np.concatenate([labels for _, labels in parts])
         return Pool(inputs, labels, label_names, num_train=len(parts[0][1]))
@@ -106,10 +106,10 @@ def _load(
         except (*UNREADABLE, TypeError, KeyError, AssertionError) as error:
             raise damaged(settings, path, error) from error
 
-    return cached(settings.dataset, found, decode)
+    return cached(settings.dataset, chosen, decode)
 
 
 def _idx_files(place: Path, files: tuple[str, ...]) -> list[Path]:
     """Return the files in a folder, preferring plain over gzipped; empty unless all of them exist."""
-    found = [next((path for path in (place / f, place / f"{f}.gz") if path.is_file()), None) for f in files]
-    return [path for path in found if path is not None] if None not in found else []
+    paths = [next((path for path in (place / f, place / f"{f}.gz") if path.is_file()), None) for f in files]
+    return [path for path in paths if path is not None] if None not in paths else []

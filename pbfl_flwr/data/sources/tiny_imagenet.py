@@ -52,7 +52,7 @@ def _val_files(annotations: Path, wnids: list[str]) -> list[tuple[Path, int]]:
         fields = line.split("\t")
         if len(fields) < 2 or fields[1] not in numbers:
             raise PbflError(
-                f"{annotations}, line {number}: {line[:60]!r}; allowed is <file> TAB <a wnid of train/> ..."
+                f"{annotations}, line {number}: {line[:60]!r}; must be <file> TAB <a wnid of train/> ..."
             )
         path = annotations.parent / "images" / fields[0]
         if not path.is_file():

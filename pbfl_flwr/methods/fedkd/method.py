@@ -316,7 +316,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
                 if parameter.dim() not in (1, 2, 4):
                     raise PbflError(
                         f"fedkd.compression = 'as-coded' cannot factorise '{name}' of '{self.auxiliary}', which has "
-                        f"{parameter.dim()} axes; allowed is 'safe'"
+                        f"{parameter.dim()} axes; must be 'safe'"
                     )
 
     def paper_scalars(
@@ -338,7 +338,7 @@ def build(settings: Settings) -> FedKD:
     if scheme == "safe" and settings.prototypes.wire_dtype != "float32":
         raise PbflError(
             f"wire-dtype = '{settings.prototypes.wire_dtype}': fedkd.compression = 'safe' sends updates, whose "
-            "rounding errors would accumulate over the rounds; allowed is 'float32', or fedkd.compression "
+            "rounding errors would accumulate over the rounds; must be 'float32', or fedkd.compression "
             "'as-coded'"
         )
     rounds = settings.run.num_server_rounds if config.schedule_rounds == "auto" else config.schedule_rounds

@@ -36,7 +36,7 @@ def equiangular_frame(num_classes: int, feature_dim: int, seed: int) -> Tensor:
     if d < K:
         raise PbflError(
             f"feature-dim = {d}: an equiangular tight frame of {K} classes is built from {K} orthogonal vectors; "
-            f"allowed is feature-dim >= {K}"
+            f"feature-dim must be {K} or more"
         )
     A = torch.randn(d, K, generator=seeds.generator(seed, "etf"), dtype=torch.float64)
     Q, R = torch.linalg.qr(A)

@@ -171,7 +171,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         """Check that a class has at most n components and, if no counts travel, weights with sum 1."""
         most = int(torch.bincount(upload.labels, minlength=1).max())
         if most > self.config.components:
-            raise RejectedPayload(f"{most} components of a class, allowed are {self.config.components}")
+            raise RejectedPayload(f"{most} components of a class, must be at most {self.config.components}")
         totals = torch.zeros(task.num_classes).index_add_(0, upload.labels, upload.weights)[upload.labels]
         if self.config.weight == "pi" and bool(((totals - 1).abs() > 0.02).any()):
             raise RejectedPayload("the weights of a class do not add up to 1")

@@ -103,7 +103,7 @@ class Mixtures:
         no_others(tensors, {"labels", "weights", "means", "stds"})
         N = len(labels)
         if not 1 <= N <= cls.max_components:
-            raise RejectedPayload(f"{N} components, allowed are 1..{cls.max_components}")
+            raise RejectedPayload(f"{N} components, must be 1..{cls.max_components}")
         if len(weights) != N:
             raise RejectedPayload(f"{len(weights)} weights for {N} components")
         for name, rows in (("means", means), ("stds", stds)):

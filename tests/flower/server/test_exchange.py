@@ -83,10 +83,10 @@ POISON: dict[str, tuple[str, dict[str, Tensor], str]] = {
     "huge": (
         "mean",
         {"labels": LABELS, "rows": tampered(1e30)},
-        "'rows' holds 1e+30, allowed is up to 1e+08",
+        "'rows' holds 1e+30, must be at most 1e+08",
     ),
     "narrow": ("mean", {"labels": LABELS, "rows": ROWS[:, :5]}, "rows are 5 wide, expected 6"),
-    "wide": ("mean", {"labels": LABELS, "rows": torch.ones(2, 7)}, "rows are 7 wide, allowed is 1..6"),
+    "wide": ("mean", {"labels": LABELS, "rows": torch.ones(2, 7)}, "rows are 7 wide, must be 1..6"),
     "flat": ("mean", {"labels": LABELS, "rows": ROWS.flatten()}, "'rows' has 1 dimensions, expected 2"),
     "class out of range": (
         "mean",

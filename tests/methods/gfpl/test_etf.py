@@ -34,7 +34,7 @@ def test_the_frame_is_that_of_gram_and_schmidt():
 
 
 def test_more_classes_than_dimensions_are_refused():
-    with pytest.raises(PbflError, match=r"feature-dim = 4: .* allowed is feature-dim >= 5"):
+    with pytest.raises(PbflError, match=r"feature-dim = 4: .* feature-dim must be 5 or more"):
         equiangular_frame(5, 4, 0)
 
 
