@@ -16,8 +16,9 @@ from typer.main import get_command
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse
 from pbfl_flwr.experiments import catalogue
-from pbfl_flwr.experiments.comparing import compare, reproduce, sweep
-from pbfl_flwr.experiments.running import configuration
+from pbfl_flwr.experiments.plan import comparison as compare
+from pbfl_flwr.experiments.plan import configuration, sweep
+from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.deploy.local_federation import node_config
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method

@@ -20,7 +20,7 @@ from pbfl_flwr.flower.deploy.bundle import top_level
 from pbfl_flwr.flower.flower_version import refuse_older
 
 if TYPE_CHECKING:
-    from pbfl_flwr.experiments.comparing.compare import Planned
+    from pbfl_flwr.experiments.plan.comparison import Planned
 
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -124,7 +124,7 @@ def running(interrupted: str = "") -> Iterator[None]:
     Args:
         interrupted: message after an interruption.
     """
-    from pbfl_flwr.experiments.running.runner import interruptible
+    from pbfl_flwr.experiments.execute.runner import interruptible
 
     try:
         with interruptible():  # also between runs and while tables are written
@@ -139,9 +139,9 @@ def running(interrupted: str = "") -> Iterator[None]:
 
 def dry_run_exit(planned: Sequence[Planned], console: Console) -> typer.Exit:
     """List planned runs without starting them, and return the exit to raise."""
-    from pbfl_flwr.experiments.comparing import planned_runs
+    from pbfl_flwr.experiments.execute.several import show_plan
 
-    return typer.Exit(COMPLETED if planned_runs.show(planned, console) else REFUSED)
+    return typer.Exit(COMPLETED if show_plan(planned, console) else REFUSED)
 
 
 def summary_exit(

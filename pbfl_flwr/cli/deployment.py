@@ -205,7 +205,7 @@ def local(
     app_dir: AppDirectory = None,
 ) -> None:
     """Run a secured federation on this machine, with SuperLink and SuperNodes as separate processes."""
-    from pbfl_flwr.experiments.running import deployment
+    from pbfl_flwr.experiments.execute import deployment
     from pbfl_flwr.experiments.show import show_run
 
     console = screen()

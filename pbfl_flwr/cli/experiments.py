@@ -79,8 +79,8 @@ def run(
     ] = False,
 ) -> None:
     """Run a simulated federation on this machine."""
-    from pbfl_flwr.experiments.running import configuration
-    from pbfl_flwr.experiments.running.runner import simulate
+    from pbfl_flwr.experiments.execute.runner import simulate
+    from pbfl_flwr.experiments.plan import configuration
     from pbfl_flwr.experiments.show import show_run
     from pbfl_flwr.flower.engines.placement import Resources, idle_cards
     from pbfl_flwr.runs.directory import RunDirectory
@@ -114,9 +114,9 @@ def run(
         partition = configuration.preflight(settings, resources)
         notes = configuration.config_warnings(settings, requested, partition)
         if dry_run:
-            from pbfl_flwr.experiments.running.dry_run import page
+            from pbfl_flwr.experiments.plan.preset import as_preset
 
-            document(page(settings, requested.values, notes))
+            document(as_preset(settings, requested.values, notes))
             return
         directory = configuration.create_directory(directory, chosen=chosen)
     except PbflError as error:
@@ -149,31 +149,29 @@ def show(
     ] = Form.text,
 ) -> None:
     """Print the results of a run; for a directory of runs, one line per run."""
-    from pbfl_flwr.experiments import run_export, run_listing
+    from pbfl_flwr.experiments import run_export, status
     from pbfl_flwr.experiments.show import show_run
 
     try:
         with reading(str(run)):
-            if not run_listing.is_run(run) and run_listing.runs_in(run, run_listing.DEPTH):
+            if not status.is_run(run) and status.runs_in(run, status.DEPTH):
                 _list_runs(run, form)
             elif form is Form.text:
                 show_run(run, screen())
             else:
-                written = run_export.as_json if form is Form.json else run_export.as_csv
-                document(written(run))
+                document(run_export.as_json(run) if form is Form.json else run_export.as_csv(run))
     except PbflError as error:
         raise error_exit(error, REFUSED) from None
 
 
 def _list_runs(directory: Path, form: Form = Form.text) -> None:
-    from pbfl_flwr.experiments import run_listing
+    from pbfl_flwr.experiments import status
 
-    found = run_listing.below(directory)
+    runs = status.below(directory)
     if form is Form.text:
-        run_listing.show(found, screen())
+        status.show_list(runs, screen())
     else:
-        written = run_listing.as_json if form is Form.json else run_listing.as_csv
-        document(written(found))
+        document(status.as_json(runs) if form is Form.json else status.as_csv(runs))
 
 
 def compare(
@@ -199,8 +197,11 @@ def compare(
 ) -> None:
     """Run several configurations on the same data and print one table; run again to resume."""
     from pbfl_flwr.config import comma_list
-    from pbfl_flwr.experiments.comparing import compare as comparison
-    from pbfl_flwr.experiments.comparing import comparison_table, parallel_runs
+    from pbfl_flwr.experiments import summary
+    from pbfl_flwr.experiments.execute import several
+    from pbfl_flwr.experiments.pairs import paired_sheet
+    from pbfl_flwr.experiments.plan import comparison
+    from pbfl_flwr.experiments.results import titled
     from pbfl_flwr.flower.engines.placement import Resources
 
     console = screen()
@@ -213,22 +214,23 @@ def compare(
         planned = comparison.plan(runs, assignments or [], chosen, comma_list(only), directory)
         for note in comparison.preflight(planned, resources):
             say(console, note, "yellow")
-        slots = parallel_runs.slots_here(parallel, resources, console)
+        slots = several.slots_here(parallel, resources, console)
         if dry_run:
             raise dry_run_exit(planned, console)
     except PbflError as error:
         raise error_exit(error, REFUSED) from None
 
     with running(INTERRUPTED_NOTE):
-        failed = parallel_runs.run_all(planned, slots, source, resources, console)
+        failed = several.run_all(planned, slots, source, resources, console)
         shown = comparison.with_finished(planned, runs, assignments or [], chosen, directory)
-        found = comparison_table.rows(shown, by)
-        groups = comparison_table.groups(shown, by)
+        groups = comparison.finished_groups(shown, by)
+        sheet = summary.comparison_sheet(titled(title, by), groups)
+        pairs = paired_sheet(groups, titled(f"{title}: pairs", by))
         if not (unwritten := comparison.reason_not_to_write(planned)):
-            comparison_table.write(directory, title, found, groups, by)
-        table = comparison_table.table(title, found, by).markdown() if found else ""
-        if len(groups) > 1:
-            table += "\n" + comparison_table.pairs(title, groups).markdown()
+            summary.write(directory, sheet, groups)
+            pairs.write(directory / "paired")
+        table = sheet.markdown() if groups else ""
+        table += f"\n{pairs.markdown()}" if len(groups) > 1 else ""
     written = f"{directory}: table and paired, each as .md, .csv and .tex"
     raise summary_exit(console, table, written, failed, unwritten)
 

@@ -18,7 +18,7 @@ def privacy(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Show what each message of a configuration reveals, and which settings hide it."""
-    from pbfl_flwr.experiments.running import configuration
+    from pbfl_flwr.experiments.plan import configuration
 
     try:
         settings = configuration.check(configuration.gather(preset, assignments or []))

@@ -36,11 +36,11 @@ def report(
 ) -> None:
     """Write a self-contained HTML report of one or several runs: tables, statistics, pictures."""
     from pbfl_flwr.experiments import report as reporting
-    from pbfl_flwr.experiments import results, run_listing
+    from pbfl_flwr.experiments import results, status
 
     try:
         with reading(", ".join(map(str, runs))):
-            found, left_out = run_listing.for_a_report(runs)
+            found, left_out = status.for_a_report(runs)
             groups = results.load(found, allowed or (), predictor(by))
             written = reporting.write(groups, expanded(out).absolute(), png=png, svg=svg)
     except PbflError as error:

@@ -77,8 +77,8 @@ def reproduce(
 ) -> None:
     """Reproduce a published table and print it next to the paper's values; run again to resume."""
     from pbfl_flwr.config import comma_list
-    from pbfl_flwr.experiments.comparing import compare, parallel_runs, reproduction_table
-    from pbfl_flwr.experiments.comparing import reproduce as reproduction
+    from pbfl_flwr.experiments.execute import several
+    from pbfl_flwr.experiments.plan import comparison, reproduction, reproduction_table
     from pbfl_flwr.flower.engines.placement import Resources
 
     console = screen()
@@ -88,7 +88,7 @@ def reproduce(
         source, by = app_for(engine, app_dir), predictor(by)
         paper = reproduction.read(name)
         blocks = reproduction.chosen(paper, dataset, comma_list(block))
-        numbers = compare.parse_numbers("--seeds", seeds)
+        numbers = comparison.parse_numbers("--seeds", seeds)
         planned = reproduction.plans(
             paper, blocks, scale.value, assignments or [], numbers, comma_list(only), directory
         )
@@ -99,27 +99,27 @@ def reproduce(
         if not planned:
             raise PbflError("no block can be run, for the reasons above")
         runs = [run for of_block in planned.values() for run in of_block]
-        for note in compare.preflight(runs, resources):
+        for note in comparison.preflight(runs, resources):
             say(console, note, "yellow")
-        slots = parallel_runs.slots_here(parallel, resources, console)
+        slots = several.slots_here(parallel, resources, console)
         for line in reproduction.changes(paper, planned):
             say(console, f"scale {scale.value}: {line}")
         if dry_run:
             raise dry_run_exit(runs, console)
     except PbflError as error:
         raise error_exit(error) from None
-    say(console, f"{sum(not compare.finished(run) for run in runs)} of {len(runs)} runs are to be run")
+    say(console, f"{sum(not comparison.finished(run) for run in runs)} of {len(runs)} runs are to be run")
 
-    def table(_: compare.Planned | None = None) -> str:
+    def table(_: comparison.Planned | None = None) -> str:
         shown = reproduction.with_finished(planned, paper, scale.value, assignments or [], numbers, directory)
-        found = reproduction_table.rows(paper, shown, by)
-        text = reproduction_table.markdown(paper, scale.value, shown, found, missing, by)
-        if not compare.reason_not_to_write(runs):
-            reproduction_table.write(directory, paper, text, found)
+        finished = reproduction_table.finished_blocks(paper, shown, by)
+        text = reproduction_table.markdown(paper, scale.value, shown, finished, missing, by)
+        if not comparison.reason_not_to_write(runs):
+            reproduction_table.write(directory, paper, text, finished)
         return text
 
     with running(INTERRUPTED_NOTE):
-        failed = parallel_runs.run_all(runs, slots, source, resources, console, table)
-        text, unwritten = table(), compare.reason_not_to_write(runs)
+        failed = several.run_all(runs, slots, source, resources, console, table)
+        text, unwritten = table(), comparison.reason_not_to_write(runs)
     ending = summary_exit(console, text, f"{directory / 'table.md'} and table.csv", failed, unwritten)
     raise typer.Exit(FAILED) if missing else ending

@@ -57,8 +57,11 @@ def sweep(
     dry_run: DryRun = False,
 ) -> None:
     """Run every combination of values and print one table; run again to resume."""
-    from pbfl_flwr.experiments.comparing import compare, comparison_table, parallel_runs
-    from pbfl_flwr.experiments.comparing import sweep as sweeping
+    from pbfl_flwr.experiments import summary
+    from pbfl_flwr.experiments.execute import several
+    from pbfl_flwr.experiments.plan import comparison
+    from pbfl_flwr.experiments.plan import sweep as sweeping
+    from pbfl_flwr.experiments.results import titled
     from pbfl_flwr.flower.engines.placement import Resources
 
     console = screen()
@@ -68,24 +71,27 @@ def sweep(
         swept = sweeping.read(preset, assignments or [])
         directory = expanded(out or sweeping.directory(preset, swept)).absolute()
         planned = sweeping.plans(swept, directory)
-        for note in compare.preflight(planned, resources):
+        for note in comparison.preflight(planned, resources):
             say(console, note, "yellow")
-        slots = parallel_runs.slots_here(parallel, resources, console)
+        slots = several.slots_here(parallel, resources, console)
         if dry_run:
             raise dry_run_exit(planned, console)
     except PbflError as error:
         raise error_exit(error) from None
     title = f"Sweep over {', '.join(swept.swept) or 'seeds'}"
-    say(console, f"{sum(not compare.finished(run) for run in planned)} of {len(planned)} runs are to be run")
+    say(
+        console,
+        f"{sum(not comparison.finished(run) for run in planned)} of {len(planned)} runs are to be run",
+    )
 
-    def table(_: compare.Planned | None = None) -> str:
-        found = comparison_table.rows(planned, by)
-        sheet = sweeping.table(swept, found, planned, title, by)
-        if not compare.reason_not_to_write(planned):
-            sweeping.write(directory, swept, found, sheet)
-        return sheet.markdown() if found else ""
+    def table(_: comparison.Planned | None = None) -> str:
+        groups = comparison.finished_groups(planned, by)
+        sheet = sweeping.table(swept, groups, planned, titled(title, by))
+        if not comparison.reason_not_to_write(planned):
+            summary.write(directory, sheet, groups, sweeping.value_columns(swept))
+        return sheet.markdown() if groups else ""
 
     with running(INTERRUPTED_NOTE):
-        failed = parallel_runs.run_all(planned, slots, source, resources, console, table)
-        text, unwritten = table(), compare.reason_not_to_write(planned)
+        failed = several.run_all(planned, slots, source, resources, console, table)
+        text, unwritten = table(), comparison.reason_not_to_write(planned)
     raise summary_exit(console, text, f"{directory}: table as .md, .csv and .tex", failed, unwritten)

@@ -17,19 +17,21 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
     interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between updates.")] = 1.0,
 ) -> None:
-    """Follow a run of another process until it ends: progress, time left, accuracies, bytes, failures."""
-    from pbfl_flwr.experiments.running import watch as watching
+    """Follow a run of another process until it ends: a line per round, failures, and how it ended."""
+    from pbfl_flwr.experiments.execute.progress import Follower, follow, show_status
+    from pbfl_flwr.experiments.status import snapshot
 
     console = screen()
     try:
         path = expanded(run).absolute()
         with reading(str(path)):
             if once:
-                view = watching.snapshot(path, time.time())
-                console.print(watching.frame(view))
-                state = view.state
+                Follower(path, 0, console, from_start=True).update()
+                status = snapshot(path, time.time())
+                show_status(status, console)
+                state = status.state
             else:
-                state = watching.follow(path, console, interval)
+                state = follow(path, console, interval)
     except PbflError as error:
         raise error_exit(error) from None
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import ClientData, client_data
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.results import Record
+from pbfl_flwr.experiments.results import FinishedRun
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import SplitModel, build_model
@@ -30,54 +30,54 @@ class NotAvailable(PbflError):
     """The run does not hold the requested artefact; the message gives the reason."""
 
 
-def settings_of(record: Record) -> Settings:
+def settings_of(run: FinishedRun) -> Settings:
     """Return the run's settings.
 
     Raises:
         NotAvailable: if the configuration has keys of another version of this package.
     """
     try:
-        return parse(record.config, SECTIONS)
+        return parse(run.config, SECTIONS)
     except PbflError as error:
         raise NotAvailable(
             f"its configuration is from another version ({str(error).splitlines()[0]})"
         ) from None
 
 
-def method_of(record: Record) -> Method[Any, Any, Any]:
+def method_of(run: FinishedRun) -> Method[Any, Any, Any]:
     """Return the run's method.
 
     Raises:
         NotAvailable: if it cannot be built here, e.g. an external method that is not installed or not allowed.
     """
-    _check_allowed(record, str(record.config["method"]))
+    _check_allowed(run, str(run.config["method"]))
     try:
-        return build_method(settings_of(record))
+        return build_method(settings_of(run))
     except PbflError as error:
         raise NotAvailable(str(error).splitlines()[0]) from None
 
 
-def _check_allowed(record: Record, name: str) -> None:
+def _check_allowed(run: FinishedRun, name: str) -> None:
     """Refuse to import code that a run directory, which may be untrusted, names unless the user allowed it."""
-    if is_external(name) and name not in record.allowed:
+    if is_external(name) and name not in run.allowed:
         raise NotAvailable(
-            f"'{name}' is code to be allowed: pbfl report --import {name}, in Python Record.load(run, ['{name}'])"
+            f"'{name}' is code to be allowed: pbfl report --import {name}, in Python FinishedRun.load(run, ['{name}'])"
         )
 
 
-def task_of(record: Record) -> Task:
+def task_of(run: FinishedRun) -> Task:
     """Return the run's task, on which its clients agreed."""
-    return record.about.clients[0].task
+    return run.about.clients[0].task
 
 
-def global_prototypes(record: Record) -> Prototypes:
+def global_prototypes(run: FinishedRun) -> Prototypes:
     """Return the global prototypes after the last round, in d dimensions.
 
     Raises:
         NotAvailable: if the method broadcasts no prototypes, or the file is missing or damaged.
     """
-    method, task = method_of(record), task_of(record)
-    tensors = _tensors(record.path / "prototypes.safetensors")
+    method, task = method_of(run), task_of(run)
+    tensors = _tensors(run.path / "prototypes.safetensors")
     try:
         sent = method.down.from_tensors(tensors, task)
     except (RejectedPayload, KeyError) as error:
@@ -85,15 +85,15 @@ def global_prototypes(record: Record) -> Prototypes:
     return _dense(method, _prototypes(sent, "broadcasts"), task)
 
 
-def local_prototypes(record: Record) -> dict[int, Prototypes]:
+def local_prototypes(run: FinishedRun) -> dict[int, Prototypes]:
     """Return client -> its last upload, in d dimensions.
 
     Raises:
         NotAvailable: if the clients' state is not on this machine, or the method uploads no prototypes.
     """
-    method, task = method_of(record), task_of(record)
+    method, task = method_of(run), task_of(run)
     uploads = {}
-    for client, state in client_states(record):
+    for client, state in client_states(run):
         try:
             sent = method.up.from_tensors(state.reply, task)
         except (RejectedPayload, KeyError) as error:
@@ -102,16 +102,16 @@ def local_prototypes(record: Record) -> dict[int, Prototypes]:
     return uploads
 
 
-def client_states(record: Record) -> Iterator[tuple[int, ClientState]]:
+def client_states(run: FinishedRun) -> Iterator[tuple[int, ClientState]]:
     """Yield (client, state) of the simulated clients that have trained, one at a time because networks may be large.
 
     Raises:
         NotAvailable: if no client's state is on this machine, or a file is damaged or cannot be read.
     """
-    experiment = record.about.experiment
-    directory = Path(str(record.config["state-dir"]) or record.path / "clients") / experiment
+    experiment = run.about.experiment
+    directory = Path(str(run.config["state-dir"]) or run.path / "clients") / experiment
     none_found = True
-    for client in record.about.clients:
+    for client in run.about.clients:
         if not client.simulated:
             continue
         store = ClientStore(directory, experiment, client.client, client.architecture)
@@ -128,16 +128,16 @@ def client_states(record: Record) -> Iterator[tuple[int, ClientState]]:
         raise NotAvailable("the clients' own state is not on this machine (devices keep theirs)")
 
 
-def network(record: Record, client: int, state: ClientState) -> SplitModel:
+def network(run: FinishedRun, client: int, state: ClientState) -> SplitModel:
     """Return a client's network with its weights, in evaluation mode on the CPU.
 
     Raises:
         NotAvailable: if its architecture cannot be built here, or is code that was not allowed.
     """
-    architecture = next(known.architecture for known in record.about.clients if known.client == client)
-    _check_allowed(record, architecture)
+    architecture = next(known.architecture for known in run.about.clients if known.client == client)
+    _check_allowed(run, architecture)
     try:
-        model = build_model(without_weights(architecture), task_of(record), record.seed)
+        model = build_model(without_weights(architecture), task_of(run), run.seed)
     except PbflError as error:
         raise NotAvailable(f"the network of client {client} cannot be built ({error})") from None
     model.load_state_dict(dict(state.model))
@@ -145,15 +145,15 @@ def network(record: Record, client: int, state: ClientState) -> SplitModel:
     return model
 
 
-def data_of(record: Record, client: int) -> ClientData:
+def data_of(run: FinishedRun, client: int) -> ClientData:
     """Return a client's part of the configured dataset, without downloading anything.
 
     Raises:
         NotAvailable: if the dataset cannot be read here, or clients brought their own data.
     """
-    if record.counts is None:
+    if run.counts is None:
         raise NotAvailable("the clients brought their own data")
-    settings = settings_of(record)
+    settings = settings_of(run)
     try:
         data = settings.data.model_copy(update={"download": False})
         return client_data(data, settings.run.num_clients, client)
@@ -161,9 +161,9 @@ def data_of(record: Record, client: int) -> ClientData:
         raise NotAvailable(f"the dataset cannot be read here ({error})") from None
 
 
-def target_scale(record: Record) -> float:
+def target_scale(run: FinishedRun) -> float:
     """Return the factor by which clients scale broadcast prototypes to get their targets, 1 if they do not."""
-    method = method_of(record)
+    method = method_of(run)
     return method.stages.upscale if isinstance(method, Pipeline) else 1.0
 
 
@@ -180,22 +180,22 @@ class Trajectory:
     steps: tuple[Geometry, ...]
 
 
-def alignment_trajectory(record: Record) -> Trajectory:
+def alignment_trajectory(run: FinishedRun) -> Trajectory:
     """Recompute the prototype alignment of the last round.
 
     Raises:
         NotAvailable: if the method does not align, aligns in closed form, or trains its prototypes first, if the
             checkpoint is missing or damaged, or if fewer than two classes have a prototype.
     """
-    task = task_of(record)
-    method = method_of(record)
+    task = task_of(run)
+    method = method_of(run)
     if not isinstance(method, Pipeline) or method.stages.alignment == "off":
-        raise NotAvailable(f"{record.config['method']} does not align its prototypes")
+        raise NotAvailable(f"{run.config['method']} does not align its prototypes")
     if method.stages.alignment == "simplex":
         raise NotAvailable("the simplex solver has no iterations")
     if method.server_training is not None:
         raise NotAvailable("the prototypes that the server trains before alignment are not saved")
-    tensors = _tensors(record.path / "checkpoint.safetensors")
+    tensors = _tensors(run.path / "checkpoint.safetensors")
     try:
         combined = method.dense(PipelineState.from_tensors(tensors, task).combined, task)
     except (RejectedPayload, KeyError) as error:
@@ -205,7 +205,7 @@ def alignment_trajectory(record: Record) -> Trajectory:
         combined.values,
         combined.present,
         method.stages.alignment,
-        seed=derive(record.seed, "alignment"),
+        seed=derive(run.seed, "alignment"),
         watch=lambda units: steps.append(geometry(units)),
     )
     if len(steps) < 2:

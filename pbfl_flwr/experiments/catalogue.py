@@ -14,10 +14,10 @@ from rich.console import Console
 from pbfl_flwr.config import GROUPS, Group
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.comparing import reproduce
-from pbfl_flwr.experiments.comparing.compare import comparisons, read
 from pbfl_flwr.experiments.console import print_hanging, say
-from pbfl_flwr.experiments.running.configuration import presets
+from pbfl_flwr.experiments.plan import reproduction as reproduce
+from pbfl_flwr.experiments.plan.comparison import comparisons, read
+from pbfl_flwr.experiments.plan.configuration import presets
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES, CLASSIFIER, FAMILIES

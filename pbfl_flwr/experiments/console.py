@@ -13,7 +13,6 @@ from typing import IO
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -154,19 +153,6 @@ def print_blocks(
         for row in rows:
             table.add_row(*(Text(row[at]) for at in columns))
         console.print(table)
-
-
-def print_whole(console: Console, table: Table) -> None:
-    """Print a table of plain text; in blocks of columns if the console is too narrow for its cells."""
-    wanted = Measurement.get(console, console.options.update(max_width=UNLIMITED), table).maximum
-    if wanted <= console.width:
-        console.print(table)
-        return
-    say(console, str(table.title), "italic")
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    words = sum(column.justify != "right" for column in table.columns)
-    head = [str(column.header) for column in table.columns]
-    print_blocks(console, head, list(zip(*columns, strict=True)), words)
 
 
 def blocks(widths: Sequence[int], labels: int, room: int) -> Iterator[range]:

@@ -13,35 +13,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import per_class
-from pbfl_flwr.experiments.console import kilobytes
-from pbfl_flwr.experiments.results import (
-    NEUTRAL,
-    Group,
-    Record,
-    accuracy_name,
-    coverage_lines,
-    partial_coverage,
-    participants,
-    scores,
-    titled,
-)
-from pbfl_flwr.experiments.show import (
+from pbfl_flwr.experiments.pairs import paired_sheet
+from pbfl_flwr.experiments.results import NEUTRAL, Group, titled
+from pbfl_flwr.experiments.run_tables import accuracy_sheet, class_sheets, client_sheet
+from pbfl_flwr.experiments.show import failure_lines, joined_lines, settings_line
+from pbfl_flwr.experiments.summary import (
+    COSTS,
+    FAIRNESS,
+    MEMORY,
+    ROUNDS,
+    RUN,
+    SEEDS,
     UNKNOWN,
-    failure_lines,
-    joined_lines,
-    paper_scalars,
-    settings_line,
-    unknown_lines,
+    Column,
+    accuracy_note,
+    moment_column,
+    predictor_column,
+    summary_sheet,
 )
-from pbfl_flwr.experiments.summaries import OTHER_NOTE, paired_sheet, summary_sheet
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.runs.directory import ERROR
-from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.util.atomic_files import write_atomically
 
 TEMPLATES = "experiments/templates"
@@ -127,12 +121,14 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
     )
     script = _source("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    sheets = [summary_sheet(groups), accuracy_sheet(groups), cost_sheet(groups)]
-    if len(groups) > 1:
-        sheets.insert(1, paired_sheet(groups))
-    sheets += per_class.sheets(
-        [per_class.Scored(g.label, g.first.about, g.first.rounds, g.by) for g in groups]
-    )
+    pairs = [paired_sheet(groups)] if len(groups) > 1 else []
+    sheets = [
+        fairness_sheet(groups),
+        *pairs,
+        accuracy_sheet(groups),
+        cost_sheet(groups),
+        *class_sheets(groups),
+    ]
     return environment.get_template("report.html").render(
         title=titled(", ".join(group.label for group in groups), groups[0].by),
         overviews=overviews(groups),
@@ -152,129 +148,37 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
 
 def overviews(groups: Sequence[Group]) -> list[Overview]:
     """Return settings and warnings of every run."""
-    runs = []
+    overviews = []
     for group in groups:
-        for record in group.records:
+        for run in group.runs:
             warnings = []
-            wanted, done = record.about.last_round, len(record.rounds)
+            wanted, done = run.about.last_round, len(run.rounds)
             if done < wanted:
                 warnings.append(f"{done} of {wanted} rounds are finished")
-            if (error := record.path / ERROR).exists():
+            if (error := run.path / ERROR).exists():
                 warnings.append(f"ended with: {error.read_text(encoding='utf-8', errors='replace').strip()}")
-            warnings += [f"last round: {warning}" for warning in record.rounds[-1].warnings]
-            warnings += joined_lines(record.rounds)
-            warnings += failure_lines([*record.rounds, *record.new_clients])
-            line = settings_line(record.about, done)
-            runs.append(Overview(group.label, str(record.path), line, tuple(warnings)))
-    return runs
+            warnings += [f"last round: {warning}" for warning in run.rounds[-1].warnings]
+            warnings += joined_lines(run.rounds)
+            warnings += failure_lines([*run.rounds, *run.new_clients])
+            line = settings_line(run.about, done)
+            overviews.append(Overview(group.label, str(run.path), line, tuple(warnings)))
+    return overviews
 
 
-def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
-    """Return the table of every predictor's accuracies in the last, best and validation-chosen round, first seed."""
-    rows = []
-    twice = any(entry.other_accuracy for group in groups for entry in group.first.rounds)
-    for group in groups:
-        record = group.first
-        for name, score in scores(record.rounds).items():
-            cells: list[str] = []
-            for point in (score.last, score.best, score.chosen, *([score.other] if twice else [])):
-                cells += ["-", "-"] if point is None else [f"{100 * point[1].weighted:.2f}", str(point[0])]
-            even = (f"{100 * getattr(score.last[1], key):.2f}" for key in ("mean", "std", "worst"))
-            predictor = f"{name} (primary)" if name == record.primary_predictor else name
-            rows.append((group.label, predictor, *cells, *even))
-    columns = (
-        "run",
-        "predictor",
-        "last",
-        "round",
-        "best (on test data)",
-        "round",
-        "validation-chosen",
-        "round",
-        *(("at the other moment", "round") if twice else ()),
-        "mean of clients",
-        "std over clients",
-        "worst decile",
-    )
-    few = [
-        (group.label, partial_coverage([(group.first.about, scores(group.first.rounds))])) for group in groups
-    ]
-    notes = (
-        "Sample-weighted accuracy on the clients' test data in %, with its round; the three rightmost columns are for "
-        "the last round. First seed of each configuration.",
-        *coverage_lines(few),
-        *([OTHER_NOTE] if twice else []),
-    )
-    return Sheet("Predictors and rounds", columns, tuple(rows), notes, text_columns=2)
+def fairness_sheet(groups: Sequence[Group]) -> Sheet:
+    """Return the table of accuracies and their distribution over clients, one row per configuration."""
+    lead = [RUN, predictor_column(groups), *moment_column(groups)]
+    columns: list[Column] = [SEEDS, ROUNDS, *FAIRNESS]
+    return summary_sheet("Accuracy and fairness", groups, lead, columns, [accuracy_note(groups)])
 
 
 def cost_sheet(groups: Sequence[Group]) -> Sheet:
-    """Return the table of costs per round, mean over the rounds of the first seed."""
-    rows = []
-    for group in groups:
-        rounds, paper = group.first.rounds, group.first.partition.paper_scalars
-        clients = participants(group.first.about)
-        # 0 if clients do not report it: client-report=none.
-        peak = max(record.peak_mb for record in rounds)
-        rows.append(
-            (
-                group.label,
-                kilobytes(fmean(record.bytes_up.payload for record in rounds) / clients),
-                kilobytes(fmean(record.bytes_down.payload for record in rounds) / clients),
-                kilobytes(fmean(record.bytes_up.total + record.bytes_down.total for record in rounds)),
-                paper_scalars(paper),
-                f"{fmean(record.seconds.total for record in rounds):.2f}",
-                f"{peak:.0f}" if peak else "-",
-            )
-        )
-    columns = (
-        "run",
-        "payload up, mean over all clients",
-        "payload down, mean over all clients",
-        "bytes with Flower's objects, all clients",
-        "scalars by the paper's formula, all participants",
-        "seconds",
-        "peak memory of a worker, MB",
-    )
-    notes = (
-        "Mean over rounds, first seed.",
-        *unknown_lines(g.first.partition.paper_scalars for g in groups),
-    )
-    return Sheet("Cost per round", columns, tuple(rows), notes)
-
-
-def client_sheet(groups: Sequence[Group]) -> Sheet:
-    """Return the table of clients: id, name, architecture, device, sample counts, and last accuracy in every run."""
-    accuracies: list[dict[str, float]] = []
-    clients: dict[str, ClientRecord] = {}
-    for record in (group.first for group in groups):
-        accuracies.append(
-            {record.client_name(client): share for client, share in record.accuracies().items()}
-        )
-        for client in record.about.clients:
-            clients.setdefault(client.label, client)
-    rows = []
-    for label, client in sorted(clients.items(), key=lambda item: item[1].client):
-        last = (f"{100 * shares[label]:.2f}" if label in shares else "-" for shares in accuracies)
-        what = (client.name, client.architecture, client.device)
-        rows.append((str(client.client), *what, str(client.num_train), str(client.num_test), *last))
-    if not any(row[1] for row in rows):
-        rows = [(row[0], *row[2:]) for row in rows]
-    named = ("name",) if any(client.name for client in clients.values()) else ()
-    columns = (
-        "client",
-        *named,
-        "network",
-        "device",
-        "training samples",
-        "test samples",
-        *(f"{group.label}, %" for group in groups),
-    )
+    """Return the table of costs per round, one row per configuration."""
     note = (
-        f"{accuracy_name(groups[0].by).capitalize()} in the last round, first seed of each configuration; ids, "
-        "networks, devices and sample counts are from the first run with this client."
+        "Mean over rounds and seeds. Payload: mean over all clients; all bytes: with Flower's objects, of all clients; "
+        "the paper's scalars: of all participants."
     )
-    return Sheet("Clients", columns, tuple(rows), (note,), text_columns=0)
+    return summary_sheet("Cost per round", groups, [RUN], [*COSTS, MEMORY], [note], about_runs=False)
 
 
 def configuration_sheet(groups: Sequence[Group]) -> Sheet:
@@ -317,6 +221,3 @@ def _value(value: object) -> str:
 
 def _source(name: str) -> str:
     return files("pbfl_flwr").joinpath(TEMPLATES, name).read_text(encoding="utf-8")
-
-
-__all__ = ["Overview", "Record", "page", "write"]

@@ -268,7 +268,7 @@ def span(numbers: Iterable[int]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class FinishedRun:
     """A run with at least one finished round.
 
     Attributes:
@@ -292,7 +292,7 @@ class Record:
     by: str = ""
 
     @classmethod
-    def load(cls, path: Path, allowed: Iterable[str] = (), by: str = "") -> Record:
+    def load(cls, path: Path, allowed: Iterable[str] = (), by: str = "") -> FinishedRun:
         """Read a run directory; the arguments are those of the class.
 
         Raises:
@@ -424,11 +424,13 @@ class Group:
 
     Attributes:
         label: its name in tables and pictures.
-        records: at least one.
+        runs: at least one.
+        statistic: the accuracy that is tabulated: sample-weighted, or the unweighted mean over clients.
     """
 
     label: str
-    records: tuple[Record, ...]
+    runs: tuple[FinishedRun, ...]
+    statistic: Literal["weighted", "mean"] = "weighted"
 
     @property
     def by(self) -> str:
@@ -436,13 +438,38 @@ class Group:
         return self.first.by
 
     @property
-    def first(self) -> Record:
+    def first(self) -> FinishedRun:
         """The run shown where only one of the group can be."""
-        return self.records[0]
+        return self.runs[0]
 
-    def by_seed(self) -> dict[int, Record]:
+    @cached_property
+    def by_predictor(self) -> list[dict[str, Scores]]:
+        """Predictor -> scores of every run."""
+        return [scores(run.rounds, self.statistic) for run in self.runs]
+
+    @cached_property
+    def scores(self) -> list[Scores]:
+        """Scores by the shown predictor, of the runs in which it was scored.
+
+        It is missing if clients report nothing, have no test samples, or there were no prototypes at the last scoring.
+        """
+        name = self.first.predictor
+        return [scores[name] for scores in self.by_predictor if name in scores]
+
+    def percent(self, accuracy: Accuracy) -> float:
+        """Return the tabulated statistic of an accuracy in %."""
+        return 100 * float(getattr(accuracy, self.statistic))
+
+    @cached_property
+    def coverage(self) -> dict[str, str]:
+        """Predictor -> "n of M clients", see :func:`partial_coverage`."""
+        return partial_coverage(
+            (run.about, by_name) for run, by_name in zip(self.runs, self.by_predictor, strict=True)
+        )
+
+    def by_seed(self) -> dict[int, FinishedRun]:
         """Return seed -> run."""
-        return {record.seed: record for record in self.records}
+        return {run.seed: run for run in self.runs}
 
 
 def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> list[Group]:
@@ -450,8 +477,8 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
 
     Args:
         paths: of run directories.
-        allowed: see :class:`Record`.
-        by: see :class:`Record`.
+        allowed: see :class:`FinishedRun`.
+        by: see :class:`FinishedRun`.
 
     Raises:
         PbflError: if a path holds no run with a finished round, or is given twice.
@@ -459,9 +486,9 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
     places = [expanded(path).absolute() for path in paths]
     if twice := [place for number, place in enumerate(places) if place in places[:number]]:
         raise PbflError(f"'{twice[0]}' is given twice; name it once")
-    keyed: dict[tuple[object, int], list[Record]] = {}
+    keyed: dict[tuple[object, int], list[FinishedRun]] = {}
     for place in places:
-        record = Record.load(place, allowed, by)
+        record = FinishedRun.load(place, allowed, by)
         key = frozenset(item for item in record.config.items() if item[0] not in NEUTRAL)
         repetition = 0  # a second run with the same seed goes into another group
         while any(record.seed == other.seed for other in keyed.get((key, repetition), [])):
@@ -471,7 +498,7 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
     return [Group(label, records) for label, records in zip(_labels(ordered), ordered, strict=True)]
 
 
-def same_data(one: Record, other: Record) -> bool:
+def same_data(one: FinishedRun, other: FinishedRun) -> bool:
     """Whether two runs have the same samples on the same clients, as far as their files record it."""
     keys = [*DataSettings.key_names(), "num-clients"]
     if any(one.config.get(key) != other.config.get(key) for key in keys):
@@ -484,7 +511,7 @@ def same_data(one: Record, other: Record) -> bool:
     return np.array_equal(one.counts, other.counts)
 
 
-def changed_weights(records: Iterable[Record]) -> list[str]:
+def changed_weights(records: Iterable[FinishedRun]) -> list[str]:
     """Return the models whose pretrained weights differ between the runs that start from them."""
     begun: dict[str, set[frozenset[str]]] = {}
     for record in records:
@@ -497,7 +524,7 @@ def changed_weights(records: Iterable[Record]) -> list[str]:
     return [name for name, different in begun.items() if len(different) > 1]
 
 
-def changed_files(records: Sequence[Record]) -> str:
+def changed_files(records: Sequence[FinishedRun]) -> str:
     """Return a text on how runs that differ only in the seed differ in data or pretrained weights; empty if not."""
     data = [] if all(same_data(records[0], record) for record in records) else ["data"]
     return ", ".join([*data, *(f"weights of {name}" for name in changed_weights(records))])
@@ -525,7 +552,7 @@ def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[str, float]:
     }
 
 
-def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
+def _labels(groups: Sequence[tuple[FinishedRun, ...]]) -> list[str]:
     """Return a unique label for each group.
 
     Tried in this order: the labels of a comparison if all runs have one; the method's name with the keys that differ
@@ -560,7 +587,7 @@ def _usable(labels: Sequence[str]) -> bool:
     return len(set(labels)) == len(labels) and all(0 < len(label) <= LONGEST_LABEL for label in labels)
 
 
-def _comparison_label(records: Sequence[Record]) -> str:
+def _comparison_label(records: Sequence[FinishedRun]) -> str:
     """Return the label of a comparison's runs, whose directories are <label>-seed<seed>; empty for other runs."""
     ends = [(record.path.name, f"-seed{record.seed}") for record in records]
     names = {name.removesuffix(end) if name.endswith(end) else "" for name, end in ends}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rich.console import Console
+
+from pbfl_flwr.experiments.console import print_blocks, say
 from pbfl_flwr.experiments.statistics import spread
 from pbfl_flwr.util.atomic_files import write_atomically
 
@@ -90,6 +93,19 @@ class Sheet:
         ]
         return "\n".join(lines) + "\n"
 
+    def without_first_column(self) -> Sheet:
+        """Return the table without the column that names a run, for a table of one run."""
+        rows = tuple(row[1:] for row in self.rows)
+        return replace(self, columns=self.columns[1:], rows=rows, text_columns=max(1, self.text_columns - 1))
+
+    def show(self, console: Console) -> None:
+        """Print title, table and notes, in blocks of columns where the console is too narrow."""
+        say(console, "")
+        say(console, self.title, "bold")
+        print_blocks(console, self.columns, self.rows, words=self.text_columns)
+        for note in self.notes:
+            say(console, note)
+
     def write(self, stem: Path) -> None:
         """Write ``<stem>.md``, ``<stem>.csv`` and ``<stem>.tex``."""
         for suffix, text in ((".md", self.markdown()), (".csv", self.csv()), (".tex", self.latex())):
@@ -107,14 +123,6 @@ def mean_cell(values: Sequence[float]) -> str:
         return "-"
     summary = spread(values)
     return f"{summary.mean:.2f}" + (f" ± {summary.deviation:.2f}" if summary.n > 1 else "")
-
-
-def csv_mean_sd(values: Sequence[float]) -> tuple[str, str]:
-    """Return mean and sample standard deviation as text for CSV; empty if undefined."""
-    if not len(values):
-        return "", ""
-    summary = spread(values)
-    return f"{summary.mean:.4f}", f"{summary.deviation:.4f}" if summary.n > 1 else ""
 
 
 def _piped(cells: Sequence[str]) -> str:

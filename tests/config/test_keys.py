@@ -8,7 +8,7 @@ import pytest
 
 from pbfl_flwr.config import GROUPS, Group, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.running.configuration import flatten
+from pbfl_flwr.experiments.plan.configuration import flatten
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from pbfl_flwr.config import PROTOCOLS, Auto, Group, Scalar, Settings, TrainingSettings, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.running.configuration import flatten
+from pbfl_flwr.experiments.plan.configuration import flatten
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.prototypes.pipeline import Pipeline
 

@@ -16,8 +16,11 @@ from rich.console import Console
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.comparing import compare, comparison_table, parallel_runs
-from pbfl_flwr.experiments.running.configuration import RequestedKeys
+from pbfl_flwr.experiments import summary
+from pbfl_flwr.experiments.execute import several
+from pbfl_flwr.experiments.execute.runner import INTERRUPTED
+from pbfl_flwr.experiments.plan import comparison as compare
+from pbfl_flwr.experiments.plan.configuration import RequestedKeys
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.engines.placement import Resources, Slot
 from pbfl_flwr.flower.server.strategy import MethodStrategy
@@ -199,7 +202,7 @@ def test_finished_runs_are_kept_and_a_failure_stops_nobody(file: Path, tmp_path:
         started.append(directory.name)
         return 1 if directory.name == "A-seed1" else 0
 
-    assert compare.run_all(planned, start) == ["A, seed 1"]
+    assert several.run_in_turn(planned, start) == ["A, seed 1"]
     assert started == ["A-seed1", "B-seed0", "B-seed1"]
 
 
@@ -216,14 +219,14 @@ def test_a_run_that_is_refused_stops_nobody_and_is_in_no_table(file: Path, tmp_p
             raise PbflError("in use by another run")
         return 0
 
-    said = compare.run_all(planned, start)
+    said = several.run_in_turn(planned, start)
     assert said[0].startswith("A, seed 0: ")
     assert "was run with data-dir = /old; allowed are" in said[0]
     assert said[1].startswith("A, seed 1: ")
     assert "is damaged" in said[1]
     assert said[2:] == ["B, seed 0: in use by another run"]
-    assert comparison_table.rows(planned) == []
-    assert comparison_table.groups(planned) == []
+    assert compare.finished_groups(planned) == []
+    assert compare.finished_groups(planned) == []
 
 
 def test_a_longer_run_is_not_taken_for_the_one_that_is_asked_for(file: Path, tmp_path: Path) -> None:
@@ -231,13 +234,13 @@ def test_a_longer_run_is_not_taken_for_the_one_that_is_asked_for(file: Path, tmp
     lines = [entry(number, 0.5, 0.5) for number in (1, 2, 3)]
     write_run(first.directory, lines)
     write_run(second.directory, lines[:2], **{**second.requested.values, "num-server-rounds": 3})
-    said = compare.run_all([first, second], lambda requested, directory: 0)
+    said = several.run_in_turn([first, second], lambda requested, directory: 0)
     assert [line.rsplit(": ", 1)[0] for line in said] == ["A, seed 0", "B, seed 0"]
     assert all("was run with num-server-rounds = 3, not 2; allowed are at least as many" in s for s in said)
-    assert comparison_table.rows([first, second]) == []
-    assert comparison_table.groups([first, second]) == []
+    assert compare.finished_groups([first, second]) == []
+    assert compare.finished_groups([first, second]) == []
     longer = compare.plan(compare.read(str(file))[1], ["num-server-rounds=3"], [], ["A"], tmp_path)
-    assert [row.rounds for row in comparison_table.rows(longer)] == ["3"]
+    assert [summary.ROUNDS.cell(row) for row in compare.finished_groups(longer)] == ["3"]
 
 
 def test_an_interrupted_run_ends_sooner_where_it_has_not_come_that_far(file: Path, tmp_path: Path) -> None:
@@ -249,7 +252,7 @@ def test_an_interrupted_run_ends_sooner_where_it_has_not_come_that_far(file: Pat
         seen.append(requested)
         return 0
 
-    assert compare.run_all([run], start) == []
+    assert several.run_in_turn([run], start) == []
     assert (seen[0].values["resume"], seen[0].values["num-server-rounds"]) == (True, 2)
 
 
@@ -263,8 +266,8 @@ def test_a_run_that_patience_ended_is_finished_for_who_asks_with_the_same_patien
         write_run(run.directory, made, **run.requested.values)
         RunDirectory(run.directory).mark_early_stop(len(made))
     assert compare.check_finished(first)
-    assert [row.rounds for row in comparison_table.rows([first, second])] == ["3–4"]
-    assert [row.rounds for row in comparison_table.rows([second])] == ["4"]
+    assert [summary.ROUNDS.cell(row) for row in compare.finished_groups([first, second])] == ["3–4"]
+    assert [summary.ROUNDS.cell(row) for row in compare.finished_groups([second])] == ["4"]
     (further,) = compare.plan(sections, ["num-server-rounds=50", "patience=2"], [0], ["A"], tmp_path)
     assert compare.check_finished(further)
     (sooner,) = compare.plan(sections, ["num-server-rounds=5", "patience=2"], [0], ["A"], tmp_path)
@@ -292,10 +295,10 @@ def test_an_interrupted_run_goes_on_and_an_interruption_ends_the_comparison(
 
     def start(requested: RequestedKeys, directory: Path) -> int:
         seen.append(requested)
-        return compare.INTERRUPTED
+        return INTERRUPTED
 
     with pytest.raises(KeyboardInterrupt):
-        compare.run_all(planned, start)
+        several.run_in_turn(planned, start)
     assert len(seen) == 1
     assert seen[0].values["resume"] is True
 
@@ -304,31 +307,41 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
     planned = compare.plan(compare.read(str(file))[1], [], [0, 1], ["A"], tmp_path)
     write_run(planned[0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
     write_run(planned[1].directory, [entry(1, 0.5, 0.5), entry(2, 0.25, 0.75)], seed=1)
-    (row,) = comparison_table.rows(planned)
-    assert row.last == [25.0, 75.0]
-    assert row.best == [75.0, 75.0]
-    assert (row.up, row.down, row.total) == (100.0, 300.0, 1200.0)  # 200/2, 600/2, 400+800
-    comparison_table.write(tmp_path, "Two methods", [row], comparison_table.groups(planned))
+    groups = compare.finished_groups(planned)
+    (row,) = groups
+    assert [len(row.runs), summary.LAST.values(row), summary.BEST.values(row)] == [
+        2,
+        [25.0, 75.0],
+        [75.0] * 2,
+    ]
+    costs = [column.values(row) for column in (summary.UP, summary.DOWN, summary.TOTAL)]
+    assert costs == [[100.0] * 2, [300.0] * 2, [1200.0] * 2]  # 200/2, 600/2, 400+800
+    summary.write(tmp_path, summary.comparison_sheet("Two methods", groups), groups)
     text = (tmp_path / "table.md").read_text()
-    assert "| A | global | 50.00 ± 35.36 | 75.00 ± 0.00 |" in text  # (25+75)/2, 50/√2
-    assert "Rounds: 2. Seeds: 2." in text
+    assert "| A | global | 2 | 2 | 50.00 ± 35.36 | 75.00 ± 0.00 |" in text  # (25+75)/2, 50/√2
     assert text.count("Always predicting a client's most frequent training class: 75.12 %") == 1
-    assert (
-        (tmp_path / "table.csv")
-        .read_text()
-        .splitlines()[1]
-        .startswith("A,global,after,2,2,2,50.0000,75.0000,12.5000,")
-    )
     with (tmp_path / "table.csv").open() as lines:
-        (found,) = csv.DictReader(lines)
-    assert [*found][13:17] == ["paper", "seconds", "last_sd", "best_sd"]
-    expected = {"paper": "36", "last_sd": "35.3553", "best_sd": "0.0000", "majority": "75.1200"}
+        (cells,) = csv.DictReader(lines)
+    expected = {
+        "run": "A",
+        "predictor": "global",
+        "scored": "after",
+        "clients": "2",
+        "seeds": "2",
+        "rounds": "2",
+    }
+    expected |= {
+        "last": "50.0000",
+        "best": "75.0000",
+        "std": "12.5000",
+        "up": "100.0000",
+        "total": "1200.0000",
+    }
+    expected |= {"paper": "36", "last_sd": "35.3553", "best_sd": "0.0000", "majority": "75.1200"}
     expected |= {"head": "37.5000", "head_sd": "17.6777", "global": "50.0000", "global_sd": "35.3553"}
     expected |= dict.fromkeys(("local", "local_sd", "validation_chosen", "new_clients", "new_clients_sd"), "")
-    assert {name: found[name] for name in expected} == expected
-    assert [len(group.records) for group in comparison_table.groups(planned)] == [2]
-    assert r"A & global & 50.00 $\pm$ 35.36 &" in (tmp_path / "table.tex").read_text()
-    assert {path.name for path in tmp_path.glob("paired.*")} == {"paired.md", "paired.csv", "paired.tex"}
+    assert {name: cells[name] for name in expected} == expected
+    assert r"A & global & 2 & 2 & 50.00 $\pm$ 35.36 &" in (tmp_path / "table.tex").read_text()
 
 
 def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path) -> None:
@@ -342,8 +355,8 @@ def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path)
               **first.requested.values)  # fmt: skip
     (first.directory / "new-clients.jsonl").write_text(json.dumps(entry(3, 0.5, 0.875, after=2)) + "\n")
     write_run(second.directory, [entry(n, 0.5, 0.5) for n in (1, 2)], **second.requested.values)
-    found = comparison_table.rows([first, second])
-    sheet = comparison_table.table("", found)
+    found = compare.finished_groups([first, second])
+    sheet = summary.comparison_sheet("", found)
     a, b = (dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows)
     optional = {"validation-chosen": "75.00", "at the other moment": "12.50", "new clients": "87.50"}
     optional |= {"balanced accuracy": "31.25", "macro-F1": "18.75"}
@@ -360,10 +373,9 @@ def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path)
         "Never",
     ):
         assert (f"\n{said}" in notes) == (said != "Never")
-    plain = comparison_table.table("", found[1:])
+    plain = summary.comparison_sheet("", found[1:])
     assert not {*optional, "local", "etf"} & {*plain.columns}
-    groups = comparison_table.groups([first, second])
-    assert [(g.label, [r.path for r in g.records]) for g in groups] == [
+    assert [(group.label, [run.path for run in group.runs]) for group in found] == [
         ("A", [first.directory]), ("B", [second.directory])
     ]  # fmt: skip
 
@@ -375,14 +387,17 @@ def test_the_table_says_over_how_many_clients_it_is(file: Path, tmp_path: Path) 
     histories = [both, [first, over(1, second)], [first, over(1, second, "head")], both]
     for number in (0, 3):
         write_run(planned[number].directory, both, **planned[number].requested.values)
-    (row, other) = comparison_table.rows(planned)
-    assert not any("not cover all" in note for note in comparison_table.table("", [row, other]).notes)
+    (row, other) = compare.finished_groups(planned)
+    assert not any("not cover all" in note for note in summary.comparison_sheet("", [row, other]).notes)
     for number in (1, 2):
         write_run(planned[number].directory, histories[number], **planned[number].requested.values)
-    found = comparison_table.rows(planned)
+    found = compare.finished_groups(planned)
     said = "Accuracies that do not cover all participating clients: A: global over 1–2 of 2; B: head over 1–2 of 2."
-    assert said in comparison_table.table("", found).notes
-    assert [row.csv_cells()[2] for row in found] == ["1–2 of 2", "2"]  # B's primary_predictor is global
+    assert said in summary.comparison_sheet("", found).notes
+    assert [summary.CLIENTS.cell(row) for row in found] == [
+        "1–2 of 2",
+        "2",
+    ]  # B's primary_predictor is global
 
 
 def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Path, tmp_path: Path) -> None:
@@ -391,12 +406,12 @@ def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Pa
     write_run(first.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
     write_run(second.directory, [entry(1, 0.5, 0.5)], **second.requested.values)
     about = second.directory / "run.json"
-    sheet = comparison_table.table("", comparison_table.rows([first, second]))
-    assert sheet.columns[1:4] == ("primary predictor", "rounds", "last")
+    sheet = summary.comparison_sheet("", compare.finished_groups([first, second]))
+    assert sheet.columns[1:4] == ("primary predictor", "seeds", "rounds")
     about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
-    sheet = comparison_table.table("", comparison_table.rows([first, second]))
-    assert sheet.columns[1:5] == ("primary predictor", "scored", "rounds", "last")
-    assert [row[2:4] for row in sheet.rows] == [("after", "2"), ("before", "1")]
+    sheet = summary.comparison_sheet("", compare.finished_groups([first, second]))
+    assert sheet.columns[1:5] == ("primary predictor", "scored", "seeds", "rounds")
+    assert [(row[2], row[4]) for row in sheet.rows] == [("after", "2"), ("before", "1")]
     assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
     assert any(note.startswith("Scored: before or after") for note in sheet.notes)
 
@@ -406,28 +421,26 @@ def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_pa
     write_run(planned[0].directory, [entry(1, 0.5, None), entry(2, 0.5, None)])  # primary_predictor: global
     unscored = [entry(n, 0, None, accuracy={}, test_loss=None) for n in (1, 2)]
     write_run(planned[1].directory, unscored, **planned[1].requested.values)
-    found = comparison_table.rows(planned)
-    comparison_table.write(tmp_path, "Two methods", found, comparison_table.groups(planned))
+    found = compare.finished_groups(planned)
+    summary.write(tmp_path, summary.comparison_sheet("Two methods", found), found)
     text = (tmp_path / "table.md").read_text()
-    assert "| A | global | - | - | - | - | 50.00 |" in text
-    assert "| B | global | - | - | - | - | - |" in text
-    assert (
-        (tmp_path / "table.csv")
-        .read_text()
-        .splitlines()[2]
-        .startswith("B,global,after,,0,2,,,,,100.0000,300.0000,")
-    )
+    assert "| A | global | 0 | 2 | - | - | - | - | 50.00 |" in text
+    assert "| B | global | 0 | 2 | - | - | - | - | - |" in text
+    with (tmp_path / "table.csv").open() as lines:
+        cells = list(csv.DictReader(lines))[1]
+    expected = {"run": "B", "clients": "", "seeds": "0", "last": "", "up": "100.0000", "down": "300.0000"}
+    assert {name: cells[name] for name in expected} == expected
 
 
 def test_seeds_are_those_over_which_the_figures_are(file: Path, tmp_path: Path) -> None:
     planned = compare.plan(compare.read(str(file))[1], [], [0, 1], ["A"], tmp_path)
     write_run(planned[0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
     write_run(planned[1].directory, [entry(1, 0.5, None), entry(2, 0.5, None)], seed=1)
-    (row,) = comparison_table.rows(planned)
-    assert (row.last, row.seeds, row.runs) == ([25.0], 1, 2)
-    assert "Not scored for every seed: A, 1 of 2 seeds." in comparison_table.table("", [row]).notes
-    (whole,) = comparison_table.rows(planned[:1])
-    assert not any("every seed" in note for note in comparison_table.table("", [whole]).notes)
+    (row,) = compare.finished_groups(planned)
+    assert (summary.LAST.values(row), summary.SEEDS.cell(row), len(row.runs)) == ([25.0], "1", 2)
+    assert "Not scored for every seed: A, 1 of 2 seeds." in summary.comparison_sheet("", [row]).notes
+    (whole,) = compare.finished_groups(planned[:1])
+    assert not any("every seed" in note for note in summary.comparison_sheet("", [whole]).notes)
 
 
 def test_scores_with_every_class_the_same_weight_have_columns_where_a_run_has_them(
@@ -441,16 +454,17 @@ def test_scores_with_every_class_the_same_weight_have_columns_where_a_run_has_th
     planned = compare.plan(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
     for number, line in enumerate((counted(0.5, 0.25), counted(0.75, 0.25), entry(2, 0.5, 0.5))):
         write_run(planned[number].directory, [entry(1, 0.5, 0.5), line], **planned[number].requested.values)
-    found = comparison_table.rows(planned)
-    sheet = comparison_table.table("", found)
+    found = compare.finished_groups(planned)
+    sheet = summary.comparison_sheet("", found)
     at = sheet.columns.index("balanced accuracy")
     assert sheet.columns[at - 1 : at + 3] == ("worst decile", "balanced accuracy", "macro-F1", "head")
     # (50 + 75)/2 and 25/√2, A over two seeds; B was made without per-class
     assert [row[at : at + 2] for row in sheet.rows] == [("62.50 ± 17.68", "25.00 ± 0.00"), ("-", "-")]
     assert any(note.startswith("Balanced accuracy (mean") for note in sheet.notes)
-    assert found[0].further()[-4:] == ["62.5000", "17.6777", "25.0000", "0.0000"]
-    assert found[1].further()[-4:] == [""] * 4
-    without = comparison_table.table("", found[1:])
+    ends = [line.split(",")[-4:] for line in summary.csv_text(found).splitlines()]
+    assert ends[0] == ["balanced", "balanced_sd", "macro_f1", "macro_f1_sd"]
+    assert ends[1:] == [["62.5000", "17.6777", "25.0000", "0.0000"], [""] * 4]
+    without = summary.comparison_sheet("", found[1:])
     assert "balanced accuracy" not in without.columns
     assert not any(note.startswith("Balanced") for note in without.notes)
 
@@ -474,14 +488,14 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
     assert pbfl(*words).exit_code == 0
     assert "| A − B | clients | 2 | +50.00 |" in (out / "paired.md").read_text()
     assert "global vs. head" in (out / "paired.md").read_text()
-    assert "| C | head | 25.00 |" in (out / "table.md").read_text()
+    assert "| C | head | 1 | 2 | 25.00 |" in (out / "table.md").read_text()
     assert pbfl(*words, "--by", "global").exit_code == 0
     text, pairs = ((out / f"{name}.md").read_text() for name in ("table", "paired"))
-    assert text.startswith("**Two methods, by global**\n\n| run | by | last |")
+    assert text.startswith("**Two methods, by global**\n\n| run | by | seeds | rounds | last |")
     for row in (
-        "| A | global | 75.00 |",
-        "| B | global | 50.00 |",
-        "| C | global | - | - | - | - | 25.00 |",
+        "| A | global | 1 | 2 | 75.00 |",
+        "| B | global | 1 | 2 | 50.00 |",
+        "| C | global | 0 | 2 | - | - | - | - | 25.00 |",
     ):
         assert row in text
     assert "\nNever scored by global: C.\n" in text
@@ -533,15 +547,18 @@ def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
         MethodStrategy(settings, directory).start(grid)
         return 0
 
-    assert compare.run_all(planned, start) == []
-    found = comparison_table.rows(planned)
+    assert several.run_in_turn(planned, start) == []
+    found = compare.finished_groups(planned)
     assert [row.label for row in found] == list(runs)
-    assert all(row.rounds == "2" and row.seconds > 0 and row.total > 0 for row in found)
-    assert [row.label for row in found if not row.up] == [
+    for row in found:
+        assert summary.ROUNDS.cell(row) == "2"
+        assert summary.SECONDS.values(row)[0] > 0
+        assert summary.TOTAL.values(row)[0] > 0
+    assert [row.label for row in found if summary.UP.values(row) == [0.0]] == [
         "Local",
         "GFPL",
     ]  # GFPL exchanges in its tenth round
-    assert len(comparison_table.table(title, found).rows) == len(runs)
+    assert len(summary.comparison_sheet(title, found).rows) == len(runs)
 
 
 def test_a_table_that_cannot_be_written_is_one_line(file: Path, tmp_path: Path) -> None:
@@ -621,9 +638,7 @@ def results(out: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_runs_side_by_side_come_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path := tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
-    monkeypatch.setattr(
-        parallel_runs, "fitting_slots", lambda wanted, *_: [Slot(1)] * wanted
-    )  # on any machine
+    monkeypatch.setattr(several, "fitting_slots", lambda wanted, *_: [Slot(1)] * wanted)  # on any machine
     command = ["compare", path, "--set", "num-server-rounds=2", "--engine", "processes", "--workers", 1]
     assert pbfl(*command, "--out", tmp_path / "one").exit_code == 0
     done = pbfl(*command, "--out", tmp_path / "two", "--parallel", 2)
@@ -647,9 +662,9 @@ def test_a_signal_ends_runs_side_by_side_and_the_same_command_goes_on(
 ) -> None:
     (tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
     code = (
-        "from pbfl_flwr.cli import main; from pbfl_flwr.experiments.comparing import parallel_runs; "
+        "from pbfl_flwr.cli import main; from pbfl_flwr.experiments.execute import several; "
         "from pbfl_flwr.flower.engines.placement import Resources, Slot; "
-        "parallel_runs.fitting_slots = lambda wanted, *_: [Slot(1)] * wanted; main()"
+        "several.fitting_slots = lambda wanted, *_: [Slot(1)] * wanted; main()"
     )
     words = [
         "compare",
@@ -699,9 +714,7 @@ def test_lines_of_runs_in_several_directories_say_which_they_are_of(tmp_path: Pa
         for run in compare.plan(compare.read(str(path))[1], [], [], ["A"], tmp_path / block)
     ]
     console = Console(file=io.StringIO(), width=1000)
-    parallel_runs.run_in_parallel(
-        runs, [Slot(1)], lambda run, slot: [sys.executable, "-c", "exit(1)"], console
-    )
+    several.run_in_parallel(runs, [Slot(1)], lambda run, slot: [sys.executable, "-c", "exit(1)"], console)
     assert isinstance(console.file, io.StringIO)
     ends = [line for line in console.file.getvalue().splitlines() if "failed" in line]
     assert [line.split(":")[0] for line in ends] == ["digits/A-seed0", "spiral/A-seed0"]

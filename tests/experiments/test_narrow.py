@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from pbfl_flwr.config import GROUPS, parse
-from pbfl_flwr.experiments import catalogue, disclosure, show
+from pbfl_flwr.experiments import catalogue, disclosure, run_tables
 from pbfl_flwr.experiments import console as output
+from pbfl_flwr.experiments.results import FinishedRun, Group
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES
-from pbfl_flwr.runs.directory import RunDirectory
 from tests.small_runs import entry, pbfl, write_run
 
 MARKDOWN = """**Two runs**
@@ -97,8 +97,7 @@ def test_every_command_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.
     for topic in catalogue.ROWS:
         catalogue.show_rows(topic, "", console)
     disclosure.show(disclosure.about(parse({})), console)
-    head, rows = show.client_rows(RunDirectory(run).record(), [])
-    output.print_blocks(console, head, rows, words=2)
+    run_tables.client_sheet([Group("", (FinishedRun.load(run),))]).show(console)
     lines = printed(console)
     assert [line for line in lines if len(line) > 80] == []
     assert not any("…" in line for line in lines)

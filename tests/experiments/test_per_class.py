@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pbfl_flwr.experiments import per_class, results, show
-from pbfl_flwr.experiments.per_class import Scored
+from pbfl_flwr.experiments import results, run_tables, show
+from pbfl_flwr.experiments.results import FinishedRun, Group
 from tests.small_runs import columns, entry, write_run
 
 # Class b has no test samples. Of the others 3 of 4 and 0 of 1 are right.
@@ -48,9 +47,8 @@ def run(place: Path, *lines: dict[str, Any], **keys: Any) -> Path:
     return path
 
 
-def scored(path: Path) -> Scored:
-    record = results.Record.load(path)
-    return Scored("one", record.about, record.rounds)
+def group(path: Path) -> Group:
+    return Group("one", (FinishedRun.load(path),))
 
 
 def shown(path: Path, width: int = 120) -> list[str]:
@@ -75,7 +73,7 @@ def test_show_prints_both_tables(tmp_path: Path) -> None:
 def test_show_prints_nothing_of_it_without_the_key(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [entry(1, 0.5, 0.6)])
     assert not [text for text in shown(path) if "class" in text.lower() and "most frequent" not in text]
-    assert per_class.sheets([scored(path)]) == []
+    assert run_tables.class_sheets([group(path)]) == []
 
 
 def test_the_last_scoring_and_the_other_moment(tmp_path: Path) -> None:
@@ -84,7 +82,7 @@ def test_the_last_scoring_and_the_other_moment(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [early])
     about = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps(about | {"moment": "before"}))
-    sheet = per_class.balance_sheet([scored(path)])
+    sheet = run_tables.balance_sheet([group(path)])
     assert sheet is not None
     rows = {row[1]: row for row in sheet.rows}
     assert rows["global (primary)"][2:5] == ("1", "60.00", "100.00")
@@ -95,7 +93,7 @@ def test_a_class_that_another_predictor_was_tested_on_is_shown(tmp_path: Path) -
     found = line()
     found["accuracy"]["head"] |= {"by_class": [0.75, 0.25, None], "tested": [4, 4, 0]}
     path = run(tmp_path / "run", found)
-    sheet = per_class.class_sheet([scored(path)])
+    sheet = run_tables.class_sheet([group(path)])
     assert sheet is not None
     assert sheet.columns[2:] == ("test samples", "head", "global")
     assert [row[1:] for row in sheet.rows] == [
@@ -104,25 +102,6 @@ def test_a_class_that_another_predictor_was_tested_on_is_shown(tmp_path: Path) -
         ("c", "1", "-", "0.00"),
     ]
     assert not [note for note in sheet.notes if note.startswith("Without test samples")]
-
-
-def test_many_classes_fit_into_a_terminal(tmp_path: Path) -> None:
-    K = 50
-    path = run(tmp_path / "run", line(by_class=[k / K for k in range(K)][::-1], tested=[2] * K))
-    about = json.loads((path / "run.json").read_text())
-    for member in about["clients"]:
-        member["labels"] = [f"class-{k}" for k in range(K)]
-    (path / "run.json").write_text(json.dumps(about))
-    found = json.loads((path / "rounds.jsonl").read_text())
-    found["accuracy"]["head"] |= {"by_class": [0.5] * K, "tested": [2] * K}
-    found["accuracy"]["global"]["by_class"][0], found["accuracy"]["global"]["tested"][0] = None, 0
-    (path / "rounds.jsonl").write_text(json.dumps(found) + "\n")
-    told = shown(path, 80)
-    listed = [text.split()[0] for text in told if re.match(r"class-\d", text)]
-    assert listed == [f"class-{k}" for k in range(K - 1, K - 21, -1)]  # the worst first
-    assert "Shown: the 20 of 50 classes with the lowest accuracy of 'global'." in told
-    tables_alone = [text for text in told if not text.endswith(".")]
-    assert max(map(len, tables_alone[3:])) <= 80
 
 
 def heights(axes: Any) -> list[float]:
@@ -152,7 +131,7 @@ def test_the_page_has_tables_and_pictures(tmp_path: Path) -> None:
     page = report.page(groups, sections)
     assert "Accuracy by class" in page
     assert "Class-balanced metrics" in page
-    sheet = per_class.class_sheet([Scored(g.label, g.first.about, g.first.rounds) for g in groups])
+    sheet = run_tables.class_sheet(groups)
     assert sheet is not None
     assert [row[:3] for row in sheet.rows] == [("fedproto", "a", "4"), ("fedproto", "c", "1")]
     assert sheet.notes[-1] == "Without test samples: fedproto: b."

@@ -257,7 +257,7 @@ def test_rows_of_a_deeper_classifier_are_those_of_its_last_layer(tmp_path: Path)
     federation(
         tmp_path, "local", on_disk=True, num_server_rounds=1, models="cnn4,cnn4+12,cnn4+10-10-10-10-10-10"
     ).run()
-    record = results.Record.load(tmp_path / "run")
+    record = results.FinishedRun.load(tmp_path / "run")
     norms, clients = personalisation._head_rows(record)
     last = ["head.weight", "head.2.weight", "head.12.weight", "head.weight", "head.2.weight"]
     assert clients == [0, 1, 2, 3, 4]
@@ -296,7 +296,7 @@ def test_code_that_a_run_names_is_imported_only_for_who_asks(
     about["configuration"]["method"] = "strange_page:build"
     about["clients"][0]["architecture"] = "strange_page:net"
     (path / "run.json").write_text(json.dumps(about))
-    record = results.Record.load(path)
+    record = results.FinishedRun.load(path)
     with pytest.raises(
         NotAvailable, match="'strange_page:build' is code to be allowed: pbfl report --import"
     ):
@@ -306,7 +306,7 @@ def test_code_that_a_run_names_is_imported_only_for_who_asks(
     pbfl("report", path, "--out", tmp_path / "page.html")
     assert (tmp_path / "page.html").exists()
     assert not (tmp_path / "ran").exists()
-    assert artefacts.method_of(results.Record.load(path, ["strange_page:build"])).name == "local"
+    assert artefacts.method_of(results.FinishedRun.load(path, ["strange_page:build"])).name == "local"
     assert (tmp_path / "ran").exists()
 
 
@@ -317,4 +317,4 @@ def test_nothing_is_downloaded_for_a_picture(plane_run: Path, tmp_path: Path) ->
     about = about.replace('"data-dir": ""', f'"data-dir": "{tmp_path}"')
     (tmp_path / "run" / "run.json").write_text(about)
     with pytest.raises(artefacts.NotAvailable, match=r"not found.*set data-dir"):
-        artefacts.data_of(results.Record.load(tmp_path / "run"), 0)
+        artefacts.data_of(results.FinishedRun.load(tmp_path / "run"), 0)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pbfl_flwr.experiments.comparing import compare, planned_runs
+from pbfl_flwr.experiments.execute.several import show_plan
+from pbfl_flwr.experiments.plan import comparison as compare
 from pbfl_flwr.runs.directory import RunDirectory
 from tests.small_runs import entry, pbfl, write_run
 
@@ -61,7 +62,7 @@ def file(tmp_path: Path) -> Path:
 def shown(planned: list[compare.Planned]) -> tuple[bool, list[list[str]], str]:
     file = io.StringIO()
     console = Console(file=file, width=300)
-    fine = planned_runs.show(planned, console)
+    fine = show_plan(planned, console)
     text = file.getvalue()
     return fine, [line.split() for line in text.splitlines()], text
 

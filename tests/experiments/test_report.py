@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
 pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra 'report')")
 
-from pbfl_flwr.experiments import report, results
+from pbfl_flwr.experiments import report, results, run_tables
 from pbfl_flwr.experiments.results import Group
-from pbfl_flwr.experiments.show import paper_scalars
+from pbfl_flwr.experiments.summary import paper_scalars
 from pbfl_flwr.experiments.tables import Sheet
 from tests.small_runs import entry, pbfl, write_run
 
@@ -89,10 +89,10 @@ def test_what_clients_say_stays_text(hostile_run: Path, tmp_path: Path) -> None:
 
 
 def test_the_sheets_of_the_page(groups: list[Group]) -> None:
-    predictors = report.accuracy_sheet(groups)
+    predictors = run_tables.accuracy_sheet(groups)
     assert {len(row) for row in predictors.rows} == {len(predictors.columns)}
     assert {row[0] for row in predictors.rows} == {"fedproto", "tinyproto", "protonorm"}
-    clients = report.client_sheet(groups)
+    clients = run_tables.client_sheet(groups)
     assert len(clients.rows) == 4
     assert clients.columns[-3:] == ("fedproto, %", "tinyproto, %", "protonorm, %")
     first = groups[0].first.accuracies()
@@ -109,7 +109,7 @@ def test_the_sheets_of_the_page(groups: list[Group]) -> None:
 def test_the_page_by_one_predictor(three_runs: list[Path], tmp_path: Path) -> None:
     groups = results.load(three_runs, by="local")
     name = {group.label: group.first.accuracies("local") for group in groups}
-    assert [row[-3] for row in report.client_sheet(groups).rows] == [
+    assert [row[-3] for row in run_tables.client_sheet(groups).rows] == [
         f"{100 * name['fedproto'][client]:.2f}" for client in range(4)
     ]
     out = tmp_path / "local.html"

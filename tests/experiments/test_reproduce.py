@@ -1,5 +1,6 @@
 """Reproductions: the files say what the papers print, and the table says what the runs and the papers say."""
 
+import csv
 import re
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.catalogue import ROWS
-from pbfl_flwr.experiments.comparing import reproduce, reproduction_table
+from pbfl_flwr.experiments.plan import reproduction as reproduce
+from pbfl_flwr.experiments.plan import reproduction_table
+from pbfl_flwr.experiments.summary import BEST, BY_PREDICTOR, LAST
 from tests.small_runs import entry, over, pbfl, write_run
 
 FILE = """
@@ -174,12 +177,15 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
         [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)],
         **planned["two"][0].requested.values,
     )
-    found = reproduction_table.rows(paper, planned)
-    assert [(row.block, row.label) for row in found] == [("one", "A"), ("two", "A")]
-    row = found[0]
-    assert (row.best, row.last) == ([75.0, 50.0], [25.0, 50.0])
-    assert row.difference(paper) == 62.5 - 51.5
-    assert found[1].difference(paper) is None
+    found = reproduction_table.finished_blocks(paper, planned)
+    assert {block: [group.label for group in groups] for block, groups in found.items()} == {
+        "one": ["A"],
+        "two": ["A"],
+    }
+    one, two = found["one"][0], found["two"][0]
+    assert (BEST.values(one), LAST.values(one)) == ([75.0, 50.0], [25.0, 50.0])
+    assert reproduction_table.difference(paper, "one", one) == 62.5 - 51.5
+    assert reproduction_table.difference(paper, "two", two) is None
     text = reproduction_table.markdown(paper, "small", planned, found, {"three": "dataset 'x' not found"})
     # sample deviation of two values: their distance over the root of 2, 25/1.4142 = 17.68; 62.5 - 51.5
     assert "| A | global | 51.50 ± 0.25 | 62.50 ± 17.68 | 37.50 ± 17.68 | +11.00 |" in text
@@ -197,12 +203,32 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     assert "Our results are all by" not in text
     assert "not comparable" not in reproduction_table.markdown(paper, "paper", planned, found, {})
     reproduction_table.write(tmp_path, paper, text, found)
-    lines = (tmp_path / "table.csv").read_text().splitlines()
-    assert lines[1].startswith("one,A,global,after,2,51.50,0.25,62.5000,17.6777,37.5000,17.6777,11.0000,2,2,")
-    assert lines[0].split(",")[15:19] == ["best_sd", "last_sd", "head", "head_sd"]
-    assert lines[1].split(",")[15:21] == ["17.6777", "17.6777", "37.5000", "17.6777", "37.5000", "17.6777"]
-    assert lines[2].split(",")[15:19] == ["", "", "25.0000", ""]
-    assert lines[2].startswith("two,A,global,after,2,,,50.0000,,50.0000,,,2,1,")
+    first, second = read_csv(tmp_path)
+    expected = {
+        "block": "one",
+        "run": "A",
+        "predictor": "global",
+        "scored": "after",
+        "clients": "2",
+        "seeds": "2",
+    }
+    expected |= {"published": "51.50", "published_spread": "0.25", "difference": "11.0000", "rounds": "2"}
+    expected |= {"best": "62.5000", "best_sd": "17.6777", "last": "37.5000", "head_sd": "17.6777"}
+    assert {name: first[name] for name in expected} == expected
+    expected = {
+        "block": "two",
+        "published": "",
+        "difference": "",
+        "best": "50.0000",
+        "best_sd": "",
+        "head": "25.0000",
+    }
+    assert {name: second[name] for name in expected} == expected
+
+
+def read_csv(out: Path) -> list[dict[str, str]]:
+    with (out / "table.csv").open() as lines:
+        return list(csv.DictReader(lines))
 
 
 def test_a_predictor_that_the_first_seed_lacks_has_its_column(
@@ -211,31 +237,27 @@ def test_a_predictor_that_the_first_seed_lacks_has_its_column(
     planned = reproduce.plans(paper, ["one"], "small", [], [0, 1], ["A"], tmp_path)
     for run, globals_ in zip(planned["one"], (None, 0.75), strict=True):
         write_run(run.directory, [entry(1, 0.5, globals_), entry(2, 0.5, globals_)], **run.requested.values)
-    (row,) = reproduction_table.rows(paper, planned)
-    assert row.others == {"head": [50.0, 50.0], "global": [75.0]}
+    (row,) = reproduction_table.finished_blocks(paper, planned)["one"]
+    figures = {column.key: column.values(row) for column in BY_PREDICTOR if column.values(row)}
+    assert figures == {"head": [50.0, 50.0], "global": [75.0]}
 
 
 def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     planned = reproduce.plans(paper, ["one"], "small", [], [], [], tmp_path)
     for run in planned["one"]:
         write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.25, 0.25)], **run.requested.values)
-    found = reproduction_table.rows(paper, planned, "head")
+    found = reproduction_table.finished_blocks(paper, planned, "head")
     text = reproduction_table.markdown(paper, "small", planned, found, {}, "head")
     assert "scale small, by head" in text
     assert "Our results are all by head, the paper's by each method's own predictor." in text
     assert "| A | head | 51.50 ± 0.25 | 50.00 | 25.00 | -1.50 |" in text
-    found = reproduction_table.rows(paper, planned, "local")
+    found = reproduction_table.finished_blocks(paper, planned, "local")
     text = reproduction_table.markdown(paper, "small", planned, found, {}, "local")
     assert "| A | local | 51.50 ± 0.25 | - | - | - |" in text
     assert "Never scored by local: A, B." in text
     words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--engine", "processes", "--by", "head"]
     assert pbfl(*words, "--out", tmp_path).exit_code == 0
-    assert (
-        (tmp_path / "table.csv")
-        .read_text()
-        .splitlines()[1]
-        .startswith("one,A,head,after,2,51.50,0.25,50.0000,")
-    )
+    assert (read_csv(tmp_path)[0]["predictor"], read_csv(tmp_path)[0]["best"]) == ("head", "50.0000")
 
 
 def test_the_table_says_when_rows_were_scored_and_over_how_many_clients(
@@ -245,12 +267,16 @@ def test_the_table_says_when_rows_were_scored_and_over_how_many_clients(
     for run, clients in zip(planned["one"], (1, 2), strict=True):
         lines = [entry(1, 0.5, 0.75), over(clients, entry(2, 0.5, 0.25))]
         write_run(run.directory, lines, **run.requested.values)
-    text = reproduction_table.markdown(paper, "small", planned, reproduction_table.rows(paper, planned), {})
+    text = reproduction_table.markdown(
+        paper, "small", planned, reproduction_table.finished_blocks(paper, planned), {}
+    )
     assert "Accuracies that do not cover all participating clients: A: global over 1–2 of 2." in text
     assert "| run | compared by | paper |" in text
     about = planned["one"][1].directory / "run.json"
     about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
-    text = reproduction_table.markdown(paper, "small", planned, reproduction_table.rows(paper, planned), {})
+    text = reproduction_table.markdown(
+        paper, "small", planned, reproduction_table.finished_blocks(paper, planned), {}
+    )
     assert "| run | compared by | scored | paper |" in text
     assert "| A | global | after | 51.50 ± 0.25 |" in text
     assert "| B | global | before | 60.00 |" in text
@@ -299,10 +325,9 @@ def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tm
         [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)],
         **planned["one"][0].requested.values,
     )
-    (row,) = reproduction_table.rows(paper, planned)
+    blocks = reproduction_table.finished_blocks(paper, planned)
     spread = entry(1, 0.5, 0.75)["accuracy"]["global"]["std"]
-    assert row.best_spread == [100 * spread]
-    text = reproduction_table.markdown(paper, "small", planned, [row], {})
+    text = reproduction_table.markdown(paper, "small", planned, blocks, {})
     assert f"| A | global | 51.50 ± 0.25 | 75.00 ± {100 * spread:.2f} |" in text
     assert "are last-round accuracies.\n" in text
 
@@ -329,7 +354,9 @@ def test_the_table_says_what_each_deviation_is_over(spread: str, said: list[str]
     planned = reproduce.plans(paper, ["one"], "small", [], [0, 1], ["A"], tmp_path)
     for run, last in zip(planned["one"], (0.25, 0.5), strict=True):
         write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)], **run.requested.values)
-    text = reproduction_table.markdown(paper, "small", planned, reproduction_table.rows(paper, planned), {})
+    text = reproduction_table.markdown(
+        paper, "small", planned, reproduction_table.finished_blocks(paper, planned), {}
+    )
     assert "| A | global |" in text
     assert "| 37.50 ± 17.68 |" in text  # the column global, in both cases over the seeds
     for line in said:
@@ -344,13 +371,14 @@ def test_a_row_without_scores_has_no_spread_over_clients_and_is_named(
     planned = reproduce.plans(paper, ["one"], "small", [], [0], [], tmp_path)
     for run, globals_ in zip(planned["one"], (None, 0.5), strict=True):
         write_run(run.directory, [entry(n, 0.25, globals_) for n in (1, 2)], **run.requested.values)
-    found = reproduction_table.rows(paper, planned)
+    found = reproduction_table.finished_blocks(paper, planned)
     text = reproduction_table.markdown(paper, "small", planned, found, {})
     assert "| A | global | 51.50 ± 0.25 | - | - | - | 25.00 | - |" in text
     assert "| B | global | 60.00 | 50.00 ± 12.50 | 50.00 ± 12.50 | -10.00 | 25.00 | 50.00 |" in text
     assert "\nNever scored by global: A.\n" in text
     reproduction_table.write(tmp_path, paper, text, found)
-    assert "one,A,global,after,,51.50,0.25,,,,,,2,0," in (tmp_path / "table.csv").read_text()
+    row = read_csv(tmp_path)[0]
+    assert (row["clients"], row["seeds"], row["best"], row["difference"]) == ("", "0", "", "")
 
 
 def test_missing_data_is_named_with_its_files_and_nothing_starts(

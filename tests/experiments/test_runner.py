@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from pbfl_flwr.config import Scalar
-from pbfl_flwr.experiments.running import runner
-from pbfl_flwr.experiments.running.live_log import Follower, Tail
-from pbfl_flwr.experiments.running.runner import interruptible
+from pbfl_flwr.experiments.execute import runner
+from pbfl_flwr.experiments.execute.progress import Follower, Tail
+from pbfl_flwr.experiments.execute.runner import interruptible
 from pbfl_flwr.flower.deploy.processes import signals_ignored
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import RunDirectory
@@ -189,7 +189,7 @@ def test_under_nohup_a_run_goes_on_without_its_terminal() -> None:
 LOST = """
 import signal, sys, time
 from pathlib import Path
-from pbfl_flwr.experiments.running.runner import interruptible
+from pbfl_flwr.experiments.execute.runner import interruptible
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 try:
     with interruptible():

@@ -15,8 +15,9 @@ import torch
 from pbfl_flwr.config import DataSettings, Settings, parse
 from pbfl_flwr.data import ClientData, Pool, Shard
 from pbfl_flwr.data.partition.assign import make_partition
-from pbfl_flwr.experiments.comparing import compare, reproduce
-from pbfl_flwr.experiments.running import configuration
+from pbfl_flwr.experiments.plan import comparison as compare
+from pbfl_flwr.experiments.plan import configuration
+from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import FAMILIES, architectures, check_models
 from pbfl_flwr.task import Task

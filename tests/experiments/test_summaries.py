@@ -8,9 +8,10 @@ import pytest
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import results
-from pbfl_flwr.experiments.report import client_sheet
+from pbfl_flwr.experiments.pairs import paired_sheet, probability
+from pbfl_flwr.experiments.report import fairness_sheet
 from pbfl_flwr.experiments.results import majority_lines, scores
-from pbfl_flwr.experiments.summaries import paired_sheet, probability, summary_sheet
+from pbfl_flwr.experiments.run_tables import client_sheet
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import PartitionRecord
 from tests.small_runs import columns, entry, over, rounds_of, write_run
@@ -36,13 +37,13 @@ def test_runs_that_differ_in_the_seed_are_one_row(tmp_path: Path) -> None:
         run(tmp_path / "b0", 0.25, [0, 2], method="tinyproto"),
     ]
     groups = results.load(places)
-    assert [(group.label, len(group.records)) for group in groups] == [("fedproto", 2), ("tinyproto", 1)]
-    sheet = summary_sheet(groups)
+    assert [(group.label, len(group.runs)) for group in groups] == [("fedproto", 2), ("tinyproto", 1)]
+    sheet = fairness_sheet(groups)
     found = dict(zip(sheet.columns, sheet.rows[0], strict=True))
     assert found["last"] == "62.50 ± 17.68"  # 25/√2
-    assert found["validation-chosen"] == "-"
-    assert found["std over clients"] == "25.00 ± 0.00"  # (1/4, 3/4) and (2/4, 4/4)
-    assert found["worst decile"] == "37.50 ± 17.68"
+    assert "validation-chosen" not in found
+    assert found["std over clients"] == "12.50 ± 0.00"
+    assert found["worst decile"] == "50.00 ± 17.68"
     assert sheet.notes[-1].startswith("Always predicting a client's most frequent training class: 75.12 %")
 
 
@@ -57,10 +58,10 @@ def test_every_figure_of_a_row_stands_below_its_head(tmp_path: Path) -> None:
     (path / "clients.jsonl").write_text(json.dumps(twenty) + "\n")
     later = [entry(number, 0.25, weighted, after=4) for number, weighted in ((5, 0.125), (6, 0.875))]
     (path / "new-clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in later))
-    sheet = summary_sheet(results.load([path]))
+    sheet = fairness_sheet(results.load([path]))
     expected = {"last": "62.50", "best (on test data)": "75.00", "validation-chosen": "68.75"}
-    expected |= {"mean of clients": "52.50", "std over clients": "28.83"}  # 5·√((20² - 1)/12)
-    expected |= {"worst decile": "7.50", "best decile": "97.50", "lowest client": "5.00"}
+    expected |= {"mean of clients": "62.50", "std over clients": "12.50", "worst decile": "50.00"}
+    expected |= {"best decile": "97.50", "lowest client": "5.00"}
     expected |= {"new clients": "87.50", "seeds": "1", "rounds": "4"}
     found = dict(zip(sheet.columns, sheet.rows[0], strict=True))
     assert {name: found[name] for name in expected} == expected
@@ -161,8 +162,8 @@ def test_a_later_seed_on_other_samples_is_not_compared(tmp_path: Path) -> None:
     assert sheet.rows == ()
     assert "Different data on the clients, so not compared: fedproto − tinyproto." in sheet.notes
     said = "Runs of one row that differ in more than the seed: tinyproto (data)."
-    assert said in summary_sheet(results.load(seeds)).notes
-    assert not any("more than the seed" in note for note in summary_sheet(results.load(seeds[:3])).notes)
+    assert said in fairness_sheet(results.load(seeds)).notes
+    assert not any("more than the seed" in note for note in fairness_sheet(results.load(seeds[:3])).notes)
     assert len(paired_sheet(results.load(seeds[:3])).rows) == 1
 
 
@@ -191,7 +192,7 @@ def test_runs_that_began_with_other_weights_are_named(tmp_path: Path) -> None:
     ]
     groups = results.load(places)
     said = "Runs of one row that differ in more than the seed: fedproto (weights of cnn4@mine)."
-    assert said in summary_sheet(groups).notes
+    assert said in fairness_sheet(groups).notes
     remarks = {row[0]: row[-1] for row in paired_sheet(groups).rows}
     assert set(remarks.values()) == {"no pair differs"}  # over the common seed 0
     changed(places[2], "01", "ef")
@@ -229,10 +230,10 @@ def test_pairs_at_other_moments_and_of_other_lengths_are_remarked(tmp_path: Path
     assert remarks["fedproto − protonorm"] == f"{lengths}; no pair differs"
     said = "scored before vs. after local training"
     assert remarks["tinyproto − protonorm"] == f"{said}; {lengths}; no pair differs"
-    sheet = summary_sheet(groups)
+    sheet = fairness_sheet(groups)
     assert [row[2] for row in sheet.rows] == ["after", "before", "after"]
     assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
-    assert "scored" not in summary_sheet(groups[::2]).columns
+    assert "scored" not in fairness_sheet(groups[::2]).columns
 
 
 def test_a_row_of_runs_of_different_lengths_is_remarked(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_a_row_of_runs_of_different_lengths_is_remarked(tmp_path: Path) -> None:
     places += [run(tmp_path / "b", 0.5, [1, 3], method="tinyproto", **ROUNDS)]
     with (places[1] / "rounds.jsonl").open("a") as file:
         file.write(json.dumps(entry(2, 0.25, 0.5)) + "\n")
-    sheet = summary_sheet(results.load(places))
+    sheet = fairness_sheet(results.load(places))
     assert [row[3] for row in sheet.rows] == ["1–2", "1"]
     assert "Runs with different numbers of rounds in one row: fedproto." in sheet.notes
 
@@ -342,18 +343,18 @@ def test_a_last_accuracy_is_over_the_clients_of_its_round(tmp_path: Path) -> Non
     unheard = columns(2, [])
     with (path / "clients.jsonl").open("a") as file:
         file.write(json.dumps(unheard) + "\n")
-    assert results.Record.load(path).scored == {0, 1}
-    assert results.Record.load(path).accuracies() == {}
+    assert results.FinishedRun.load(path).scored == {0, 1}
+    assert results.FinishedRun.load(path).accuracies() == {}
     line = {**unheard, "final": {**client_line(2, [3]), "client": [1]}}
     (path / "clients.jsonl").write_text(json.dumps(client_line(1, [1, 3])) + "\n" + json.dumps(line) + "\n")
-    assert results.Record.load(path).scored == {1}
+    assert results.FinishedRun.load(path).scored == {1}
 
 
 def test_clients_of_a_round_that_is_not_there_yet_do_not_count(tmp_path: Path) -> None:
     path = run(tmp_path / "a", 0.5, [1, 3])
     with (path / "clients.jsonl").open("a") as file:  # written first: killed, or still running
         file.write(json.dumps(client_line(2, [4, 4])) + "\n")
-    record = results.Record.load(path)
+    record = results.FinishedRun.load(path)
     assert record.accuracies() == {0: 0.25, 1: 0.75}
     assert [line.round for line in record.clients] == [1]
 
@@ -362,19 +363,19 @@ def test_who_lies_and_who_has_no_test_samples_is_in_no_accuracy(tmp_path: Path) 
     path = run(tmp_path / "a", 0.5, [1, 3])
     line = {**client_line(1, [1, 3, 0]), "num_test": [4, 4, 0]}
     (path / "clients.jsonl").write_text(json.dumps(line) + "\n")
-    assert results.Record.load(path).accuracies() == {0: 0.25, 1: 0.75}
+    assert results.FinishedRun.load(path).accuracies() == {0: 0.25, 1: 0.75}
     about = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps({**about, "malicious": [1]}))
-    record = results.Record.load(path)
+    record = results.FinishedRun.load(path)
     assert (record.accuracies(), record.client_curves()) == ({0: 0.25}, {0: [(1, 0.25)]})
     assert record.scored == {0}
 
 
 def test_a_summary_says_over_how_many_clients_it_is(tmp_path: Path) -> None:
     places = [run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto")]
-    assert not any("not cover all" in note for note in summary_sheet(results.load(places)).notes)
+    assert not any("not cover all" in note for note in fairness_sheet(results.load(places)).notes)
     write_run(tmp_path / "few", [over(1, entry(1, 0.25, 0.5))], method="tinyproto", seed=1)
-    sheet = summary_sheet(results.load([*places, tmp_path / "few"]))
+    sheet = fairness_sheet(results.load([*places, tmp_path / "few"]))
     said = "Accuracies that do not cover all participating clients: tinyproto: global over 1–2 of 2."
     assert said in sheet.notes
 
@@ -498,14 +499,14 @@ def test_a_predictor_that_one_seed_lacks_is_not_said_to_be_unscored(tmp_path: Pa
     runs = [write_run(tmp_path / f"a{seed}", [line], seed=seed) for seed, line in enumerate((full, without))]
     runs += [write_run(tmp_path / f"b{seed}", [full], seed=seed, method="local") for seed in (0, 1)]
     groups = results.load(runs, by="global")
-    sheet = summary_sheet(groups)
+    sheet = fairness_sheet(groups)
     notes, seeds = sheet.notes, sheet.columns.index("seeds")
     assert [row[seeds] for row in sheet.rows] == ["1", "2"]
-    assert "Not scored for every seed, so not shown: fedproto." in notes
+    assert "Not scored for every seed: fedproto, 1 of 2 seeds." in notes
     assert not [note for note in notes if note.startswith("Never scored")]
     notes = paired_sheet(groups).notes
     assert "Not scored for every seed, so not compared over seeds: fedproto − local." in notes
     never = [write_run(tmp_path / f"c{seed}", [without], seed=seed, method="fedavg") for seed in (0, 1)]
-    notes = summary_sheet(results.load([*runs, *never], by="global")).notes
+    notes = fairness_sheet(results.load([*runs, *never], by="global")).notes
     assert "Never scored by global: fedavg." in notes
-    assert "Not scored for every seed, so not shown: fedproto." in notes
+    assert "Not scored for every seed: fedproto, 1 of 2 seeds." in notes

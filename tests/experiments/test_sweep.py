@@ -15,7 +15,10 @@ from rich.console import Console
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.comparing import compare, comparison_table, parallel_runs, sweep
+from pbfl_flwr.experiments import summary
+from pbfl_flwr.experiments.execute import several
+from pbfl_flwr.experiments.plan import comparison as compare
+from pbfl_flwr.experiments.plan import sweep
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot
 from pbfl_flwr.util.memory import available_memory
 from tests.small_runs import entry, pbfl, write_run
@@ -108,7 +111,7 @@ def test_bad_values_are_named_with_their_combination(tmp_path: Path) -> None:
 
 def test_room_is_bounded_by_memory_and_cpus() -> None:
     def room(wanted: int, available: int | None, cpus: int, **requested: Any) -> int:
-        return len(parallel_runs.fitting_slots(wanted, available, Machine(cpus), Resources(**requested)))
+        return len(several.fitting_slots(wanted, available, Machine(cpus), Resources(**requested)))
 
     one, two = (
         (900 + 2 * 350) * 2**20,
@@ -118,20 +121,20 @@ def test_room_is_bounded_by_memory_and_cpus() -> None:
     assert room(4, two, 2) == 2
     assert room(4, two - 1, 2) == 1
     assert room(4, two, 2, workers=2) == 1  # each of them was wished two
-    lean = parallel_runs.PROCESS_MB * 2**20
+    lean = several.PROCESS_MB * 2**20
     assert room(4, 2 * lean, 2, processes=True) == 2  # of one process each
     assert room(4, 2 * lean - 1, 2, processes=True) == 1
     assert room(2, 6 * lean, 4, processes=True) == 2  # of a server and two workers each
     assert room(2, 6 * lean - 1, 4, processes=True) == 1
     assert room(1, one - 1, 2) == 1  # the one that was asked for is tried all the same
-    assert parallel_runs.fitting_slots(3, None, Machine(8), Resources()) == [Slot(2)] * 3
+    assert several.fitting_slots(3, None, Machine(8), Resources()) == [Slot(2)] * 3
 
 
 def test_room_is_bounded_by_cards() -> None:
     machine = Machine(8, ("0",))
-    assert parallel_runs.fitting_slots(4, None, machine, Resources(1, 1)) == [Slot(1, "0")]
-    assert parallel_runs.fitting_slots(4, None, machine, Resources(1, 0.25)) == [Slot(1, "0")] * 4
-    assert parallel_runs.fitting_slots(4, None, machine, Resources(1, 0.4)) == [Slot(1, "0")] * 2
+    assert several.fitting_slots(4, None, machine, Resources(1, 1)) == [Slot(1, "0")]
+    assert several.fitting_slots(4, None, machine, Resources(1, 0.25)) == [Slot(1, "0")] * 4
+    assert several.fitting_slots(4, None, machine, Resources(1, 0.4)) == [Slot(1, "0")] * 2
 
 
 def test_a_container_has_the_memory_that_it_was_given(tmp_path: Path) -> None:
@@ -152,14 +155,14 @@ def test_a_container_has_the_memory_that_it_was_given(tmp_path: Path) -> None:
 
 def test_the_command_of_a_run_is_its_keys(tmp_path: Path) -> None:
     (run, _) = sweep.plans(sweep.read(None, ['models="cnn4,resnet8"', "cps-dim=1,2"]), tmp_path)
-    words = parallel_runs.command(run, Path("/app"), Resources(1, 0.5, 2))
+    words = several.command(run, Path("/app"), Resources(1, 0.5, 2))
     assert words[3:9] == ["run", "--app", "/app", "--gpus-per-client", "0.5", "--workers"]
     assert words[words.index("--run-dir") + 1] == str(run.directory)
     assert 'models="cnn4,resnet8"' in words
     assert "cps-dim=1" in words
     write_run(run.directory, [entry(1, 0.5, 0.5)])
-    assert "--resume" in parallel_runs.command(run, Path("/app"), Resources())
-    own = parallel_runs.command(run, Path(), Resources(processes=True))
+    assert "--resume" in several.command(run, Path("/app"), Resources())
+    own = several.command(run, Path(), Resources(processes=True))
     assert own[3:6] == ["run", "--engine", "processes"]
     assert "--app" not in own
 
@@ -185,7 +188,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     console = quiet()
     after: list[int] = []
     runs = planned(tmp_path, 4)
-    failed = parallel_runs.run_in_parallel(
+    failed = several.run_in_parallel(
         runs, [Slot(1)] * 2, command, console, lambda run: after.append(run.seed)
     )
     assert failed == ["all, seed 1"]
@@ -210,7 +213,7 @@ def test_runs_side_by_side_see_the_cards_of_their_slots(
         return [sys.executable, "-c", code, str(slot.workers)]
 
     def made(place: Path, *shared: Slot) -> list[str]:
-        assert parallel_runs.run_in_parallel(planned(place, 4), shared, command, quiet()) == []
+        assert several.run_in_parallel(planned(place, 4), shared, command, quiet()) == []
         return sorted((place / f"all-seed{seed}" / "pbfl.log").read_text().strip() for seed in range(4))
 
     seen = made(tmp_path / "cards", Slot(2, "0"), Slot(3, "1,2"))
@@ -231,7 +234,7 @@ def test_an_interrupted_run_ends_its_neighbours(tmp_path: Path) -> None:
 
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        parallel_runs.run_in_parallel(planned(tmp_path, 2), [Slot(1)] * 2, command, quiet())
+        several.run_in_parallel(planned(tmp_path, 2), [Slot(1)] * 2, command, quiet())
     assert time.monotonic() - begin < 30
 
 
@@ -250,12 +253,12 @@ subprocess.Popen([sys.executable, "-c", {helper!r}, sys.argv[1]]).wait()
 import sys
 from pathlib import Path
 from rich.console import Console
-from pbfl_flwr.experiments.comparing import parallel_runs
-from pbfl_flwr.experiments.comparing import sweep
+from pbfl_flwr.experiments.execute import several
+from pbfl_flwr.experiments.plan import sweep
 from pbfl_flwr.flower.engines.placement import Slot
 runs = sweep.plans(sweep.read(None, ["seed=0,1"]), Path("out").absolute())
 command = lambda run, slot: [sys.executable, "-c", {stays!r}, str(run.seed)]
-parallel_runs.run_in_parallel(runs, [Slot(1)] * 2, command, Console())
+several.run_in_parallel(runs, [Slot(1)] * 2, command, Console())
 """
     process = subprocess.Popen(
         [sys.executable, "-c", parent],
@@ -276,7 +279,7 @@ def test_a_run_that_cannot_begin_keeps_no_other_from_it(tmp_path: Path) -> None:
     runs = planned(tmp_path, 3)
     runs[0].directory.touch()
     made: list[int] = []
-    failed = parallel_runs.run_in_parallel(
+    failed = several.run_in_parallel(
         runs,
         [Slot(1)] * 2,
         lambda run, slot: [sys.executable, "-c", ""],
@@ -290,7 +293,7 @@ def test_a_run_that_cannot_begin_keeps_no_other_from_it(tmp_path: Path) -> None:
 def test_a_finished_run_with_other_keys_is_not_taken_for_this_one(tmp_path: Path) -> None:
     (run, _) = sweep.plans(sweep.read(None, ["seed=0,1", "num-server-rounds=1"]), tmp_path)
     write_run(run.directory, [entry(1, 0.5, 0.5)])  # two clients, d = 4
-    (failed,) = parallel_runs.run_in_parallel([run], [Slot(1)], lambda run, slot: ["false"], quiet())
+    (failed,) = several.run_in_parallel([run], [Slot(1)], lambda run, slot: ["false"], quiet())
     assert failed.startswith("all, seed 0: ")
     assert "all-seed0 was run with num-clients = 2, feature-dim = 4; allowed are" in failed
 
@@ -302,18 +305,18 @@ def test_the_table(tmp_path: Path) -> None:
     runs = sweep.plans(found, tmp_path)
     for run, last in zip(runs[:3], (0.25, 0.75, 0.5), strict=True):
         write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)], **run.requested.values)
-    rows = comparison_table.rows(runs)
-    sheet = sweep.table(found, rows, runs, "A sweep")
+    groups = compare.finished_groups(runs)
+    sheet = sweep.table(found, groups, runs, "A sweep")
     text = sheet.markdown()
     # 25 and 75: mean 50, sample deviation 50/1.4142
-    assert "| 1 | global | 50.00 ± 35.36 | 75.00 ± 0.00 |" in text
+    assert "| 1 | global | 2 | 2 | 50.00 ± 35.36 | 75.00 ± 0.00 |" in text
     assert "| std over clients | worst decile | head | global | payload up |" in text
     assert "| 12.50 ± 0.00 | 37.50 ± 35.36 | 50.00 ± 0.00 | 50.00 ± 35.36 |" in text
     assert "1 of 4 runs are not finished." in text
-    sweep.write(tmp_path, found, rows, sheet)
+    summary.write(tmp_path, sheet, groups, sweep.value_columns(found))
     lines = (tmp_path / "table.csv").read_text().splitlines()
-    assert lines[0].startswith("cps-dim,primary_predictor,scored,clients,seeds,rounds,last,")
-    assert lines[1].startswith("1,global,after,2,2,2,50.0000,75.0000,")
+    assert lines[0].startswith("cps-dim,predictor,scored,clients,seeds,rounds,last,last_sd,best,")
+    assert lines[1].startswith("1,global,after,2,2,2,50.0000,35.3553,75.0000,")
 
 
 def test_the_table_by_one_predictor(tmp_path: Path) -> None:
@@ -325,13 +328,13 @@ def test_the_table_by_one_predictor(tmp_path: Path) -> None:
     command = ["sweep", *options, "--engine", "processes", "--workers", 1, "--out", tmp_path]
     assert pbfl(*command, "--by", "head").exit_code == 0
     text = (tmp_path / "table.md").read_text()
-    assert text.startswith("**Sweep over cps-dim, by head**\n\n| cps-dim | by | last |")
-    assert "| 1 | head | 50.00 |" in text
-    assert "| 2 | head | 50.00 |" in text
+    assert text.startswith("**Sweep over cps-dim, by head**\n\n| cps-dim | by | seeds | rounds | last |")
+    assert "| 1 | head | 1 | 1 | 50.00 |" in text
+    assert "| 2 | head | 1 | 1 | 50.00 |" in text
     assert pbfl(*command).exit_code == 0
     text = (tmp_path / "table.md").read_text()
-    assert "| 1 | global | 75.00 |" in text
-    assert "| 2 | global | - |" in text
+    assert "| 1 | global | 1 | 1 | 75.00 |" in text
+    assert "| 2 | global | 0 | 1 | - |" in text
     assert "Never scored by global: cps-dim=2." in text
 
 
@@ -340,11 +343,11 @@ def test_the_table_says_when_rows_were_scored(tmp_path: Path) -> None:
     runs = sweep.plans(found, tmp_path)
     for run in runs:
         write_run(run.directory, [entry(1, 0.5, 0.75)], **run.requested.values)
-    assert "scored" not in sweep.table(found, comparison_table.rows(runs), runs, "").columns
+    assert "scored" not in sweep.table(found, compare.finished_groups(runs), runs, "").columns
     about = runs[1].directory / "run.json"
     about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
-    sheet = sweep.table(found, comparison_table.rows(runs), runs, "")
-    assert sheet.columns[:4] == ("cps-dim", "primary predictor", "scored", "last")
+    sheet = sweep.table(found, compare.finished_groups(runs), runs, "")
+    assert sheet.columns[:4] == ("cps-dim", "primary predictor", "scored", "seeds")
     assert [row[2] for row in sheet.rows] == ["after", "before"]
     assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
 
@@ -388,11 +391,11 @@ def test_the_table_has_new_clients_and_the_other_moment(tmp_path: Path) -> None:
         )
     line = json.dumps(entry(2, 0.5, 0.625, after=1))
     (runs[1].directory / "new-clients.jsonl").write_text(line + "\n")
-    sheet = sweep.table(found, comparison_table.rows(runs), runs, "A sweep")
+    sheet = sweep.table(found, compare.finished_groups(runs), runs, "A sweep")
     columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
     assert [row["new clients"] for row in columns] == ["-", "62.50"]
     assert [row["at the other moment"] for row in columns] == ["12.50", "12.50"]
-    sweep.write(tmp_path, found, comparison_table.rows(runs), sheet)
+    summary.write(tmp_path, sheet, compare.finished_groups(runs), sweep.value_columns(found))
     with (tmp_path / "table.csv").open() as lines:
         old, new = csv.DictReader(lines)
     assert (old["new_clients"], new["new_clients"], new["new_clients_sd"]) == ("", "62.5000", "")
@@ -414,7 +417,7 @@ def test_the_table_has_the_validation_chosen_round(tmp_path: Path) -> None:
         first = entry(1, 0.5, 0.75, validation={"global": {"weighted": 0.375}})
         second = entry(2, 0.5, 0.625, validation={"global": {"weighted": held_out}})
         write_run(run.directory, [first, second], **{**run.requested.values, "feature-dim": 512})
-    sheet = sweep.table(found, comparison_table.rows(runs), runs, "A sweep")
+    sheet = sweep.table(found, compare.finished_groups(runs), runs, "A sweep")
     columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
     assert [row["validation-chosen"] for row in columns] == ["62.50", "75.00"]
 
@@ -427,13 +430,13 @@ def test_the_table_gives_every_class_the_same_weight_with_per_class(tmp_path: Pa
     write_run(without.directory, [line], **{**without.requested.values, "feature-dim": 512})
     line["accuracy"]["global"] |= {"balanced": 0.25, "macro_f1": 0.125}
     write_run(counted.directory, [line], **{**counted.requested.values, "feature-dim": 512})
-    sheet = sweep.table(found, comparison_table.rows([without, counted]), [without, counted], "")
+    sheet = sweep.table(found, compare.finished_groups([without, counted]), [without, counted], "")
     columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
     assert [(row["balanced accuracy"], row["macro-F1"]) for row in columns] == [
         ("-", "-"),
         ("25.00", "12.50"),
     ]
-    sheet = sweep.table(found, comparison_table.rows([without]), [without], "")
+    sheet = sweep.table(found, compare.finished_groups([without]), [without], "")
     assert not {"balanced accuracy", "macro-F1"} & {*sheet.columns}
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pbfl_flwr.experiments.tables import Sheet, csv_mean_sd, mean_cell, tex
+from pbfl_flwr.experiments.summary import mean_and_deviation
+from pbfl_flwr.experiments.tables import Sheet, mean_cell, tex
 
 SHEET = Sheet("A & B", ("run", "last, %"), (("my_run|1", "50.0 ± 1.0"), ("b\nc", "-")), ("± over 2 seeds",))
 
@@ -65,7 +66,7 @@ def test_figures() -> None:
     assert mean_cell([]) == "-"
     assert mean_cell([50.0]) == "50.00"
     assert mean_cell([25.0, 75.0]) == "50.00 ± 35.36"  # 50/√2
-    assert [csv_mean_sd(values) for values in ([], [50.0], [25.0, 75.0])] == [
+    assert [mean_and_deviation(values) for values in ([], [50.0], [25.0, 75.0])] == [
         ("", ""),
         ("50.0000", ""),
         ("50.0000", "35.3553"),

@@ -12,98 +12,82 @@ import pytest
 from filelock import FileLock
 from rich.console import Console
 
-from pbfl_flwr.experiments.running import watch
+from pbfl_flwr.experiments import status
+from pbfl_flwr.experiments.execute.progress import follow, show_status
 from pbfl_flwr.runs import locks as holders
 from pbfl_flwr.runs.directory import ERROR, SERVER_LOCK, WAITING, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK, claim, lock_of
-from tests.small_runs import entry, over, pbfl, records, rounds_of, write_run
+from tests.small_runs import entry, pbfl, records, rounds_of, write_run
 
 
-def shown(view: watch.View) -> str:
+def shown(view: status.RunStatus) -> str:
     # wide: where a path of any length would be broken is no matter of these tests
     console = Console(width=400, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(watch.frame(view))
+    show_status(view, console)
     console.file.close()
     return console.export_text()
 
 
 def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
-    view = watch.snapshot(tmp_path / "later", time.time())
+    view = status.snapshot(tmp_path / "later", time.time())
     assert view.state == "waiting"
     assert "does not exist yet" in shown(view)
     (tmp_path / "later").mkdir()
-    assert "has no run.json yet" in shown(watch.snapshot(tmp_path / "later", time.time()))
+    assert "has no run.json yet" in shown(status.snapshot(tmp_path / "later", time.time()))
 
 
 def test_a_run_in_the_middle(tmp_path: Path) -> None:
-    failure = {"client": 1, "reason": "boom"}
-    lines = [entry(1, 0.5, None), entry(2, 0.25, 0.75, failures=[failure], warnings=["classes held back"])]
-    run = write_run(tmp_path / "run", lines, **{"num-server-rounds": 5})
-    view = watch.snapshot(run, time.time())
+    run = write_run(tmp_path / "run", [entry(1, 0.5, None), entry(2, 0.25, 0.75)], **{"num-server-rounds": 5})
+    view = status.snapshot(run, time.time())
     assert view.state == "running"
     text = shown(view)
     assert "2 of 5 rounds, 0:02 per round, 0:06 left" in text  # two seconds a round, three to go
-    assert "global (primary)" in text
-    assert "75.00" in text
-    assert (
-        "bytes of all clients: up 400 B in the last round, 800 B so far, down 800 B in the last round, 1.6 kB so far"
-        in text
-    )
-    assert "warning: classes held back" in text
-    assert "client 1 failed in round 2: boom" in text
     assert "no output for" not in text
-    assert "not cover all participating clients" not in text
-    few = write_run(tmp_path / "few", [over(1, entry(1, 0.5, 0.75))])
-    said = "Accuracies that do not cover all participating clients: global over 1 of 2."
-    assert said in shown(watch.snapshot(few, time.time()))
 
 
-def test_the_pace_is_that_of_the_last_rounds_and_a_note_is_said_once(tmp_path: Path) -> None:
+def test_the_pace_is_the_median_of_the_last_five_rounds(tmp_path: Path) -> None:
     slow, quick = {"total": 60.0}, {"total": 10.0}
-    lines = [entry(n, 0.5, 0.5, seconds=slow if n < 7 else quick, warnings=["slow"]) for n in range(1, 10)]
+    lines = [entry(n, 0.5, 0.5, seconds=slow if n < 7 else quick) for n in range(1, 10)]
     run = write_run(tmp_path / "run", lines, **{"num-server-rounds": 12})
-    text = shown(watch.snapshot(run, time.time()))
-    assert "9 of 12 rounds, 0:10 per round, 0:30 left" in text  # the median of 60, 60, 10, 10, 10
-    assert text.count("warning: slow") == 1
-    (head,) = [line.split() for line in text.splitlines() if "predictor" in line]
-    assert head == ["predictor", "round", "last", "std", "worst", "10%", "best", "in", "round"]
+    assert "9 of 12 rounds, 0:10 per round, 0:30 left" in shown(status.snapshot(run, time.time()))
 
 
 def test_new_clients_are_shown_as_far_as_they_have_come(tmp_path: Path) -> None:
     keys = {"new-clients": 1, "new-client-rounds": 2}
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **keys)
-    failure = {"client": 1, "reason": "boom"}
-    (run / "new-clients.jsonl").write_text(json.dumps(entry(2, 0.5, 0.5, after=1, failures=[failure])) + "\n")
-    view = watch.snapshot(run, time.time())
+    (run / "new-clients.jsonl").write_text(json.dumps(entry(2, 0.5, 0.5, after=1)) + "\n")
+    view = status.snapshot(run, time.time())
     assert view.state == "running"
-    text = shown(view)
-    assert "new clients: 1 of 2 own rounds" in text
-    assert "new client 1 failed in round 1 of its own: boom" in text
+    assert "new clients: 1 of 2 own rounds" in shown(view)
 
 
 def test_whom_the_server_waits_for_is_shown(tmp_path: Path) -> None:
     RunDirectory(tmp_path).set_waiting("waiting for nodes: 2 of 3 have joined, 61 s so far")
     assert "waiting for nodes: 2 of 3 have joined, 61 s so far" in shown(
-        watch.snapshot(tmp_path, time.time())
+        status.snapshot(tmp_path, time.time())
     )
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
     (run / WAITING).write_text("round 2: 1 of 2 have answered; waiting for client 1\x1b[2J, 60 s so far")
-    assert "waiting for client 1, 60 s so far" in shown(watch.snapshot(run, time.time()))
-    assert watch.snapshot(run, (run / WAITING).stat().st_mtime + 1).quiet == pytest.approx(1.0)  # it is alive
+    assert "waiting for client 1, 60 s so far" in shown(status.snapshot(run, time.time()))
+    assert status.snapshot(run, (run / WAITING).stat().st_mtime + 1).quiet == pytest.approx(
+        1.0
+    )  # it is alive
     RunDirectory(run).set_waiting("")
-    assert "waiting" not in shown(watch.snapshot(run, time.time()))
+    assert "waiting" not in shown(status.snapshot(run, time.time()))
 
 
 def test_silence_is_remarked_when_it_is_long(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 5})
     written = (run / "rounds.jsonl").stat().st_mtime
-    assert watch.snapshot(run, written + watch.QUIET_SECONDS).state == "running"
-    view = watch.snapshot(run, written + 200.0)
+    assert status.snapshot(run, written + status.QUIET_SECONDS).state == "running"
+    view = status.snapshot(run, written + 200.0)
     assert view.state == "silent"
     assert "no output for 3:20, a round takes 0:02: it may have been stopped or killed" in shown(view)
     assert f"pbfl run --resume {run}" in shown(view)
     slow = rounds_of(entry(1, 0.5, 0.5, seconds={"total": 100.0}))
-    assert watch.View(run, view.about, slow, "", 200.0).state == "running"  # five rounds' time is 500 s
+    assert (
+        status.RunStatus(run, view.about, slow, "", 0.0, 200.0).state == "running"
+    )  # five rounds' time is 500 s
 
 
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="known on Linux alone")
@@ -113,13 +97,13 @@ on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="know
 @pytest.mark.parametrize("name", [RUN_LOCK, SERVER_LOCK])
 def test_a_run_without_a_first_line_is_over_when_nobody_holds_its_lock(tmp_path: Path, name: str) -> None:
     with FileLock(tmp_path / name):
-        assert watch.snapshot(tmp_path, time.time()).state == "waiting"
+        assert status.snapshot(tmp_path, time.time()).state == "waiting"
     (tmp_path / name).touch()
-    view = watch.snapshot(tmp_path, time.time())
+    view = status.snapshot(tmp_path, time.time())
     assert view.state == "stopped"
     assert "the run was stopped or killed before it began; start it again" in shown(view)
     with lock_of(tmp_path):  # it is started again
-        assert watch.snapshot(tmp_path, time.time()).state == "waiting"
+        assert status.snapshot(tmp_path, time.time()).state == "waiting"
 
 
 @on_linux
@@ -127,14 +111,14 @@ def test_a_run_is_over_when_nobody_holds_a_lock_of_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 5})
     for name in (RUN_LOCK, SERVER_LOCK):
         (run / name).touch()
-        assert watch.snapshot(run, time.time()).state == "stopped"
+        assert status.snapshot(run, time.time()).state == "stopped"
     for name in (
         RUN_LOCK,
         SERVER_LOCK,
     ):  # of the command alone while it starts or ends, of the server without pbfl
         with FileLock(run / name):
-            assert watch.snapshot(run, time.time()).state == "running"
-    view = watch.snapshot(run, time.time())
+            assert status.snapshot(run, time.time()).state == "running"
+    view = status.snapshot(run, time.time())
     text = shown(view)
     assert "1 of 5 rounds, 0:02 per round" in text
     assert "left" not in text
@@ -143,7 +127,7 @@ def test_a_run_is_over_when_nobody_holds_a_lock_of_it(tmp_path: Path) -> None:
     assert result.exit_code == 1
     done = write_run(tmp_path / "done", [entry(1, 0.5, 0.5)])
     (done / RUN_LOCK).touch()
-    assert watch.snapshot(done, time.time()).state == "finished"
+    assert status.snapshot(done, time.time()).state == "finished"
 
 
 @on_linux
@@ -157,7 +141,7 @@ def test_of_a_run_that_has_ended_nobody_looks_who_holds_its_locks(
         (run / RUN_LOCK).touch()
         if error:
             (run / ERROR).write_text(error)
-        assert watch.snapshot(run, time.time()).state == state
+        assert status.snapshot(run, time.time()).state == state
 
 
 def test_elsewhere_a_lock_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +152,7 @@ def test_elsewhere_a_lock_says_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     above = "24 1 8:1 / / rw - ext4 /dev/sda rw"
     for line in (f"25 24 0:40 / {tmp_path} rw - nfs4 server:/ rw", "", "24 1 0:1 / / rw - 9p x rw"):
         mounts.write_text(f"{above}\n{line}" if "nfs4" in line else line)
-        assert watch.snapshot(tmp_path, time.time()).state == "waiting"
+        assert status.snapshot(tmp_path, time.time()).state == "waiting"
 
 
 @on_linux
@@ -190,7 +174,7 @@ def test_a_stopped_run_has_a_minute_to_be_gone_on_with(tmp_path: Path) -> None:
     (run / RUN_LOCK).touch()
     seconds = iter(range(0, 1000, 25))
     with open(os.devnull, "w") as nowhere:
-        assert watch.follow(run, Console(file=nowhere), 0.01, lambda: float(next(seconds))) == "stopped"
+        assert follow(run, Console(file=nowhere), 0.01, lambda: float(next(seconds))) == "stopped"
     assert next(seconds) == 100
 
     def somebody_else() -> None:
@@ -202,47 +186,44 @@ def test_a_stopped_run_has_a_minute_to_be_gone_on_with(tmp_path: Path) -> None:
     other = threading.Thread(target=somebody_else)
     other.start()
     with open(os.devnull, "w") as nowhere:
-        assert watch.follow(run, Console(file=nowhere), 0.05) == "finished"
+        assert follow(run, Console(file=nowhere), 0.05) == "finished"
     other.join()
 
 
 def test_the_two_ends(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **{"num-server-rounds": 2})
-    assert watch.snapshot(run, time.time()).state == "finished"
-    assert "2 of 2 rounds, finished" in shown(watch.snapshot(run, time.time()))
+    assert status.snapshot(run, time.time()).state == "finished"
+    assert "2 of 2 rounds, finished" in shown(status.snapshot(run, time.time()))
     (run / ERROR).write_text("round 3: 0 valid replies\n")
     assert (
-        watch.snapshot(run, time.time()).state == "finished"
+        status.snapshot(run, time.time()).state == "finished"
     )  # all rounds are there: a resumed run did not come further
     about = json.loads((run / "run.json").read_text())
     about["configuration"]["num-server-rounds"] = 3
     (run / "run.json").write_text(json.dumps(about))
-    view = watch.snapshot(run, time.time())
+    view = status.snapshot(run, time.time())
     assert view.state == "failed"
     assert "ended with: round 3: 0 valid replies" in shown(view)
 
 
-def test_it_follows_until_the_run_ends(tmp_path: Path) -> None:
+def test_it_prints_every_round_until_the_run_ends(tmp_path: Path) -> None:
     def somebody_else() -> None:
         time.sleep(0.2)
-        made = write_run(tmp_path / "made", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
+        made = write_run(tmp_path / "made", [entry(1, 0.5, 0.25)], **{"num-server-rounds": 2})
         run = RunDirectory(made.rename(tmp_path / "run"))  # a real run's files are there whole or not at all
         time.sleep(0.2)
         run.add_round(*records(2))
 
     other = threading.Thread(target=somebody_else)
     other.start()
-    with open(os.devnull, "w") as nowhere:
-        assert watch.follow(tmp_path / "run", Console(file=nowhere), 0.05) == "finished"
+    console = Console(file=io.StringIO(), width=200)
+    assert follow(tmp_path / "run", console, 0.05) == "finished"
     other.join()
-
-
-def test_the_figures_stay_whole_on_a_narrow_terminal(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.25)])
-    file = io.StringIO()
-    console = Console(width=60, file=file)
-    console.print(watch.frame(watch.snapshot(run, time.time())))
-    assert "…" not in file.getvalue()
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert "does not exist yet" in lines[0]
+    assert [line.split("  ")[0] for line in lines[2:4]] == ["round 1/2", "round 2/2"]
+    assert lines[-1] == "2 of 2 rounds, finished"
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

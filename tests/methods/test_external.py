@@ -11,7 +11,7 @@ import torch
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.running.configuration import RequestedKeys, check
+from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
 from pbfl_flwr.flower.messages.report import OWN, Report
 from pbfl_flwr.method import Round, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method

@@ -9,8 +9,9 @@ import pytest
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import status
+from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.results import scores
-from pbfl_flwr.experiments.running import configuration, watch
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.early_stopping import (
@@ -103,8 +104,8 @@ def test_run_ends_early_and_is_finished(early: Federation) -> None:
     about = directory.record()
     assert about.ended_after == about.last_round == 3
     assert directory.result()
-    assert watch.snapshot(directory.path, 0.0).state == "finished"
-    assert watch.snapshot(directory.path, 0.0).wanted == 3
+    assert status.snapshot(directory.path, 0.0).state == "finished"
+    assert status.snapshot(directory.path, 0.0).wanted == 3
     shown = pbfl("show", directory.path)
     assert shown.exit_code == 0
     assert "resume with" not in shown.stdout
@@ -135,7 +136,7 @@ def test_new_clients_come_after_an_early_end(tmp_path: Path) -> None:
     assert len(run.strategy.history) == 3
     assert [entry.after for entry in run.strategy.new_client_rounds] == [3, 3]
     assert run.directory.result()
-    assert watch.snapshot(run.directory.path, 0.0).state == "finished"
+    assert status.snapshot(run.directory.path, 0.0).state == "finished"
 
 
 def test_all_rounds_are_made_without_patience(tmp_path: Path) -> None:
@@ -173,8 +174,27 @@ def test_resumed_run_stays_ended(tmp_path: Path, early: Federation, recorded: bo
     assert again.directory.result() == early.directory.result()
 
 
+<<<<<<< HEAD:tests/runs/test_early_stopping.py
 def test_run_is_complete_with_the_same_patience(early: Federation) -> None:
     path = early.directory.path
+=======
+def test_one_that_was_killed_before_it_wrote_that_down_ends_there_too(tmp_path: Path) -> None:
+    first = ended(tmp_path)
+    result = first.directory.result()
+    about = first.directory.record().to_json()
+    del about["ended_after"]
+    (first.directory.path / "run.json").write_text(json.dumps(about))
+    first.directory.remove_result()
+    assert status.snapshot(first.directory.path, 0.0).state != "finished"
+    again = ended(tmp_path, resume=True)
+    assert len(again.strategy.history) == 3
+    assert again.directory.record().ended_after == 3
+    assert again.directory.result() == result
+
+
+def test_what_is_complete(tmp_path: Path) -> None:
+    path = ended(tmp_path).directory.path
+>>>>>>> 072be78 (Build all tables of results from one list of columns; follow runs in one way):tests/flower/test_early_stopping.py
 
     def complete(**keys: Any) -> bool:
         changed = {**RunDirectory(path).record().configuration, **keys}

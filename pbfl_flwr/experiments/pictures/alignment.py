@@ -106,11 +106,11 @@ def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     for number, group in enumerate(groups):
         entries = [
             (
-                record.round,
-                {name: value for name, value in record.server_metrics.items() if value is not None},
+                run.round,
+                {name: value for name, value in run.server_metrics.items() if value is not None},
             )
-            for record in group.first.rounds
-            if record.server_metrics.get(ITERATIONS) is not None
+            for run in group.first.rounds
+            if run.server_metrics.get(ITERATIONS) is not None
         ]
         if not entries:
             yield NotAvailable(f"{group.label}: {group.first.config['method']} does not align its prototypes")

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pbfl_flwr.experiments.artefacts import NotAvailable
-from pbfl_flwr.experiments.per_class import Scored
 from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
     Picture,
@@ -20,23 +19,27 @@ from pbfl_flwr.experiments.pictures.style import (
     legend_below,
     titled_picture,
 )
-from pbfl_flwr.experiments.results import Group, Record
+from pbfl_flwr.experiments.results import FinishedRun, Group
+from pbfl_flwr.experiments.run_tables import last_by_class, predictor_by_class
 
 
 def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield the class accuracies of every predictor in the last round, above the number of test samples per class."""
     for number, group in enumerate(groups):
-        record = group.first
-        run = Scored(group.label, record.about, record.rounds, record.by)
-        if not run.last:
+        run = group.first
+        if not (by_predictor := last_by_class(run)):
             yield from _not_scored(group)
             continue
-        tested = np.array(run.last[run.predictor][1].tested)
+        predictor = predictor_by_class(run)
+        shown = by_predictor[predictor][1]
+        tested = np.array(shown.tested)
         figure, (axes, below) = canvas(height=3.9, rows=2)
         places, spans = np.arange(len(tested)), []
-        for place, (name, (_, accuracy)) in enumerate(run.last.items()):
+        for place, (name, (_, accuracy)) in enumerate(by_predictor.items()):
             each = 100 * np.array(accuracy.by_class, dtype=float)  # NaN for classes without test samples
-            offset = 0.6 * ((place + 0.5) / len(run.last) - 0.5)  # so that equal accuracies do not overlap
+            offset = 0.6 * (
+                (place + 0.5) / len(by_predictor) - 0.5
+            )  # so that equal accuracies do not overlap
             axes.plot(places + offset, each, label=name, **{**curve_style(place), "linestyle": "none"})
             spans.append(f"{name} {np.nanmin(each):.0f} to {np.nanmax(each):.0f} %")
         below.bar(places, tested, color=COLOURS[-1], width=0.7)
@@ -44,15 +47,14 @@ def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailabl
             curve_axes(part, "class", what)
             part.grid(visible=False, axis="x")
             part.set_xlim(-0.6, len(tested) - 0.4)
-            class_axis(part, record.label_names)
+            class_axis(part, run.label_names)
         axes.set_ylim(-6, 106)
         legend_below(figure, axes)
-        shown = run.last[run.predictor][1]
         yield titled_picture(
             f"accuracy-by-class-{number}",
             f"Accuracy by class: {group.label}",
             "Accuracy of each class in the last round over the pooled test samples of all clients, for every "
-            f"predictor; below, the number of these samples. Predictor '{run.predictor}': accuracy "
+            f"predictor; below, the number of these samples. Predictor '{predictor}': accuracy "
             f"{100 * shown.weighted:.1f} %, balanced accuracy {100 * (shown.balanced or 0.0):.1f} %. First seed.",
             f"Accuracies of {len(tested)} classes, lowest to highest: {'; '.join(spans)}. A class has "
             f"{tested.min()} to {tested.max()} test samples.",
@@ -63,8 +65,8 @@ def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailabl
 def clients_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield a heatmap of the shown predictor's accuracy by class and client, from the last round it was scored in."""
     for number, group in enumerate(groups):
-        record = group.first
-        by_client = _by_client(record)
+        run = group.first
+        by_client = _by_client(run)
         if by_client is None:
             yield from _not_scored(group)
             continue
@@ -76,7 +78,7 @@ def clients_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable
             xlabel="client",
             ylabel="class",
             unit="accuracy (%)",
-            rows=record.label_names,
+            rows=run.label_names,
             columns=[str(client) for client in clients],
             limits=(0, 100),
         )
@@ -84,7 +86,7 @@ def clients_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable
         yield titled_picture(
             f"clients-by-class-{number}",
             f"Accuracy by class and client: {group.label}",
-            f"Accuracy of '{record.predictor}' in the last round on each client's test samples of each class; blank: "
+            f"Accuracy of '{run.predictor}' in the last round on each client's test samples of each class; blank: "
             "no test samples. First seed.",
             f"Heatmap of {matrix.shape[1]} classes by {matrix.shape[0]} clients; {len(known)} cells have test samples, "
             f"mean accuracy {known.mean():.0f} %.",
@@ -92,26 +94,26 @@ def clients_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable
         )
 
 
-def _by_client(record: Record) -> tuple[list[int], NDArray[np.float64]] | None:
+def _by_client(run: FinishedRun) -> tuple[list[int], NDArray[np.float64]] | None:
     """Return (clients, accuracies (M, K)) of the shown predictor, from the last round in which it was scored.
 
     NaN where a client has no test samples of a class. Malicious clients are excluded.
     """
-    for columns in record.latest_clients():
+    for columns in run.latest_clients():
         pairs = zip(columns.client, columns.by_class, strict=False)
         named = {
             client: counts
             for client, counts in pairs
-            if record.predictor in counts.get("right", {})
+            if run.predictor in counts.get("right", {})
             and sum(counts["tested"])
-            and client not in record.about.malicious
+            and client not in run.about.malicious
         }
         if named:
             clients = sorted(named)
-            matrix = np.full((len(clients), len(record.label_names)), np.nan)
+            matrix = np.full((len(clients), len(run.label_names)), np.nan)
             for row, client in enumerate(clients):
                 counts = named[client]
-                tested, right = np.array(counts["tested"]), np.array(counts["right"][record.predictor])
+                tested, right = np.array(counts["tested"]), np.array(counts["right"][run.predictor])
                 some = tested > 0
                 matrix[row, np.array(counts["classes"])[some]] = right[some] / tested[some]
             return clients, matrix

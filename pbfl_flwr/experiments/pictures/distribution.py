@@ -17,15 +17,15 @@ def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotAvailab
     """Yield a heatmap of samples, class x client, for every different partition."""
     seen: list[Group] = []
     for number, group in enumerate(groups):
-        record = group.first
-        if record.counts is None:
+        run = group.first
+        if run.counts is None:
             yield NotAvailable(f"{group.label}: clients bring their own data, whose labels are not counted")
             continue
         if any(_alike(group, other) for other in seen):
             continue
         seen.append(group)
         sharing = [other.label for other in groups if _alike(group, other)]
-        counts = record.counts.astype(float)  # (M, K)
+        counts = run.counts.astype(float)  # (M, K)
         figure, (axes,) = canvas()
         heatmap(
             axes,
@@ -33,9 +33,9 @@ def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotAvailab
             xlabel="client",
             ylabel="class",
             unit="samples",
-            rows=record.label_names,
+            rows=run.label_names,
         )
-        config = record.config
+        config = run.config
         held = (counts > 0).sum(axis=1)
         yield titled_picture(
             f"label-distribution-{number}",

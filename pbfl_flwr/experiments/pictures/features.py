@@ -31,7 +31,7 @@ from pbfl_flwr.experiments.pictures.style import (
     shortened,
     titled_picture,
 )
-from pbfl_flwr.experiments.results import Group, Record, same_data
+from pbfl_flwr.experiments.results import FinishedRun, Group, same_data
 
 MOST_POINTS = 500  # per picture
 SHOWN_CLIENTS = 2
@@ -39,32 +39,32 @@ SHOWN_CLIENTS = 2
 
 def data_points(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield the test samples of all clients, for two-dimensional inputs."""
-    seen: list[Record] = []
+    seen: list[FinishedRun] = []
     for number, group in enumerate(groups):
-        record = group.first
-        shape = task_of(record).input_shape
+        run = group.first
+        shape = task_of(run).input_shape
         if shape != (2,):
             yield NotAvailable(
                 f"{group.label}: inputs of shape {'x'.join(map(str, shape))}; drawn only for shape 2"
             )
             continue
-        if any(same_data(record, other) for other in seen):
+        if any(same_data(run, other) for other in seen):
             continue
         try:
-            shards = [data_of(record, client.client).test for client in record.about.clients]
+            shards = [data_of(run, client.client).test for client in run.about.clients]
         except NotAvailable as error:
             yield NotAvailable(f"{group.label}: {error}")
             continue
-        seen.append(record)
+        seen.append(run)
         inputs, labels = torch.cat([s.inputs for s in shards]), torch.cat([s.labels for s in shards])
         figure, (axes,) = canvas(3.6)
-        _points(axes, inputs, labels, record.label_names)
-        _plane(figure, axes, "x", "y", record.label_names)
+        _points(axes, inputs, labels, run.label_names)
+        _plane(figure, axes, "x", "y", run.label_names)
         yield titled_picture(
             f"data-points-{number}",
-            f"Test samples: {record.config['dataset']}",
+            f"Test samples: {run.config['dataset']}",
             f"Up to {MOST_POINTS} of {len(labels)} test samples of all clients, by class.",
-            f"Scatter plot of {len(record.label_names)} classes in the plane.",
+            f"Scatter plot of {len(run.label_names)} classes in the plane.",
             figure,
         )
 
@@ -72,34 +72,34 @@ def data_points(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
 def feature_planes(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield every run's global and local prototypes, and the features of test samples of its two largest clients."""
     for number, group in enumerate(groups):
-        record = group.first
-        if (width := task_of(record).feature_dim) != 2:
+        run = group.first
+        if (width := task_of(run).feature_dim) != 2:
             yield NotAvailable(
                 f"{group.label}: features have {width} dimensions; drawn only for feature-dim = 2"
             )
             continue
         try:
-            yield _prototype_plane(record, group.label, number)
-            yield from _client_planes(record, group.label, number)
+            yield _prototype_plane(run, group.label, number)
+            yield from _client_planes(run, group.label, number)
         except NotAvailable as error:
             yield NotAvailable(f"{group.label}: {error}")
 
 
-def _prototype_plane(record: Record, label: str, number: int) -> Picture:
-    found = global_prototypes(record)
-    scale = target_scale(record)
+def _prototype_plane(run: FinishedRun, label: str, number: int) -> Picture:
+    found = global_prototypes(run)
+    scale = target_scale(run)
     figure, (axes,) = canvas(3.6)
     for k in found.present.nonzero().flatten().tolist():
         x, y = (scale * found.values[k]).tolist()
         axes.plot([0, x], [0, y], color=_colour(k), linestyle="--", linewidth=1.4)
-    means = [saved_class_means(state) for _, state in client_states(record)]
+    means = [saved_class_means(state) for _, state in client_states(run)]
     points = torch.cat([values[held] for values, held in means])
     labels = torch.cat([held.nonzero().flatten() for _, held in means])
     near = max(_reach([points]), 1.2 * float((scale * found.values).norm(dim=1).max()))
     inside = points.norm(dim=1) <= near
-    _points(axes, points[inside], labels[inside], record.label_names, size=16)
+    _points(axes, points[inside], labels[inside], run.label_names, size=16)
     title = f"Prototypes in the plane of features: {label}"
-    _plane(figure, axes, "feature 1", "feature 2", record.label_names)
+    _plane(figure, axes, "feature 1", "feature 2", run.label_names)
     outside = f" {int((~inside).sum())} outliers are not shown." if not bool(inside.all()) else ""
     times = f", scaled by {scale:g} (upscaling)" if scale != 1 else ""
     return titled_picture(
@@ -111,13 +111,13 @@ def _prototype_plane(record: Record, label: str, number: int) -> Picture:
     )
 
 
-def _client_planes(record: Record, label: str, number: int) -> Iterator[Picture]:
-    sizes = {client.client: client.num_test for client in record.about.clients}
+def _client_planes(run: FinishedRun, label: str, number: int) -> Iterator[Picture]:
+    sizes = {client.client: client.num_test for client in run.about.clients}
     chosen = sorted(sizes, key=lambda client: (-sizes[client], client))[:SHOWN_CLIENTS]
-    for client, state in client_states(record):
+    for client, state in client_states(run):
         if client not in chosen:
             continue
-        model, data = network(record, client, state), data_of(record, client)
+        model, data = network(run, client, state), data_of(run, client)
         kept = _some(len(data.test))
         with torch.no_grad():
             features = model.features(data.prepare(data.test.inputs[kept]))
@@ -125,9 +125,9 @@ def _client_planes(record: Record, label: str, number: int) -> Iterator[Picture]
         figure, (axes,) = canvas(3.6)
         for k in held.nonzero().flatten().tolist():
             axes.plot([0, float(values[k, 0])], [0, float(values[k, 1])], color=_colour(k), linewidth=1.4)
-        _points(axes, features, data.test.labels[kept], record.label_names)
+        _points(axes, features, data.test.labels[kept], run.label_names)
         title = f"Features of client {client}: {label}"
-        _plane(figure, axes, "feature 1", "feature 2", record.label_names)
+        _plane(figure, axes, "feature 1", "feature 2", run.label_names)
         yield titled_picture(
             f"features-{number}-{client}",
             title,

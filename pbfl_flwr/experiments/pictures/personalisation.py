@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pbfl_flwr.experiments.artefacts import NotAvailable, client_states
 from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, heatmap, titled_picture
-from pbfl_flwr.experiments.results import Group, Record
+from pbfl_flwr.experiments.results import FinishedRun, Group
 from pbfl_flwr.models.contract import HEAD_PREFIX
 from pbfl_flwr.util.user_code import is_external
 
@@ -29,23 +29,23 @@ def head_norms(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield the label counts, and for every run the norms of the classifier's rows and their distance to the counts."""
     shown: list[NDArray[np.float64]] = []
     for number, group in enumerate(groups):
-        record = group.first
-        if record.counts is None:
+        run = group.first
+        if run.counts is None:
             yield NotAvailable(f"{group.label}: clients bring their own data, whose labels are not counted")
             continue
         try:
-            norms, clients = _head_rows(record)
+            norms, clients = _head_rows(run)
         except NotAvailable as error:
             yield NotAvailable(f"{group.label}: {error}")
             continue
-        counts = record.counts[clients].astype(float)
+        counts = run.counts[clients].astype(float)
         if not any(np.array_equal(counts, other) for other in shown):
             shown.append(counts)
             yield _matrix(
                 f"label-counts-{number}",
                 "Label counts, normalised",
                 normalised_columns(counts),
-                record,
+                run,
                 clients,
                 "Number of samples, each class min-max normalised over clients; the reference for the next pictures.",
             )
@@ -55,7 +55,7 @@ def head_norms(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
             f"head-norms-{number}",
             f"Norms of the classifier's rows: {group.label}",
             matrix,
-            record,
+            run,
             clients,
             "L2 norm of each class's row of classifier weights, min-max normalised over clients. Frobenius distance to "
             f"the label counts: {distance:.2f} (lower: the classifier reflects the client's label distribution more).",
@@ -105,7 +105,7 @@ def layer_distances(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]
 
 
 def _matrix(
-    name: str, title: str, matrix: NDArray[np.float64], record: Record, clients: Sequence[int], caption: str
+    name: str, title: str, matrix: NDArray[np.float64], run: FinishedRun, clients: Sequence[int], caption: str
 ) -> Picture:
     figure, (axes,) = canvas()
     heatmap(
@@ -114,7 +114,7 @@ def _matrix(
         xlabel="client",
         ylabel="class",
         unit="normalised",
-        rows=record.label_names,
+        rows=run.label_names,
         columns=[str(client) for client in clients],
         limits=(0.0, 1.0),
     )
@@ -122,7 +122,7 @@ def _matrix(
     return titled_picture(name, title, caption, alt, figure)
 
 
-def _head_rows(record: Record) -> tuple[NDArray[np.float64], list[int]]:
+def _head_rows(run: FinishedRun) -> tuple[NDArray[np.float64], list[int]]:
     """Return the row norms of the last layer (M, K) and the clients' ids (M,).
 
     Raises:
@@ -130,10 +130,10 @@ def _head_rows(record: Record) -> tuple[NDArray[np.float64], list[int]]:
             external model with several matrices in its head.
     """
     rows, clients = [], []
-    for client, state in client_states(record):
+    for client, state in client_states(run):
         heads = [tensor for name, tensor in _matrices(state.model).items() if name.startswith(HEAD_PREFIX)]
-        known = len(heads) == 1 or (heads and not is_external(_architecture(record, client)))
-        if not known or heads[-1].dim() != 2 or len(heads[-1]) != len(record.label_names):
+        known = len(heads) == 1 or (heads and not is_external(_architecture(run, client)))
+        if not known or heads[-1].dim() != 2 or len(heads[-1]) != len(run.label_names):
             raise NotAvailable("a client's classifier is not one matrix with a row per class")
         rows.append(torch.linalg.vector_norm(heads[-1], dim=1).numpy())
         clients.append(client)
@@ -148,20 +148,20 @@ class _Sum:
     clients: int
 
 
-def _distances(record: Record) -> dict[int, list[float]]:
+def _distances(run: FinishedRun) -> dict[int, list[float]]:
     """Return client -> relative distance of each weight matrix to its mean; in two passes, one network in memory."""
     sums: dict[str, _Sum] = {}
-    for client, state in client_states(record):
+    for client, state in client_states(run):
         weights = _matrices(state.model)
         total = sums.setdefault(
-            _architecture(record, client), _Sum({name: torch.zeros_like(w) for name, w in weights.items()}, 0)
+            _architecture(run, client), _Sum({name: torch.zeros_like(w) for name, w in weights.items()}, 0)
         )
         total.clients += 1
         for name, weight in weights.items():
             total.tensors[name] += weight
     found = {}
-    for client, state in client_states(record):
-        total = sums[_architecture(record, client)]
+    for client, state in client_states(run):
+        total = sums[_architecture(run, client)]
         if total.clients > 1:
             means = {name: tensor / total.clients for name, tensor in total.tensors.items()}
             found[client] = [
@@ -187,5 +187,5 @@ def _place(part: str) -> tuple[int, str]:
     return (int(part), "") if part.isdigit() else (-1, part)
 
 
-def _architecture(record: Record, client: int) -> str:
-    return next(known.architecture for known in record.about.clients if known.client == client)
+def _architecture(run: FinishedRun, client: int) -> str:
+    return next(known.architecture for known in run.about.clients if known.client == client)

@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.pictures.style import (
     marker_interval,
     titled_picture,
 )
-from pbfl_flwr.experiments.results import Group, Record, accuracy_name
+from pbfl_flwr.experiments.results import FinishedRun, Group, accuracy_name
 
 MOST_LINES = 50  # clients in one picture
 Curve = Sequence[tuple[int, float]]
@@ -35,10 +35,10 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvail
     texts = []
     if len(groups) == 1:
         title, names = f"Accuracy over rounds: {groups[0].label}", list(PREDICTORS)
-        curves = {name: [dict(record.curve(name)) for record in groups[0].records] for name in names}
+        curves = {name: [dict(run.curve(name)) for run in groups[0].runs] for name in names}
     else:
         title = "Accuracy over rounds"
-        curves = {group.label: [dict(record.curve()) for record in group.records] for group in groups}
+        curves = {group.label: [dict(run.curve()) for run in group.runs] for group in groups}
         for group in groups:
             if not any(curves[group.label]):
                 yield NotAvailable(f"{group.label}: no client was scored by '{group.first.predictor}'")
@@ -70,7 +70,7 @@ def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailabl
     totals = {group.label: _travelled(group.first) for group in groups}
     scale, unit = _unit(max(total[-1] for total in totals.values()))
     for number, group in enumerate(groups):
-        rounds = [record.round for record in group.first.rounds]
+        rounds = [entry.round for entry in group.first.rounds]
         shown = np.array(totals[group.label]) / scale
         axes.plot(
             rounds, shown, label=group.label, markevery=marker_interval(len(rounds)), **curve_style(number)
@@ -96,9 +96,9 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
     scale, unit = _unit(max(total[-1] for total in totals.values()))
     texts = []
     for number, group in enumerate(groups):
-        record = group.first
-        at = dict(zip((entry.round for entry in record.rounds), totals[group.label], strict=True))
-        points = [(at[done] / scale, 100 * value) for done, value in record.curve() if done in at]
+        run = group.first
+        at = dict(zip((entry.round for entry in run.rounds), totals[group.label], strict=True))
+        points = [(at[done] / scale, 100 * value) for done, value in run.curve() if done in at]
         if not points or not at[max(at)]:
             yield NotAvailable(
                 f"{group.label}: nothing was transmitted" if points else f"{group.label}: not scored"
@@ -159,10 +159,10 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotAvaila
 def clients_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield for every run a thin accuracy curve per client, and the sample-weighted accuracy over all clients."""
     for number, group in enumerate(groups):
-        record = group.first
-        curves, together = record.client_curves(), record.curve()
+        run = group.first
+        curves, together = run.client_curves(), run.curve()
         if not curves or not together:
-            yield NotAvailable(f"{group.label}: no client was scored by '{record.predictor}'")
+            yield NotAvailable(f"{group.label}: no client was scored by '{run.predictor}'")
             continue
         figure, (axes,) = canvas()
         for place, curve in enumerate(_evenly(curves)):
@@ -213,8 +213,8 @@ def _accuracy(groups: Sequence[Group]) -> str:
     return accuracy_name(groups[0].by).capitalize()
 
 
-def _travelled(record: Record) -> list[int]:
-    return list(accumulate(entry.bytes_up.payload + entry.bytes_down.payload for entry in record.rounds))
+def _travelled(run: FinishedRun) -> list[int]:
+    return list(accumulate(entry.bytes_up.payload + entry.bytes_down.payload for entry in run.rounds))
 
 
 def _unit(largest: float) -> tuple[float, str]:
@@ -247,5 +247,5 @@ def _cut(curves: Mapping[str, Sequence[Mapping[int, float]]]) -> str:
 
 
 def _seeds(groups: Sequence[Group]) -> str:
-    most = max(len(group.records) for group in groups)
+    most = max(len(group.runs) for group in groups)
     return "One seed." if most == 1 else f"Mean of up to {most} seeds; band: minimum to maximum."

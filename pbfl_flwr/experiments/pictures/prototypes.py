@@ -17,9 +17,9 @@ HOW = "Magnitude of each dimension, relative to the largest in its row; blank: z
 def local_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield for every run all clients' uploads of one class, above its global prototype."""
     for number, group in enumerate(groups):
-        record = group.first
+        run = group.first
         try:
-            globals_, locals_ = global_prototypes(record), local_prototypes(record)
+            globals_, locals_ = global_prototypes(run), local_prototypes(run)
         except NotAvailable as error:
             yield NotAvailable(f"{group.label}: {error}")
             continue
@@ -39,7 +39,7 @@ def local_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
             unit="relative magnitude",
             rows=names,
         )
-        title = f"Prototypes of class {record.label_names[chosen]}: {group.label}"
+        title = f"Prototypes of class {run.label_names[chosen]}: {group.label}"
         yield titled_picture(
             f"prototypes-of-a-class-{number}",
             title,

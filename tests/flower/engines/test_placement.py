@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.running import configuration
+from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.flower.deploy.superlink import Engine
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, idle_cards, places, slots
 from tests.small_runs import pbfl

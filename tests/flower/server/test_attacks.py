@@ -12,7 +12,7 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.data import client_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show
-from pbfl_flwr.experiments.results import Record
+from pbfl_flwr.experiments.results import FinishedRun
 from pbfl_flwr.flower.client.device import own_settings
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
@@ -116,7 +116,7 @@ def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCa
         right += int((data.test.labels == known.bincount().argmax()).sum())
         tested += len(data.test)
     assert directory.partition().majority == pytest.approx(right / tested)
-    assert set(Record.load(directory.path).accuracies()) == set(range(NUM_CLIENTS)) - set(liars)
+    assert set(FinishedRun.load(directory.path).accuracies()) == set(range(NUM_CLIENTS)) - set(liars)
 
 
 def test_run_without_attack_mentions_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,13 +13,12 @@ from rich.console import Console
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import show
-from pbfl_flwr.experiments.comparing.compare import Planned, check_finished
-from pbfl_flwr.experiments.comparing.comparison_table import rows, table
-from pbfl_flwr.experiments.results import Record, load, series
-from pbfl_flwr.experiments.running import watch
-from pbfl_flwr.experiments.running.configuration import RequestedKeys
-from pbfl_flwr.experiments.summaries import summary_sheet
+from pbfl_flwr.experiments import show, status
+from pbfl_flwr.experiments.plan.comparison import Planned, check_finished, finished_groups
+from pbfl_flwr.experiments.plan.configuration import RequestedKeys
+from pbfl_flwr.experiments.report import fairness_sheet
+from pbfl_flwr.experiments.results import FinishedRun, load, series
+from pbfl_flwr.experiments.summary import UP, comparison_sheet
 from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.prototypes.privacy import epsilon_of
@@ -115,13 +114,13 @@ def test_run_stopped_in_a_round_of_new_clients_resumes_there(tmp_path: Path) -> 
     with pytest.raises(Stopped):
         stopped.run()
     assert len(stopped.directory.new_client_records(2)) == 1
-    assert watch.snapshot(stopped.directory.path, 0.0).state != "finished"
+    assert status.snapshot(stopped.directory.path, 0.0).state != "finished"
     found = again(tmp_path).run()
     assert asked(found, "train") == {4: {3, 4}, 5: {3, 4}}
     straight = federation(tmp_path / "straight", **NEW).run()
     accuracies = [line.accuracy for line in straight.strategy.new_client_rounds]
     assert [line.accuracy for line in found.strategy.new_client_rounds] == accuracies
-    assert watch.snapshot(found.directory.path, 0.0).state == "finished"
+    assert status.snapshot(found.directory.path, 0.0).state == "finished"
     assert asked(again(tmp_path).run(), "train") == {}, "all is done"
 
 
@@ -220,8 +219,8 @@ def test_tables_and_summaries_show_new_clients(tmp_path: Path) -> None:
     skew = 100 * (theirs.majority(load_pool(found.strategy.settings.data).labels) or 0.0)
     assert f"Always predicting a new client's most frequent training class: {skew:.2f} %" in said
     last = found.strategy.new_client_rounds[-1].accuracy["global"].weighted
-    assert Record.load(path).new_client_accuracy() == last
-    sheet = summary_sheet(load([path]))
+    assert FinishedRun.load(path).new_client_accuracy() == last
+    sheet = fairness_sheet(load([path]))
     assert sheet.columns[-1] == "new clients"
     assert sheet.rows[0][-1] == f"{100 * last:.2f}"
     counts = RunDirectory(path).partition().counts
@@ -242,10 +241,9 @@ def test_comparison_waits_for_new_clients_and_has_a_column(tmp_path: Path) -> No
         assert not check_finished(planned)
     (path / "new-clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert check_finished(planned)
-    (row,) = rows([planned])
-    assert row.new == [62.5]
-    assert row.up == 200, "bytes of the one client that takes part in the rounds"
-    sheet = table("title", [row])
+    groups = finished_groups([planned])
+    assert UP.values(groups[0]) == [200], "bytes of the one client that takes part in the rounds"
+    sheet = comparison_sheet("title", groups)
     assert dict(zip(sheet.columns, sheet.rows[0], strict=True))["new clients"] == "62.50"
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.console import say
-from pbfl_flwr.experiments.running.live_log import Follower
+from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.flower.deploy.processes import HANGUPS, forget_lost_terminal
 from pbfl_flwr.flower.deploy.superlink import ENDED, Engine, ManagedSuperLink
 from pbfl_flwr.flower.engines.placement import Resources

@@ -14,9 +14,9 @@ from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import own_data
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.console import say
+from pbfl_flwr.experiments.execute.runner import follow_run
+from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.results import NODES
-from pbfl_flwr.experiments.running import configuration
-from pbfl_flwr.experiments.running.runner import follow_run
 from pbfl_flwr.flower.client.device import share_of_cores
 from pbfl_flwr.flower.deploy.local_federation import Deployment, check, complete, node_config
 from pbfl_flwr.flower.engines.placement import Resources
@@ -58,7 +58,7 @@ def plan(
     """Return the requested federation.
 
     Args:
-        preset: see :func:`pbfl_flwr.experiments.running.configuration.gather`.
+        preset: see :func:`pbfl_flwr.experiments.plan.configuration.gather`.
         assignments: likewise.
         nodes: configuration of the first SuperNodes, in the syntax of ``--node-config``.
         count: number of SuperNodes; None means num-clients if given, else the length of ``nodes``, else three.
@@ -129,7 +129,7 @@ def start(app: Path, plan: Plan, console: Console) -> int:
         console: to print to.
 
     Returns:
-        As :func:`pbfl_flwr.experiments.running.runner.simulate`.
+        As :func:`pbfl_flwr.experiments.execute.runner.simulate`.
 
     Raises:
         PbflError: if Flower cannot be started, refuses the run, or a SuperNode ends before the first round.

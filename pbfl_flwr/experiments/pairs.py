@@ -1,4 +1,4 @@
-"""Tables of statistics over runs: one row per method, and one row per pair of methods on the same clients."""
+"""The table with one row per pair of configurations, compared on the same clients and over the same seeds."""
 
 from __future__ import annotations
 
@@ -6,41 +6,19 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from pbfl_flwr.experiments.results import (
+    FinishedRun,
     Group,
-    Record,
-    Scores,
     accuracy_name,
-    changed_files,
-    changed_lines,
     changed_weights,
-    coverage_lines,
-    majority_lines,
     mean_over_seeds,
-    partial_coverage,
     same_data,
     scores,
     span,
     unscored_lines,
 )
-from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, fairness, holm, paired
-from pbfl_flwr.experiments.tables import Sheet, mean_cell
+from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, holm, paired
+from pbfl_flwr.experiments.tables import Sheet
 
-SUMMARY_NOTES = (
-    "{accuracy} in %; last, best and validation-chosen are sample-weighted. "
-    "± is the sample standard deviation over seeds.",
-    "“Best” is chosen on the test data and therefore biased upwards; the validation-chosen round needs "
-    "validation-share.",
-    "Over clients, last round: unweighted mean, population standard deviation (0 is perfectly fair), mean of the worst "
-    "and of the best tenth (at least one client), lowest client.",
-)
-NEW_NOTE = (
-    "New clients took no part in the rounds: sample-weighted accuracy after all their own rounds afterwards."
-)
-OTHER_NOTE = (
-    "The other moment is before local training for a run scored after it, and vice versa; it covers the clients that "
-    "trained in the last round."
-)
-MOMENT_NOTE = "Scored: before or after local training in a round."
 PAIRED_NOTES = (
     "Difference: first minus second, in percentage points of the last round's {accuracy}; interval: "
     f"{CONFIDENCE:.0%} percentile bootstrap of the mean difference, 10,000 resamples, fixed seed; p: two-sided "
@@ -56,82 +34,11 @@ OTHER_CLIENTS = (
 NO_CLIENT = "No client scored by both in every common seed, so not compared over clients"
 
 
-def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness") -> Sheet:
-    """Return the table of accuracy (last, best, validation-chosen) and fairness over clients, one row per group."""
-    rows = []
-    moments = len({group.first.moment for group in groups}) > 1
-    mixed = [group.label for group in groups if len({len(record.rounds) for record in group.records}) > 1]
-    new = any(record.new_clients for group in groups for record in group.records)
-    for group in groups:
-        shown = [scores(record.rounds)[record.predictor] for record in group.records if _scored(group)]
-        even = [
-            fairness(list(record.accuracies().values())) for record in group.records if record.accuracies()
-        ]
-        chosen = [score.chosen for score in shown if score.chosen is not None]
-        rounds = span(len(record.rounds) for record in group.records)
-        cells = [
-            mean_cell([100 * score.last[1].weighted for score in shown]),
-            mean_cell([100 * score.best[1].weighted for score in shown]),
-            mean_cell([100 * accuracy.weighted for _, accuracy in chosen]),
-            mean_cell([100 * one.mean for one in even]),
-            mean_cell([100 * one.deviation for one in even]),
-            mean_cell([100 * one.worst_decile for one in even]),
-            mean_cell([100 * one.best_decile for one in even]),
-            mean_cell([100 * one.lowest for one in even]),
-        ]
-        if new:
-            cells.append(
-                mean_cell([100 * a for r in group.records if (a := r.new_client_accuracy()) is not None])
-            )
-        seeds = str(sum(bool(_shown_scores(record)) for record in group.records))
-        scored = [group.first.moment] if moments else []
-        rows.append((group.label, group.first.predictor, *scored, seeds, rounds, *cells))
-    columns = (
-        "run",
-        "by" if groups[0].by else "primary predictor",
-        *(["scored"] if moments else []),
-        "seeds",
-        "rounds",
-        "last",
-        "best (on test data)",
-        "validation-chosen",
-        "mean of clients",
-        "std over clients",
-        "worst decile",
-        "best decile",
-        "lowest client",
-        *(["new clients"] if new else []),
-    )
-    partitions = [record.partition for group in groups for record in group.records]
-    few = [
-        (group.label, partial_coverage((record.about, _shown_scores(record)) for record in group.records))
-        for group in groups
-    ]
-    accuracy = accuracy_name(groups[0].by if groups else "")
-    notes = (
-        *(note.format(accuracy=accuracy.capitalize()) for note in SUMMARY_NOTES),
-        *([MOMENT_NOTE] if moments else []),
-        *([f"Runs with different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
-        *changed_lines((group.label, changed_files(group.records)) for group in groups),
-        *unscored_lines((group.label, group.first.predictor) for group in groups if _unscored(group)),
-        *(
-            [f"Not scored for every seed, so not shown: {'; '.join(half)}."]
-            if (half := _half_scored(groups))
-            else []
-        ),
-        *coverage_lines(few),
-        *([NEW_NOTE] if new else []),
-        *majority_lines(partition.majority for partition in partitions),
-        *majority_lines((partition.new_client_majority for partition in partitions), "a new client"),
-    )
-    return Sheet(title, columns, tuple(rows), notes, text_columns=3 if moments else 2)
-
-
 def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> Sheet:
     """Return the table that compares every pair of groups on the same partition, over clients and over seeds."""
     rows: list[tuple[str, str, Paired, str]] = []
     skipped: dict[str, list[str]] = {}
-    alone = [group for group in groups if _unscored(group)]
+    alone = [group for group in groups if not group.scores]
     pairs = list(combinations([group for group in groups if group not in alone], 2))
     for one, other in pairs:
         label = f"{one.label} − {other.label}"
@@ -215,9 +122,9 @@ def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tu
     )
 
 
-def _coverage(record: Record) -> list[set[str]]:
+def _coverage(run: FinishedRun) -> list[set[str]]:
     """Return the clients that a run's accuracies can cover, and those that the last one covers, by name."""
-    return [{record.client_name(client) for client in clients} for clients in (record.honest, record.scored)]
+    return [{run.client_name(client) for client in clients} for clients in (run.honest, run.scored)]
 
 
 def _differences(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
@@ -233,23 +140,11 @@ def _differences(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
     return remarks
 
 
-def _shown_scores(record: Record) -> dict[str, Scores]:
-    """Return {predictor: scores} of the predictor that is shown; empty if it was never scored."""
-    return {name: score for name, score in scores(record.rounds).items() if name == record.predictor}
-
-
 def _scored(group: Group) -> bool:
-    return all(map(_shown_scores, group.records))
-
-
-def _unscored(group: Group) -> bool:
-    return not any(map(_shown_scores, group.records))
-
-
-def _half_scored(groups: Sequence[Group]) -> list[str]:
-    return [group.label for group in groups if not _scored(group) and not _unscored(group)]
+    """Whether the group was scored for every seed."""
+    return len(group.scores) == len(group.runs)
 
 
 def _last(group: Group, seed: int) -> float:
-    record = group.by_seed()[seed]
-    return scores(record.rounds)[record.predictor].last[1].weighted
+    run = group.by_seed()[seed]
+    return scores(run.rounds)[run.predictor].last[1].weighted

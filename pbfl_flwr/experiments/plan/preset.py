@@ -12,8 +12,8 @@ from pbfl_flwr.methods import SECTIONS, build_method
 PLACES = ("run-dir", "resume")  # keys of a single run, not part of a preset
 
 
-def page(settings: Settings, requested: Mapping[str, Scalar], notes: Iterable[str]) -> str:
-    """Return the whole configuration as TOML: first the keys that differ from their defaults, then the rest.
+def as_preset(settings: Settings, requested: Mapping[str, Scalar], notes: Iterable[str]) -> str:
+    """Return the configuration as a preset in TOML: first the keys that differ from their defaults, then the rest.
 
     Args:
         settings: of the run, with the protocol applied.

@@ -1,4 +1,7 @@
-"""Runs several runs in parallel on one machine, each in its own process, as many as memory, CPUs and GPUs allow."""
+"""Execution of several runs, one after the other or in parallel.
+
+Parallel runs share this machine, each in a process of its own, as many as memory, CPUs and GPUs allow.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,22 @@ from pathlib import Path
 from rich.console import Console
 
 from pbfl_flwr.errors import PbflError, writing
-from pbfl_flwr.experiments.comparing import compare
-from pbfl_flwr.experiments.comparing.compare import INTERRUPTED, Planned, pending_keys, refusal
-from pbfl_flwr.experiments.console import say
-from pbfl_flwr.experiments.running import configuration
-from pbfl_flwr.experiments.running.live_log import Follower
-from pbfl_flwr.experiments.running.runner import interruptible
+from pbfl_flwr.experiments.console import print_blocks, say
+from pbfl_flwr.experiments.execute.progress import Follower
+from pbfl_flwr.experiments.execute.runner import INTERRUPTED, interruptible, simulate
+from pbfl_flwr.experiments.plan import configuration
+from pbfl_flwr.experiments.plan.comparison import Planned, pending_keys
 from pbfl_flwr.flower.deploy.processes import Processes, signals_ignored
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, slots
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.util.memory import available_memory
 
+Start = Callable[[configuration.RequestedKeys, Path], int]
+"""(keys, run directory) -> exit code of the run."""
 ENGINE_MB = 900  # SuperLink, SuperExec, simulation and Ray; docs/experiments.md has the measurement
 WORKER_MB = 350
 PROCESS_MB = 600  # per process of --engine processes: the server, and with several workers each of them
+COLUMNS = ("run", "method", "state", "seed", "rounds", "directory")  # of a dry run
 LOG = "pbfl.log"
 POLL_SECONDS = 0.5
 CLEARING_SECONDS = 60.0  # for an interrupted run to stop Flower and its processes; then they are killed
@@ -110,12 +116,68 @@ def run_all(
         KeyboardInterrupt: if this process or one of the runs was interrupted.
     """
     if len(shared) == 1:
-        return compare.run_all(planned, compare.starter(app, resources, console), after)
+        return run_in_turn(planned, starter(app, resources, console), after)
 
     def command_of(run: Planned, slot: Slot) -> list[str]:
         return command(run, app, replace(resources, workers=slot.workers))
 
     return run_in_parallel(planned, shared, command_of, console, after)
+
+
+def starter(app: Path, resources: Resources, console: Console) -> Start:
+    """Return a function that executes a run on the simulation engine.
+
+    Args:
+        app: directory of the Flower app.
+        resources: of the workers.
+        console: for the run's output.
+    """
+
+    def start(requested: configuration.RequestedKeys, run_dir: Path) -> int:
+        run = configuration.check(requested).run
+        say(console, f"{run_dir.name}: {run.method}")
+        return simulate(
+            app, run_dir, requested.values, run.num_clients, run.num_server_rounds, resources, console
+        )
+
+    return start
+
+
+def run_in_turn(
+    planned: Sequence[Planned], start: Start, after: Callable[[Planned], object] = lambda run: None
+) -> list[str]:
+    """Execute the runs that are not finished, one after the other, and return the failed ones.
+
+    An interrupted run is resumed; a run that fails or is refused does not stop the others.
+
+    Args:
+        planned: runs in order of execution.
+        start: executes a run.
+        after: called after every executed run.
+
+    Raises:
+        KeyboardInterrupt: if a run was interrupted.
+    """
+    failed = []
+    for run in planned:
+        try:
+            if (requested := pending_keys(run)) is None:
+                continue
+            code = start(requested, run.directory)
+        except PbflError as error:
+            failed.append(refusal(run, error))
+            continue
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if code:
+            failed.append(run.name)
+        after(run)
+    return failed
+
+
+def refusal(run: Planned, error: PbflError) -> str:
+    """Return the message on a run that was refused."""
+    return f"{run.name}: {error}"
 
 
 def run_in_parallel(
@@ -227,3 +289,32 @@ def _end(running: Sequence[_Running]) -> None:
             one.process.wait(max(0.0, end - time.monotonic()))
     for one in running:
         one.processes.close()
+
+
+def show_plan(planned: Sequence[Planned], console: Console) -> bool:
+    """Print a line per run: its state, and the number of finished and requested rounds.
+
+    Returns:
+        Whether all runs can be executed or are finished.
+    """
+    rows, refusals = [], []
+    for run in planned:
+        settings = configuration.check(run.requested).run
+        wanted = settings.num_server_rounds
+        try:
+            finished = len(RunDirectory(run.directory).round_records())
+            if (requested := pending_keys(run)) is None:
+                state, wanted = "finished", finished  # fewer than configured if patience ended it
+            else:
+                state = "to run" if requested is run.requested else "to resume"
+            rounds = f"{finished}/{wanted}"
+        except PbflError as error:
+            state, rounds = "refused", "-"
+            refusals.append(f"{run.name}: {error}")
+        rows.append((run.label, settings.method, state, str(run.seed), rounds, str(run.directory)))
+    print_blocks(console, COLUMNS, rows, words=3)
+    done = sum(row[2] == "finished" for row in rows)
+    say(console, f"{len(rows) - done - len(refusals)} of {len(rows)} runs are to be run; nothing was started")
+    for line in refusals:
+        say(console, line, "red")
+    return not refusals

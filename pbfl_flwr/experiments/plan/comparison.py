@@ -1,4 +1,4 @@
-"""Comparisons: several runs on the same data, executed and resumed run by run. :mod:`.comparison_table` has the tables.
+"""Comparisons: several runs on the same data.
 
 A comparison is a TOML file with the keys common to all runs, and one table per run with its own keys.
 
@@ -20,27 +20,21 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import Any, Literal
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.console import say
-from pbfl_flwr.experiments.running import configuration
-from pbfl_flwr.experiments.running.runner import simulate
+from pbfl_flwr.experiments.plan import configuration
+from pbfl_flwr.experiments.results import FinishedRun, Group
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import RunDirectory
 
 FOLDER = "experiments/comparisons"
-INTERRUPTED = 130
 LONGEST_RANGE = 1000  # of seeds; a longer one is taken for a typing error
-Start = Callable[[configuration.RequestedKeys, Path], int]
-"""(keys, run directory) -> exit code of the run."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +302,7 @@ def pending_keys(run: Planned) -> configuration.RequestedKeys | None:
 
     Raises:
         PbflError: if it is refused, see :func:`check_finished` and
-            :func:`pbfl_flwr.experiments.running.configuration.resumed`.
+            :func:`pbfl_flwr.experiments.plan.configuration.resumed`.
     """
     if check_finished(run):
         return None
@@ -327,57 +321,18 @@ def reason_not_to_write(planned: Iterable[Planned]) -> str:
     return "" if any(map(finished, runs)) else "no run is finished"
 
 
-def starter(app: Path, resources: Resources, console: Console) -> Start:
-    """Return a function that executes a run on the simulation engine.
+def finished_groups(
+    planned: Iterable[Planned], by: str = "", statistic: Literal["weighted", "mean"] = "weighted"
+) -> list[Group]:
+    """Return the finished runs of every label that has any.
 
     Args:
-        app: directory of the Flower app.
-        resources: of the workers.
-        console: for the run's output.
+        planned: the runs.
+        by: the predictor of all rows; empty means each run's primary predictor.
+        statistic: the accuracy to tabulate.
     """
-
-    def start(requested: configuration.RequestedKeys, run_dir: Path) -> int:
-        run = configuration.check(requested).run
-        say(console, f"{run_dir.name}: {run.method}")
-        return simulate(
-            app, run_dir, requested.values, run.num_clients, run.num_server_rounds, resources, console
-        )
-
-    return start
-
-
-def run_all(
-    planned: Sequence[Planned], start: Start, after: Callable[[Planned], object] = lambda run: None
-) -> list[str]:
-    """Execute the runs that are not finished, one after the other, and return the failed ones.
-
-    An interrupted run is resumed; a run that fails or is refused does not stop the others.
-
-    Args:
-        planned: runs in order of execution.
-        start: executes a run.
-        after: called after every executed run.
-
-    Raises:
-        KeyboardInterrupt: if a run was interrupted.
-    """
-    failed = []
+    by_label: dict[str, list[FinishedRun]] = {}
     for run in planned:
-        try:
-            if (requested := pending_keys(run)) is None:
-                continue
-            code = start(requested, run.directory)
-        except PbflError as error:
-            failed.append(refusal(run, error))
-            continue
-        if code == INTERRUPTED:
-            raise KeyboardInterrupt
-        if code:
-            failed.append(run.name)
-        after(run)
-    return failed
-
-
-def refusal(run: Planned, error: PbflError) -> str:
-    """Return the message on a run that was refused."""
-    return f"{run.name}: {error}"
+        if finished(run):
+            by_label.setdefault(run.label, []).append(FinishedRun.load(run.directory, by=by))
+    return [Group(label, tuple(runs), statistic) for label, runs in by_label.items()]

@@ -10,28 +10,17 @@ from __future__ import annotations
 import itertools
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pbfl_flwr.config import CHANGEABLE, Scalar
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.comparing.compare import Planned, duplicates, finished, plan
-from pbfl_flwr.experiments.comparing.comparison_table import (
-    FURTHER,
-    PLAIN,
-    SECONDS,
-    Column,
-    Row,
-    leading_columns,
-    remarks,
-    result_columns,
-    sheet,
-)
-from pbfl_flwr.experiments.results import titled
-from pbfl_flwr.experiments.running import configuration
+from pbfl_flwr.experiments.plan import configuration
+from pbfl_flwr.experiments.plan.comparison import Planned, duplicates, finished, plan
+from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.summary import Text, comparison_sheet
 from pbfl_flwr.experiments.tables import Sheet
-from pbfl_flwr.util.atomic_files import write_atomically
 
 Values = dict[str, list[Scalar]]
 
@@ -141,48 +130,29 @@ def plans(sweep: Sweep, out: Path) -> list[Planned]:
     return plan(sweep.runs, [], sweep.seeds, [], out)
 
 
-# The table --------------------------------------------------------------------------------------------------------
+def value_columns(sweep: Sweep) -> list[Text]:
+    """Return a column of each swept key, which name a row."""
+
+    def cell(key: str) -> Callable[[Group], str]:
+        position = sweep.swept.index(key)
+        return lambda group: _text(sweep.values[group.label][position])
+
+    return [Text(key, key, cell(key)) for key in sweep.swept]
 
 
-def table(
-    sweep: Sweep, table_rows: Sequence[Row], planned: Sequence[Planned], title: str, by: str = ""
-) -> Sheet:
+def table(sweep: Sweep, groups: Sequence[Group], planned: Sequence[Planned], title: str) -> Sheet:
     """Return the table: a column per swept key, accuracies in %, ± over seeds if there are several.
-
-    The columns named after predictors are last-round accuracies.
 
     Args:
         sweep: the sweep.
-        table_rows: the rows.
+        groups: the finished runs of each combination.
         planned: all runs, including those not finished.
         title: of the table.
-        by: the predictor of all rows; empty means each run's primary predictor.
     """
-    lead = [_value_column(sweep, key) for key in sweep.swept] + leading_columns(table_rows, by)
-    rounds: Column = ("rounds", lambda row: row.rounds)
-    seeds: Column = ("seeds", lambda row: str(row.seeds))
+    sheet = comparison_sheet(title, groups, value_columns(sweep))
     missing = sum(not finished(run) for run in planned)
     notes = [f"{missing} of {len(planned)} runs are not finished."] if missing else []
-    notes += remarks(table_rows)
-    columns = [*lead, *result_columns(table_rows), rounds, seeds, SECONDS]
-    return sheet(titled(title, by), columns, table_rows, notes, len(lead))
-
-
-def _value_column(sweep: Sweep, key: str) -> Column:
-    position = list(sweep.swept).index(key)
-    return key, lambda row: _text(sweep.values[row.label][position])
-
-
-def write(out: Path, sweep: Sweep, table_rows: Sequence[Row], whole: Sheet) -> None:
-    """Write table.md, table.tex and table.csv (plain numbers)."""
-    write_atomically(out / "table.md", whole.markdown().encode())
-    write_atomically(out / "table.tex", whole.latex().encode())
-    lines = []
-    for row in table_rows:
-        values = (*map(_text, sweep.values[row.label]), *row.csv_cells(), f"{row.seconds:.2f}")
-        lines.append((*values, row.csv_paper, *row.further()))
-    plain = Sheet(whole.title, (*sweep.swept, *PLAIN, "seconds", "paper", *FURTHER), tuple(lines))
-    write_atomically(out / "table.csv", plain.csv().encode())
+    return replace(sheet, notes=(*notes, *sheet.notes))
 
 
 def _text(value: Scalar) -> str:

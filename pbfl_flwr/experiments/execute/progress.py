@@ -1,8 +1,10 @@
-"""Console log of a running run: a line per round, read from its growing files."""
+"""The progress of a running run on the console: a line per round, read from its growing files."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -11,8 +13,11 @@ from rich.console import Console
 from pbfl_flwr.config import AttackSettings
 from pbfl_flwr.experiments.console import clients_named, clock, kilobytes, percent, say
 from pbfl_flwr.experiments.results import honest
+from pbfl_flwr.experiments.status import RunStatus, State, snapshot, status_lines
 from pbfl_flwr.runs.directory import NEW_CLIENTS, RunDirectory
 from pbfl_flwr.runs.records import NewClientsRecord, RoundRecord, RunRecord
+
+STOPPED_SECONDS = 60.0  # how long a stopped run may take to be resumed before following ends
 
 
 class Follower:
@@ -23,18 +28,23 @@ class Follower:
         num_rounds: T.
         console: to print to.
         name: prefix of every line, for several runs on one console; empty for none.
+        from_start: whether to print the rounds that are finished already.
     """
 
-    def __init__(self, run_dir: Path, num_rounds: int, console: Console, name: str = "") -> None:
+    def __init__(
+        self, run_dir: Path, num_rounds: int, console: Console, name: str = "", *, from_start: bool = False
+    ) -> None:
         self._run = RunDirectory(run_dir)
         self._num_rounds = num_rounds
         self._console = console
         self._begin = f"{name}: " if name else ""
         self._tail = Tail(run_dir / "rounds.jsonl")
         self._new_clients = Tail(run_dir / NEW_CLIENTS)
-        self._new_clients.read()  # skip those of before the run was resumed
         # By content: a resumed run first removes rounds after its checkpoint, then writes them again.
-        self._seen = set(self._tail.read())
+        self._seen: set[bytes] = set()
+        if not from_start:
+            self._new_clients.read()
+            self._seen.update(self._tail.read())
         self._predictor, self._num_honest = "", 0
         self._seconds: list[float] = []
         self._warnings: set[str] = set()
@@ -45,6 +55,7 @@ class Follower:
         if not self._predictor and self._run.taken:
             about = self._run.record()
             self._predictor, self._num_honest = about.primary_predictor, len(honest(about))
+            self._num_rounds = about.last_round
             self._say(introduction(about))
             if about.malicious:
                 attack = AttackSettings.from_flat(about.configuration)
@@ -89,6 +100,38 @@ class Follower:
 
     def _say(self, text: str, style: str = "") -> None:
         say(self._console, f"{self._begin}{text}", style)
+
+
+def follow(path: Path, console: Console, seconds: float, now: Callable[[], float] = time.time) -> State:
+    """Print a run's rounds until it ends, and return its last state; a stopped run has a minute to be resumed.
+
+    Args:
+        path: the run directory; it need not exist yet.
+        console: to print to.
+        seconds: between updates.
+        now: returns the current time in seconds since the epoch.
+
+    Raises:
+        PbflError: if one of its files is damaged.
+    """
+    follower = Follower(path, 0, console, from_start=True)
+    status = snapshot(path, alive := now())
+    if status.about is None:
+        show_status(status, console)
+    while True:
+        follower.update()
+        if status.state in ("finished", "failed") or status.time - alive >= STOPPED_SECONDS:
+            show_status(status, console)
+            return status.state
+        alive = alive if status.state == "stopped" else status.time
+        time.sleep(seconds)
+        status = snapshot(path, now())
+
+
+def show_status(status: RunStatus, console: Console) -> None:
+    """Print how far a run is."""
+    for line, style in status_lines(status):
+        say(console, line, style)
 
 
 class Tail:

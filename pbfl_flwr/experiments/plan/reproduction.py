@@ -1,6 +1,6 @@
 """Reproductions of published tables: columns as blocks, rows as runs, with the published values.
 
-A reproduction is a comparison (see :mod:`pbfl_flwr.experiments.comparing.compare`) with the paper's results. A run's
+A reproduction is a comparison (see :mod:`pbfl_flwr.experiments.plan.comparison`) with the paper's results. A run's
 keys are merged from ``common``, its block, the run, the run within the block, and at scale ``small`` from ``small``;
 later ones take precedence.
 
@@ -41,9 +41,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.comparing import compare
-from pbfl_flwr.experiments.comparing.compare import Planned, duplicates, match_names, plan
-from pbfl_flwr.experiments.running import configuration
+from pbfl_flwr.experiments.plan import comparison, configuration
+from pbfl_flwr.experiments.plan.comparison import Planned, duplicates, match_names, plan
 
 FOLDER = "experiments/reproductions"
 SILENT = {
@@ -260,7 +259,7 @@ def with_finished(
     """
     taken = _seeds(paper, scale, seeds)
     by_block = {
-        name: compare.with_finished(
+        name: comparison.with_finished(
             planned.get(name, []), _runs(paper, name, scale), assignments, taken, out / name
         )
         for name in paper.blocks

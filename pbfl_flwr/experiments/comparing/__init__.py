@@ -1,1 +1,0 @@
-"""Many runs as one table: comparisons, reproductions of published tables, sweeps."""

@@ -1,0 +1,1 @@
+"""Execution of planned runs, and their progress on the screen."""

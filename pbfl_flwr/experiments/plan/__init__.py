@@ -1,0 +1,1 @@
+"""From presets, comparisons, sweeps and reproductions to checked lists of runs."""

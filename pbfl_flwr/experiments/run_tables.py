@@ -1,0 +1,232 @@
+"""Tables about single runs, with the first seed of each configuration: predictors, costs, clients, classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.errors import abbreviate
+from pbfl_flwr.experiments.console import kilobytes
+from pbfl_flwr.experiments.results import (
+    FinishedRun,
+    Group,
+    accuracy_name,
+    coverage_lines,
+    other_moment,
+    partial_coverage,
+    participants,
+    scores,
+    series,
+)
+from pbfl_flwr.experiments.summary import OTHER_NOTE, PAPER_NOTE, paper_scalars
+from pbfl_flwr.experiments.tables import Sheet
+from pbfl_flwr.runs.records import Accuracy, ClientRecord
+
+MOST = 20  # classes named in a note
+FIRST_SEED = " First seed of each configuration."
+BALANCE = ("weighted", "balanced", "macro_f1", "balanced_mean", "macro_f1_mean")
+
+
+def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
+    """Return the table of every predictor's accuracies in the last, best and validation-chosen round."""
+    rows = []
+    points = {"last": "last", "best (on test data)": "best"}
+    if any(entry.validation for group in groups for entry in group.first.rounds):
+        points["validation-chosen"] = "chosen"
+    if any(entry.other_accuracy for group in groups for entry in group.first.rounds):
+        points["at the other moment"] = "other"
+    coverage = []
+    for group in groups:
+        run = group.first
+        by_predictor = scores(run.rounds)
+        coverage.append((group.label, partial_coverage([(run.about, by_predictor)])))
+        for name, score in by_predictor.items():
+            cells: list[str] = []
+            for point in (getattr(score, name) for name in points.values()):
+                cells += ["-", "-"] if point is None else [f"{100 * point[1].weighted:.2f}", str(point[0])]
+            even = (f"{100 * getattr(score.last[1], key):.2f}" for key in ("mean", "std", "worst"))
+            rows.append((group.label, _marked(name, run), *cells, *even))
+    columns = (
+        "run",
+        "predictor",
+        *(name for title in points for name in (title, "round")),
+        "mean of clients",
+        "std over clients",
+        "worst decile",
+    )
+    notes = (
+        "Sample-weighted accuracy on the clients' test data in %, with its round; the three rightmost columns are for "
+        f"the last round.{FIRST_SEED if len(groups) > 1 else ''}",
+        *coverage_lines(coverage),
+        *([OTHER_NOTE] if "other" in points.values() else []),
+    )
+    return Sheet("Predictors and rounds", columns, tuple(rows), notes, text_columns=2)
+
+
+def _marked(predictor: str, run: FinishedRun) -> str:
+    return f"{predictor} (primary)" if predictor == run.primary_predictor else predictor
+
+
+def new_client_sheet(run: FinishedRun) -> Sheet:
+    """Return the table of the new clients' accuracies after each of their own rounds, of a run that has any."""
+    points, after = series(run.new_clients), run.new_clients[0].after
+    predictors = [name for name in PREDICTORS if any(name in accuracy for _, accuracy in points)]
+    clients = run.config["new-clients"]
+    rows = [
+        (
+            str(number - after),
+            *(f"{100 * accuracy[name].weighted:.2f}" if name in accuracy else "-" for name in predictors),
+        )
+        for number, accuracy in points
+    ]
+    title = (
+        f"{clients} new client{'' if clients == 1 else 's'} after round {after}: sample-weighted accuracy, %"
+    )
+    return Sheet(title, ("own rounds", *(_marked(name, run) for name in predictors)), tuple(rows), (), 0)
+
+
+def cost_sheet(run: FinishedRun) -> Sheet:
+    """Return the table of a run's costs per round: bytes, scalars, seconds, memory."""
+    rounds, clients = run.rounds, participants(run.about)
+    rows = []
+    labels = {
+        "payload": "bytes, mean over all clients: payload",
+        "application": "  including reports",
+        "total": "  including Flower's objects",
+    }
+    for kind, label in labels.items():
+        up = fmean(getattr(record.bytes_up, kind) for record in rounds) / clients
+        down = fmean(getattr(record.bytes_down, kind) for record in rounds) / clients
+        rows.append((label, kilobytes(up), kilobytes(down), kilobytes(up + down)))
+    last, paper = rounds[-1].scalars, run.partition.paper_scalars
+    rows += [
+        ("scalars, all clients, last round", f"{last.up:,}", f"{last.down:,}", f"{last.up + last.down:,}"),
+        ("  by the paper's formula, all participants", "", "", paper_scalars(paper)),
+        ("seconds", "", "", f"{fmean(record.seconds.total for record in rounds):.2f}"),
+    ]
+    # These are 0 if clients do not report them: client-report=none.
+    peak = max(record.peak_mb for record in rounds)
+    spent = fmean(sum(record.seconds.clients.values()) for record in rounds)
+    rows += [
+        ("  sum over clients", "", "", f"{spent:.2f}" if spent else "-"),
+        ("peak memory of a worker", "", "", f"{peak:.0f} MB" if peak else "-"),
+    ]
+    if gpu := max(record.gpu_mb for record in rounds):
+        rows.append(("  on its GPU, without the CUDA context", "", "", f"{gpu:.0f} MB"))
+    notes = () if paper is not None else (PAPER_NOTE,)
+    return Sheet("Cost per round, mean over rounds", ("", "up", "down", "both"), tuple(rows), notes)
+
+
+def client_sheet(groups: Sequence[Group]) -> Sheet:
+    """Return the table of clients: id, name, architecture, device, sample counts, and last accuracy in every run."""
+    accuracies: list[dict[str, float]] = []
+    clients: dict[str, ClientRecord] = {}
+    for run in (group.first for group in groups):
+        curves = run.client_curves().items()
+        accuracies.append({run.client_name(client): curve[-1][1] for client, curve in curves})
+        for client in run.about.clients:
+            clients.setdefault(client.label, client)
+    rows = []
+    for label, client in sorted(clients.items(), key=lambda item: item[1].client):
+        last = (f"{100 * shares[label]:.2f}" if label in shares else "-" for shares in accuracies)
+        what = (client.name, client.architecture, client.device)
+        rows.append((str(client.client), *what, str(client.num_train), str(client.num_test), *last))
+    if not any(row[1] for row in rows):
+        rows = [(row[0], *row[2:]) for row in rows]
+    named = ("name",) if any(client.name for client in clients.values()) else ()
+    columns = (
+        "client",
+        *named,
+        "network",
+        "device",
+        "training samples",
+        "test samples",
+        *(f"{group.label or group.first.predictor}, %" for group in groups),
+    )
+    note = f"{accuracy_name(groups[0].by).capitalize()} when each client was last scored."
+    if len(groups) > 1:
+        note += (
+            " First seed of each configuration; ids, networks, devices and sample counts are from the first run with "
+            "this client."
+        )
+    return Sheet("Clients", columns, tuple(rows), (note,), text_columns=0)
+
+
+def last_by_class(run: FinishedRun) -> dict[str, tuple[int, Accuracy]]:
+    """Return predictor -> (round, accuracy) of its last evaluation, for predictors counted by class."""
+    points = {name: score.last for name, score in scores(run.rounds).items()}
+    return {name: point for name, point in points.items() if point[1].by_class is not None}
+
+
+def predictor_by_class(run: FinishedRun) -> str:
+    """Return the run's shown predictor, or the first one counted by class if that one is not; some must be."""
+    counted = last_by_class(run)
+    return run.predictor if run.predictor in counted else next(iter(counted))
+
+
+def balance_sheet(groups: Sequence[Group]) -> Sheet | None:
+    """Return the table of accuracy, balanced accuracy and macro-F1, one row per predictor; None if no run has them."""
+    rows = []
+    for group in groups:
+        run = group.first
+        moments = [(_marked(name, run), point) for name, point in last_by_class(run).items()]
+        for name, score in scores(run.rounds).items():
+            if score.other is not None and score.other[1].by_class is not None:
+                moments.append((f"{name}, {other_moment(run.about)}", score.other))
+        for label, (number, accuracy) in moments:
+            rows.append(
+                (group.label, label, str(number), *(f"{100 * getattr(accuracy, key):.2f}" for key in BALANCE))
+            )
+    if not rows:
+        return None
+    columns = (
+        "run",
+        "predictor",
+        "round",
+        "accuracy",
+        "balanced",
+        "macro-F1",
+        "balanced, mean of clients",
+        "macro-F1, mean of clients",
+    )
+    note = (
+        "Last round, %. Accuracy is sample-weighted; balanced accuracy is the mean of the class accuracies, macro-F1 "
+        "the mean of the class F1 scores. Both over the pooled test samples of all clients, and as the unweighted mean "
+        "over clients, each over the classes in its test data (macro-F1: or in its predictions)."
+    )
+    note += FIRST_SEED if len(groups) > 1 else ""
+    return Sheet("Class-balanced metrics", columns, tuple(rows), (note,), text_columns=2)
+
+
+def class_sheet(groups: Sequence[Group]) -> Sheet | None:
+    """Return the table of class accuracies in the last round, a row per class; None if no run has them."""
+    counted = [group for group in groups if last_by_class(group.first)]
+    predictors = [name for name in PREDICTORS if any(name in last_by_class(g.first) for g in counted)]
+    rows, untested = [], []
+    for group in counted:
+        run, last = group.first, last_by_class(group.first)
+        tested = last[predictor_by_class(run)][1].tested or []
+        for label, name in enumerate(run.label_names):
+            if not any((accuracy.tested or [])[label] for _, accuracy in last.values()):
+                untested.append(f"{group.label}: {name}" if group.label else name)
+                continue
+            each = ((last[one][1].by_class or [])[label] if one in last else None for one in predictors)
+            cells = ("-" if value is None else f"{100 * value:.2f}" for value in each)
+            rows.append((group.label, name, str(tested[label]), *cells))
+    if not rows:
+        return None
+    notes = [
+        "Last round, %, over the pooled test samples of all clients; the numbers of test samples are those of "
+        f"{counted[0].by or 'the primary predictor'}.{FIRST_SEED if len(groups) > 1 else ''}"
+    ]
+    if untested:
+        notes.append(f"Without test samples: {abbreviate(untested, MOST)}.")
+    columns = ("run", "class", "test samples", *predictors)
+    return Sheet("Accuracy by class", columns, tuple(rows), tuple(notes), text_columns=2)
+
+
+def class_sheets(groups: Sequence[Group]) -> list[Sheet]:
+    """Return those of the two tables by class for which a run has data."""
+    makers: tuple[Callable[[Sequence[Group]], Sheet | None], ...] = (balance_sheet, class_sheet)
+    return [sheet for make in makers if (sheet := make(groups)) is not None]

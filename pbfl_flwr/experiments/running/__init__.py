@@ -1,1 +1,0 @@
-"""From a preset to a run and its progress on the screen."""
