@@ -35,6 +35,17 @@ APART = {
     "server": {"client", "engines", "deploy"},
 }
 
+# Below experiments/: results, then tables, then plans of runs, then what executes them.
+EXPERIMENTS: tuple[tuple[str, ...], ...] = (
+    ("console", "statistics", "disclosure"),
+    ("results", "tables"),
+    ("summary", "pairs", "run_tables", "status", "run_export", "artefacts"),
+    ("show", "pictures"),
+    ("report",),
+    ("plan",),
+    ("execute", "catalogue", "cleanup"),
+)
+
 Graph = Mapping[str, set[str]]
 
 
@@ -99,6 +110,15 @@ def test_imports_point_down() -> None:
     ]
     assert wrong == []
     assert [target for target in GRAPH["pbfl_flwr"] if target.startswith("pbfl_flwr")] == []
+
+
+def test_imports_within_experiments_run_one_way() -> None:
+    ranks = {name: rank for rank, names in enumerate(EXPERIMENTS) for name in names}
+    inside = [(m, t) for m, t in EDGES if part(m) == part(t) == "experiments" and part(m, 2) and part(t, 2)]
+    wrong = [f"{m} imports {t}" for m, t in inside if ranks[part(t, 2)] > ranks[part(m, 2)]]
+    assert wrong == []
+    modules = {part(m, 2) for m in GRAPH if part(m) == "experiments"} - {""}
+    assert modules == set(ranks)
 
 
 def test_only_flower_and_the_apps_import_flwr() -> None:
