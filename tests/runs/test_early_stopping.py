@@ -167,34 +167,15 @@ def test_resumed_run_stays_ended(tmp_path: Path, early: Federation, recorded: bo
         del about["ended_after"]
         (run.path / "run.json").write_text(json.dumps(about))
         run.remove_result()
-        assert watch.snapshot(run.path, 0.0).state != "finished"
+        assert status.snapshot(run.path, 0.0).state != "finished"
     again = ended(tmp_path, rounds=12 if recorded else 9, resume=True)
     assert len(again.strategy.history) == 3
     assert again.directory.record().ended_after == 3
     assert again.directory.result() == early.directory.result()
 
 
-<<<<<<< HEAD:tests/runs/test_early_stopping.py
 def test_run_is_complete_with_the_same_patience(early: Federation) -> None:
     path = early.directory.path
-=======
-def test_one_that_was_killed_before_it_wrote_that_down_ends_there_too(tmp_path: Path) -> None:
-    first = ended(tmp_path)
-    result = first.directory.result()
-    about = first.directory.record().to_json()
-    del about["ended_after"]
-    (first.directory.path / "run.json").write_text(json.dumps(about))
-    first.directory.remove_result()
-    assert status.snapshot(first.directory.path, 0.0).state != "finished"
-    again = ended(tmp_path, resume=True)
-    assert len(again.strategy.history) == 3
-    assert again.directory.record().ended_after == 3
-    assert again.directory.result() == result
-
-
-def test_what_is_complete(tmp_path: Path) -> None:
-    path = ended(tmp_path).directory.path
->>>>>>> 072be78 (Build all tables of results from one list of columns; follow runs in one way):tests/flower/test_early_stopping.py
 
     def complete(**keys: Any) -> bool:
         changed = {**RunDirectory(path).record().configuration, **keys}
