@@ -48,7 +48,7 @@ CONFIG: dict[str, Scalar] = {
 def devices(directory: Path) -> list[dict[str, Scalar]]:
     """Write three devices' own images, each lacking other digits, and return what their operators say."""
     pool = load_pool(DataSettings(dataset="digits"))
-    found: list[dict[str, Scalar]] = []
+    result: list[dict[str, Scalar]] = []
     for index, model in enumerate(MODELS):
         # Every device tests all ten digits: 12 of each, of three that it hardly knows only 4.
         few = {3 * index, 3 * index + 1, 3 * index + 2}
@@ -60,8 +60,8 @@ def devices(directory: Path) -> list[dict[str, Scalar]]:
         place = directory / f"device-{index}"
         place.mkdir(parents=True)
         np.savez(place / "digits.npz", x=pool.inputs[chosen], y=pool.labels[chosen])
-        found.append({"model": model, "data-path": str(place / "digits.npz")})
-    return found
+        result.append({"model": model, "data-path": str(place / "digits.npz")})
+    return result
 
 
 def in_process(
@@ -123,11 +123,11 @@ def test_devices_give_the_results_of_one_process_and_strangers_are_refused(
             ),
             "a foreign CA": deployment.start_node(91, {"client-id": 4}, known, foreign),
         }
-        for index, (said, process) in enumerate(knocking.items(), start=90):
+        for index, (text, process) in enumerate(knocking.items(), start=90):
             assert process.wait(300) == 1
             reason = why_ended(deployment.log_of(index).read_text())
             assert reason is not None
-            assert reason.startswith(said)
+            assert reason.startswith(text)
         assert finish(deployment, run_id) == "finished:completed", deployment.tail()
         run_id = deployment.submit(ROOT, {**one_round, "secure-aggregation": True, "run-dir": str(masked)})
         assert finish(deployment, run_id) == "finished:completed", deployment.tail()
@@ -146,18 +146,18 @@ def test_devices_give_the_results_of_one_process_and_strangers_are_refused(
 
 def same_sum(run_dir: Path, plain: MethodStrategy) -> None:
     """Whether a round under masks comes to what the same round in clear comes to, but for the sum's steps."""
-    found, _ = load_tensors(run_dir / "checkpoint.safetensors")
+    result, _ = load_tensors(run_dir / "checkpoint.safetensors")
     (line,) = RunDirectory(run_dir).round_records()
     expected = plain.state.to_tensors()
-    assert set(found) == set(expected)
+    assert set(result) == set(expected)
     step = sums.step(sums.RANGES["mean"], 3)
     for name, tensor in expected.items():
         if name.endswith(".rows"):
             # A sum of three is wrong by less than three steps, their mean by less than one.
-            assert float((found[name] - tensor).abs().max()) < step + 1e-6
+            assert float((result[name] - tensor).abs().max()) < step + 1e-6
             assert float(tensor.abs().max()) > 0.1
         else:
-            assert torch.equal(found[name], tensor)
+            assert torch.equal(result[name], tensor)
     assert line.failures == []
     assert line.trained == [0, 1, 2]
     assert (line.accuracy, line.client_metrics) == (
@@ -189,11 +189,11 @@ def test_command_reports_the_result_of_the_run(tmp_path: Path) -> None:
     process = start(
         run_dir, tmp_path / "home", "-n", "1", "--insecure", "--set", "num-server-rounds=1", *SMALL
     )
-    said, _ = process.communicate(timeout=800)
-    assert process.returncode == 0, said
-    assert "(insecure), 1 SuperNodes" in said
-    assert "round 1/1  accuracy" in said
-    assert "best (chosen on test data)" in said
+    output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, output
+    assert "(insecure), 1 SuperNodes" in output
+    assert "round 1/1  accuracy" in output
+    assert "best (chosen on test data)" in output
     assert left_behind(run_dir) == []
 
 
@@ -201,10 +201,10 @@ def test_command_fails_if_a_device_fails(tmp_path: Path) -> None:
     (tmp_path / "a-file").touch()
     node = f"state-dir='{tmp_path / 'a-file'}'"  # only the SuperNode finds out
     process = start(tmp_path / "run", tmp_path / "home", "--node", node, "--insecure", *SMALL)
-    said, _ = process.communicate(timeout=800)
-    assert process.returncode == 1, said
-    assert "the run failed: round 1: 0 valid replies, min-replies is 1" in said
-    assert "a-file" in said
+    output, _ = process.communicate(timeout=800)
+    assert process.returncode == 1, output
+    assert "the run failed: round 1: 0 valid replies, min-replies is 1" in output
+    assert "a-file" in output
     assert left_behind(tmp_path / "run") == []
 
 
@@ -220,11 +220,11 @@ def test_no_process_is_left_behind(tmp_path: Path, number: signal.Signals) -> No
             break
     assert len(left_behind(run_dir)) > 4  # the command, SuperLink, SuperExec, two SuperNodes, ...
     process.send_signal(number)
-    said, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=300)
     if number is signal.SIGKILL:
         end = time.monotonic() + 120
         while left_behind(run_dir) and time.monotonic() < end:
             time.sleep(0.5)
     else:
-        assert process.returncode == 130, said
+        assert process.returncode == 130, output
     assert left_behind(run_dir) == []

@@ -53,14 +53,14 @@ def left_behind(run_dir: Path) -> list[str]:
     if not sys.platform.startswith("linux"):
         pytest.skip("reads /proc")
     mark = f"{MARK}={run_dir}".encode()
-    found = []
+    result = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "cmdline").read_text().replace("\0", " "))
+                result.append((process / "cmdline").read_text().replace("\0", " "))
         except OSError:
             continue  # it ended, or it is somebody else's
-    return found
+    return result
 
 
 def wait_for_rounds(run_dir: Path, wanted: int) -> None:
@@ -76,19 +76,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the directory of a run with two workers, and what it printed."""
     place = tmp_path_factory.mktemp("engine")
     process = start(place / "run", place / "home")
-    said, _ = process.communicate(timeout=500)
-    assert process.returncode == 0, said
-    return place / "run", said
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output
+    return place / "run", output
 
 
 @pytest.mark.xdist_group("finished")
 def test_run_with_flower_engine(finished: tuple[Path, str]) -> None:
-    run_dir, said = finished
+    run_dir, output = finished
     rounds = [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
     assert [line["round"] for line in rounds] == [1, 2]
     assert [line["trained"] for line in rounds] == [[0, 1, 2, 3]] * 2
-    assert "round 2/2  accuracy" in said
-    assert "best (chosen on test data)" in said
+    assert "round 2/2  accuracy" in output
+    assert "best (chosen on test data)" in output
     assert left_behind(run_dir) == []
     assert "Starting Flower Simulation" in (run_dir / "flower.log").read_text()
 
@@ -112,15 +112,15 @@ def test_processes_engine_gives_the_same_bits(finished: tuple[Path, str], tmp_pa
         process = pbfl(
             run_dir, tmp_path / "home", *PROCESSES, workers, "--run-dir", str(run_dir), *sets(*SMALL)
         )
-        said, _ = process.communicate(timeout=500)
-        assert process.returncode == 0, said
-        (found, scores), (expected, scores_of_engine) = bits(run_dir), bits(finished[0])
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        output, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, output
+        (result, scores), (expected, scores_of_engine) = bits(run_dir), bits(finished[0])
+        assert result.keys() == expected.keys()
+        assert all(torch.equal(result[name], expected[name]) for name in expected)
         assert scores == scores_of_engine
         assert result_of(run_dir) == result_of(finished[0])
-        assert f"result hash {result_of(run_dir)}" in said
-        assert "round 2/2  accuracy" in said
+        assert f"result hash {result_of(run_dir)}" in output
+        assert "round 2/2  accuracy" in output
         assert "4 clients trained" in (run_dir / "flower.log").read_text()
         assert left_behind(run_dir) == []
 
@@ -132,16 +132,16 @@ def test_processes_end_with_their_command_and_resume(tmp_path: Path, number: sig
     process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "2", "--run-dir", str(run_dir), *more)
     wait_for_rounds(run_dir, 1)
     process.send_signal(number)
-    said, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=120)
     assert nothing_is_left(run_dir)
     if number != signal.SIGKILL:
-        assert process.returncode == 130, said
-        assert f"resume with: pbfl run --resume {run_dir} --engine processes" in said
+        assert process.returncode == 130, output
+        assert f"resume with: pbfl run --resume {run_dir} --engine processes" in output
     done = len((run_dir / "rounds.jsonl").read_text().splitlines())
     rest = sets(f"num-server-rounds={done + 1}")
     process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "1", "--resume", str(run_dir), *rest)
-    said, _ = process.communicate(timeout=500)
-    assert process.returncode == 0, said
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output
     rounds = [json.loads(line)["round"] for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
     assert rounds == list(range(1, done + 2))
 
@@ -151,11 +151,11 @@ def test_failed_run_says_why(tmp_path: Path) -> None:
     (tmp_path / "a-file").touch()
     broken = f"state-dir={tmp_path / 'a-file'}"  # only the clients find out
     process = start(run_dir, tmp_path / "home", broken, workers="1")
-    said, _ = process.communicate(timeout=500)
-    assert process.returncode == 1, said
-    assert "the run failed: round 1: 0 valid replies, min-replies is 1" in said
-    assert "client 0:" in said
-    assert "a-file" in said
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 1, output
+    assert "the run failed: round 1: 0 valid replies, min-replies is 1" in output
+    assert "client 0:" in output
+    assert "a-file" in output
     assert left_behind(run_dir) == []
 
 
@@ -187,9 +187,9 @@ def test_stopped_killed_and_resumed_run_has_the_same_bits(tmp_path: Path) -> Non
     process = start(run_dir, tmp_path / "home", *lies, "num-server-rounds=10000", workers="1")
     wait_for_rounds(run_dir, 1)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, said
-    assert "attack noise: clients" in said
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "attack noise: clients" in output
     assert left_behind(run_dir) == []
     done = rounds_done(run_dir)
     process = pbfl(run_dir, tmp_path / "home", "--workers", "2", "--resume", str(run_dir))
@@ -200,14 +200,14 @@ def test_stopped_killed_and_resumed_run_has_the_same_bits(tmp_path: Path) -> Non
     done = rounds_done(run_dir)
     rest = sets(f"num-server-rounds={done + 1}")
     process = pbfl(run_dir, tmp_path / "home", "--workers", "2", "--resume", str(run_dir), *rest)
-    said, _ = process.communicate(timeout=500)
-    assert process.returncode == 0, said
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output
     assert left_behind(run_dir) == []
     assert rounds_done(run_dir) == done + 1
     whole = sets(*SMALL, *lies, f"num-server-rounds={done + 1}")
     process = pbfl(other, tmp_path / "home", *PROCESSES, "2", "--run-dir", str(other), *whole)
-    said, _ = process.communicate(timeout=500)
-    assert process.returncode == 0, said
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output
     (tensors, scores), (expected, expected_scores) = bits(run_dir), bits(other)
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)

@@ -91,13 +91,13 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def server_process(superexec: subprocess.Popen[bytes]) -> int | None:
     """Return the process id of the ServerApp, which the SuperExec has started."""
-    for found in Path("/proc").glob("[0-9]*"):
+    for result in Path("/proc").glob("[0-9]*"):
         try:
-            words = (found / "cmdline").read_bytes().split(b"\0")
-            if os.getpgid(int(found.name)) == superexec.pid and any(
+            words = (result / "cmdline").read_bytes().split(b"\0")
+            if os.getpgid(int(result.name)) == superexec.pid and any(
                 w.endswith(b"flwr-serverapp") for w in words
             ):
-                return int(found.name)
+                return int(result.name)
         except OSError:
             continue  # it ended meanwhile
     return None

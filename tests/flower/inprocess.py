@@ -115,8 +115,8 @@ def configuration(directory: Path, method: str = "fedproto", **keys: Scalar) -> 
         "run-dir": str(directory / "run"),
         "join-timeout": 0.5,
     }
-    given = {key.replace("_", "-"): value for key, value in keys.items()}
-    return {**base, **SHORT.get(method, {}), **given}
+    overrides = {key.replace("_", "-"): value for key, value in keys.items()}
+    return {**base, **SHORT.get(method, {}), **overrides}
 
 
 # Faults -----------------------------------------------------------------------------------------------------
@@ -382,9 +382,9 @@ def reply_of(payload: Payload, report: Report | None = None) -> RecordDict:
 
 def numbers(record: MetricRecord, name: str) -> list[Any]:
     """Return the list of numbers of this name in a report's record."""
-    found = record[name]
-    assert isinstance(found, list)
-    return found
+    result = record[name]
+    assert isinstance(result, list)
+    return result
 
 
 def through_flower(content: RecordDict) -> RecordDict:
@@ -509,10 +509,10 @@ def tensors_in(thing: Any, name: str = "") -> dict[str, Tensor]:
         inner = [(str(index), value) for index, value in enumerate(thing)]
     else:
         return {}
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for key, value in inner:
-        found |= tensors_in(value, f"{name}.{key}")
-    return found
+        result |= tensors_in(value, f"{name}.{key}")
+    return result
 
 
 def copies(thing: Any) -> dict[str, Tensor]:

@@ -42,19 +42,19 @@ def test_sent_and_installed_code_have_the_same_version(tmp_path: Path) -> None:
     assert code_version_of(sent) != code_version()
 
 
-@pytest.mark.parametrize("said", ["0.0.9-0badc0de", "", None])
-def test_warns_once_of_differing_code_versions(said: str | None, tmp_path: Path) -> None:
-    with patch.object(client_handshake, "code_version", code_version if said is None else lambda: said):
-        found = federation(tmp_path, on_disk=True).run()
+@pytest.mark.parametrize("message", ["0.0.9-0badc0de", "", None])
+def test_warns_once_of_differing_code_versions(message: str | None, tmp_path: Path) -> None:
+    with patch.object(client_handshake, "code_version", code_version if message is None else lambda: message):
+        fed = federation(tmp_path, on_disk=True).run()
     expected = (
         f"pbfl-flwr 0.0.9-0badc0de on client 0, 1, 2, 3, 4, {code_version()} on the server: install the same one, or "
         "start the run with the app that brings its own code"
     )
-    times = [line.warnings.count(expected) for line in found.strategy.history]
-    assert times == ([1, 0] if said else [0, 0])
+    times = [line.warnings.count(expected) for line in fed.strategy.history]
+    assert times == ([1, 0] if message else [0, 0])
     assert all(
-        client.code_version == (code_version() if said is None else said)
-        for client in found.directory.record().clients
+        client.code_version == (code_version() if message is None else message)
+        for client in fed.directory.record().clients
     )
 
 

@@ -35,11 +35,11 @@ def other(tmp_path: Path) -> Path:
 @pytest.fixture
 def of_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Gives today's Flower another version."""
-    there = importlib.metadata.version
+    original = importlib.metadata.version
 
     def be(version: str) -> None:
         monkeypatch.setattr(
-            importlib.metadata, "version", lambda name: version if name == "flwr" else there(name)
+            importlib.metadata, "version", lambda name: version if name == "flwr" else original(name)
         )
 
     return be

@@ -40,15 +40,15 @@ def client(tmp_path: Path) -> ClientStore:
 def test_state_round_trip(client: ClientStore) -> None:
     assert client.load() is None
     client.save(STATE)
-    found = client.load()
-    assert found is not None
-    assert (found.round, found.participations, found.report) == (3, 2, STATE.report)
+    loaded = client.load()
+    assert loaded is not None
+    assert (loaded.round, loaded.participations, loaded.report) == (3, 2, STATE.report)
     for part in ("model", "memory", "reply"):
-        kept, expected = getattr(found, part), getattr(STATE, part)
-        assert set(kept) == set(expected)
+        stored, expected = getattr(loaded, part), getattr(STATE, part)
+        assert set(stored) == set(expected)
         for name, tensor in expected.items():
-            assert kept[name].dtype == tensor.dtype
-            assert torch.equal(kept[name], tensor)
+            assert stored[name].dtype == tensor.dtype
+            assert torch.equal(stored[name], tensor)
     assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
 
 
@@ -61,8 +61,8 @@ def test_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
     header = int.from_bytes(files[0].read_bytes()[:8], "little")
     assert header % 8 == 0
-    found, about = load_tensors(files[0])
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+    result, about = load_tensors(files[0])
+    assert {name: tensor.tolist() for name, tensor in result.items()} == {
         name: tensor.tolist() for name, tensor in tensors.items()
     }
     assert about.items() >= metadata.items()
@@ -72,11 +72,11 @@ def test_saves_views_and_strided_tensors(client: ClientStore) -> None:
     rows = torch.randn(4, 6)
     image = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     client.save(replace(STATE, memory={"a": rows, "b": rows, "row": rows[1], "t": rows.T, "image": image}))
-    found = client.load()
-    assert found is not None
-    assert torch.equal(found.memory["t"], rows.T)
-    assert torch.equal(found.memory["row"], rows[1])
-    assert torch.equal(found.memory["image"], image)
+    loaded = client.load()
+    assert loaded is not None
+    assert torch.equal(loaded.memory["t"], rows.T)
+    assert torch.equal(loaded.memory["row"], rows[1])
+    assert torch.equal(loaded.memory["image"], image)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="has other permissions")
@@ -124,9 +124,9 @@ def test_kill_before_the_rename_leaves_the_old_file(
     monkeypatch.undo()
 
     assert client.path.read_bytes() == before
-    found = client.load()
-    assert found is not None
-    assert found.round == 3
+    loaded = client.load()
+    assert loaded is not None
+    assert loaded.round == 3
     client.save(replace(STATE, round=4))  # what was left behind is in nobody's way
     again = client.load()
     assert again is not None
@@ -151,9 +151,9 @@ def test_full_disk_leaves_the_old_file_and_no_temporary_one(
     assert "\n" not in str(error.value)
     monkeypatch.undo()
     assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
-    found = client.load()
-    assert found is not None
-    assert found.round == 3
+    loaded = client.load()
+    assert loaded is not None
+    assert loaded.round == 3
 
 
 def test_data_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,8 +280,8 @@ def test_tensors_and_metadata_round_trip(tmp_path: Path) -> None:
 def test_rejects_file_without_parts_of_a_state(client: ClientStore, change: dict[str, str | None]) -> None:
     client.save(STATE)
     tensors, metadata = load_tensors(client.path)
-    kept = {key: value for key, value in {**metadata, **change}.items() if value is not None}
-    save_tensors(client.path, tensors, kept)  # whose checksum fits
+    stored = {key: value for key, value in {**metadata, **change}.items() if value is not None}
+    save_tensors(client.path, tensors, stored)  # whose checksum fits
     with pytest.raises(DamagedState, match="lacks parts of a client's state"):
         client.load()
 
@@ -333,8 +333,8 @@ def test_uploaded_weights_are_stored_once(client: ClientStore) -> None:
     }
     client.save(replace(STATE, model=model, reply=reply))
     with safe_open(client.path, framework="pt") as file:
-        kept = {name for name in file.keys() if name.startswith("reply.")}  # noqa: SIM118 - no mapping
-    assert kept == {f"reply.{name}" for name in reply} - {"reply.w.body.0.weight"}
+        stored = {name for name in file.keys() if name.startswith("reply.")}  # noqa: SIM118 - no mapping
+    assert stored == {f"reply.{name}" for name in reply} - {"reply.w.body.0.weight"}
     again = client.load()
     assert again is not None
     assert again.reply.keys() == reply.keys()
@@ -348,8 +348,8 @@ def test_reply_of_fedavg_is_restored_from_its_model(tmp_path: Path) -> None:
     for file in sorted((run.directory.path / "clients").glob("*/*.safetensors")):
         tensors, about = load_tensors(file)
         assert [name for name in tensors if name.startswith("reply.")] == ["reply.n"]
-        own = ClientStore(file.parent, about["experiment"], int(about["client"]), about["architecture"])
-        state = own.load()
+        own_run = ClientStore(file.parent, about["experiment"], int(about["client"]), about["architecture"])
+        state = own_run.load()
         assert state is not None
         sent = {name.removeprefix("w."): tensor for name, tensor in state.reply.items() if name != "n"}
         assert sent.keys() == {name for name in state.model if "running" not in name and "num_b" not in name}

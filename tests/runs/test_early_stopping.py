@@ -97,8 +97,10 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Federation:
 
 def test_run_ends_early_and_is_finished(early: Federation) -> None:
     assert [entry.round for entry in early.strategy.history] == [1, 2, 3]
-    said = [note for note in early.strategy.history[-1].warnings if "patience" in note]
-    assert said == ["no better score on test data for 2 rounds, since round 1: the run ends early (patience)"]
+    messages = [note for note in early.strategy.history[-1].warnings if "patience" in note]
+    assert messages == [
+        "no better score on test data for 2 rounds, since round 1: the run ends early (patience)"
+    ]
     assert not any("patience" in note for entry in early.strategy.history[:2] for note in entry.warnings)
     directory = early.directory
     about = directory.record()
@@ -118,8 +120,8 @@ def test_run_ends_early_and_is_finished(early: Federation) -> None:
 def test_last_round_of_early_end_has_a_final_scoring(tmp_path: Path) -> None:
     run = ended(tmp_path, evaluate_moment="before")
     assert [entry.final is not None for entry in run.strategy.history] == [False, False, True]
-    (said,) = [note for note in run.strategy.history[-1].warnings if "patience" in note]
-    assert "since round 0:" in said  # as the tables call it
+    (output,) = [note for note in run.strategy.history[-1].warnings if "patience" in note]
+    assert "since round 0:" in output  # as the tables call it
     assert scores(run.strategy.history)["head"].best[0] == 0
 
 
@@ -195,9 +197,9 @@ def test_patience_needs_scores() -> None:
 
 def test_warns_of_patience_before_the_first_exchange() -> None:
     words = ["--set", "models=mlp5", "--set", "dataset=digits", "--set", "method=gfpl", "--dry-run"]
-    said = (
+    message = (
         "gfpl: patience = 3: the run may end as early as one with num-server-rounds = 4: the first exchange"
     )
-    assert said in pbfl("run", *words, "--set", "patience=3").stdout
+    assert message in pbfl("run", *words, "--set", "patience=3").stdout
     assert "end as early" not in pbfl("run", *words, "--set", "patience=10").stdout
     assert "end as early" not in pbfl("run", *words).stdout

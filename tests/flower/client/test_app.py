@@ -100,24 +100,24 @@ def test_refuses_a_round_before_that_of_its_state(tmp_path: Path) -> None:
         )
         return answer()
 
-    found = federation(tmp_path, faults={(0, 2): backwards}).run()
-    (failure,) = found.strategy.history[1].failures
+    run = federation(tmp_path, faults={(0, 2): backwards}).run()
+    (failure,) = run.strategy.history[1].failures
     assert plain(failure) == {"client": 0, "reason": "asked for round 1, but its state is already of round 2"}
 
 
 def test_client_holds_the_lock_of_its_state_while_training(tmp_path: Path) -> None:
-    """A SuperNode that still works for a run that was killed, and the one that resumes it: the file is held."""
-    found = federation(tmp_path, num_server_rounds=1)
-    held: list[bool] = []
+    """A SuperNode that still works for a run that was killed, and the one that resumes it: the file is locked."""
+    run = federation(tmp_path, num_server_rounds=1)
+    locked: list[bool] = []
     trained = client_module._train_and_save
 
     def watching(opened: Any, message: Message) -> Message:
         lock = opened.store.locked()
         with pytest.raises(Timeout):
             lock.acquire(timeout=0)
-        held.append(True)
+        locked.append(True)
         return trained(opened, message)
 
     with patch.object(client_module, "_train_and_save", watching):
-        found.run()
-    assert held == [True] * NUM_CLIENTS
+        run.run()
+    assert locked == [True] * NUM_CLIENTS

@@ -75,10 +75,10 @@ def test_detects_ray_workers(tmp_path: Path) -> None:
 def test_device_ignores_paths_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PBFL_HOME", "/device/home")
     node = {"client-id": 1}
-    own = own_settings(RUN, node)
-    assert own.data.data_dir == ""
-    assert own.models == RUN.models
-    assert identify(context(node), own, "e").state_dir == Path("/device/home/state/e")
+    settings = own_settings(RUN, node)
+    assert settings.data.data_dir == ""
+    assert settings.models == RUN.models
+    assert identify(context(node), settings, "e").state_dir == Path("/device/home/state/e")
 
 
 def test_node_config_overrides_settings(tmp_path: Path) -> None:
@@ -92,12 +92,12 @@ def test_node_config_overrides_settings(tmp_path: Path) -> None:
         "precision": "bfloat16",
         "state-dir": "/var/lib/pbfl",
     }
-    own = own_settings(RUN, node)
-    assert (own.data.dataset, own.data.data_dir) == ("npz", str(tmp_path / "mine.npz"))
-    how = own.training
-    assert (own.models.models, how.batch_size, how.threads) == ("resnet8", 4, 3)
+    settings = own_settings(RUN, node)
+    assert (settings.data.dataset, settings.data.data_dir) == ("npz", str(tmp_path / "mine.npz"))
+    how = settings.training
+    assert (settings.models.models, how.batch_size, how.threads) == ("resnet8", 4, 3)
     assert (how.layout, how.precision) == ("contiguous", "bfloat16")
-    identity = identify(context(node), own, "e")
+    identity = identify(context(node), settings, "e")
     assert identity.own_data
     assert identity.state_dir == Path("/var/lib/pbfl/e")
     assert own_settings(RUN, {"client-id": 0, "data-path": str(tmp_path)}).data.dataset == "image-folder"
@@ -109,13 +109,13 @@ def test_device_uses_all_of_its_data(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "mine.npz", x=rng.integers(0, 255, (20, 16, 16), dtype=np.uint8), y=np.arange(20) % 2)
     node: dict[str, Any] = {"client-id": 2, "data-path": str(tmp_path / "mine.npz")}
-    own = own_settings(RUN, node)
-    data = ClientSource(configured_data, None).data_of(own, identify(context(node), own, "e"))
+    settings = own_settings(RUN, node)
+    data = ClientSource(configured_data, None).data_of(settings, identify(context(node), settings, "e"))
     assert len(data.train.labels) + len(data.test.labels) == 20
 
 
 @pytest.mark.parametrize(
-    ("node", "said"),
+    ("node", "message"),
     [
         ({"client-id": 0, "modle": "resnet8"}, "unknown key 'modle'; must be one of client-id"),
         ({"client-id": 0, "batch-size": 0}, "batch-size = 0: must be"),
@@ -126,8 +126,8 @@ def test_device_uses_all_of_its_data(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_rejects_invalid_node_config(node: dict[str, Any], said: str) -> None:
-    with pytest.raises(PbflError, match=said):
+def test_rejects_invalid_node_config(node: dict[str, Any], message: str) -> None:
+    with pytest.raises(PbflError, match=message):
         own_settings(RUN, node)
 
 
@@ -144,9 +144,9 @@ def test_client_id_is_a_whole_number_or_a_name(client: Any) -> None:
 def test_paths_of_node_config_are_absolute_or_start_with_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/pi")
     node = {"client-id": 0, "data-path": "~/mine.npz", "state-dir": "~/state"}
-    own = own_settings(RUN, node)
-    assert own.data.data_dir == "/home/pi/mine.npz"
-    assert identify(context(node), own, "e").state_dir == Path("/home/pi/state/e")
+    settings = own_settings(RUN, node)
+    assert settings.data.data_dir == "/home/pi/mine.npz"
+    assert identify(context(node), settings, "e").state_dir == Path("/home/pi/state/e")
     for path in ("state", ""):
         with pytest.raises(PbflError, match=f"state-dir = '{path}' in --node-config: must be an absolute"):
             identify(context({"client-id": 0, "state-dir": path}), RUN, "e")

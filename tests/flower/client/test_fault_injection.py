@@ -40,7 +40,7 @@ def test_draws_depend_only_on_seed_client_and_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "reason", "kept"),
+    ("word", "reason", "stored"),
     [
         ("drop", "injected fault: its reply was dropped", (2, 2)),  # it trained, only its answer is lost
         ("crash", "injected fault: crash", (1, 1)),
@@ -48,7 +48,9 @@ def test_draws_depend_only_on_seed_client_and_round() -> None:
         ("stale", "sent its upload of round 1 instead of round 2", (1, 1)),
     ],
 )
-def test_fault_affects_its_client_only(tmp_path: Path, word: str, reason: str, kept: tuple[int, int]) -> None:
+def test_fault_affects_its_client_only(
+    tmp_path: Path, word: str, reason: str, stored: tuple[int, int]
+) -> None:
     with injected(word, {(2, 2)}):
         faulty = federation(tmp_path / "a").run()
     without = federation(tmp_path / "b", faults={(2, 2): silent}).run()
@@ -57,15 +59,15 @@ def test_fault_affects_its_client_only(tmp_path: Path, word: str, reason: str, k
     first, second = (line.bytes_up.payload for line in faulty.strategy.history)
     assert (first == second) == (word in ("corrupt", "stale")), "what is rejected came all the same"
     assert same_tensors(faulty.strategy.state.to_tensors(), without.strategy.state.to_tensors())
-    assert stored_rounds(faulty) == {**dict.fromkeys(range(NUM_CLIENTS), (2, 2)), 2: kept}
+    assert stored_rounds(faulty) == {**dict.fromkeys(range(NUM_CLIENTS), (2, 2)), 2: stored}
 
 
 def test_delay_sleeps(tmp_path: Path) -> None:
     slept: list[float] = []
     with injected("seconds", {(1, 2)}), patch.object(time, "sleep", slept.append):
-        found = federation(tmp_path).run()
+        run = federation(tmp_path).run()
     assert [seconds for seconds in slept if seconds] == [1.5]
-    assert found.strategy.history[1].failures == []
+    assert run.strategy.history[1].failures == []
 
 
 def test_faults_do_not_depend_on_order_or_resume(tmp_path: Path) -> None:

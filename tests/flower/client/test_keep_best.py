@@ -29,7 +29,7 @@ CLIENTS = range(5)
 def run(tmp_path: Path, rounds: int, best: int = 0, **keys: Any) -> Federation:
     """Run so many rounds, the best of which is said to be this one."""
     keys = {"models": "cnn4", "keep_best": True, **keys}
-    found = federation(tmp_path, num_server_rounds=rounds, on_disk=True, **keys)
+    fed = federation(tmp_path, num_server_rounds=rounds, on_disk=True, **keys)
 
     def better_until_best(history: Sequence[RoundRecord], predictor: str) -> dict[int, Score]:
         return {
@@ -39,16 +39,16 @@ def run(tmp_path: Path, rounds: int, best: int = 0, **keys: Any) -> Federation:
         }
 
     with patch.object(strategies, "scores_by_round", better_until_best):
-        return found.run()
+        return fed.run()
 
 
-def home(found: Federation) -> Path:
-    path: Path = found.directory.path
-    return path / "clients" / found.directory.record().experiment
+def home(fed: Federation) -> Path:
+    path: Path = fed.directory.path
+    return path / "clients" / fed.directory.record().experiment
 
 
-def store(found: Federation, client: int) -> Path:
-    return ClientStore(home(found), "", client, "").path
+def store(fed: Federation, client: int) -> Path:
+    return ClientStore(home(fed), "", client, "").path
 
 
 def model(file: Path) -> dict[str, torch.Tensor]:
@@ -69,19 +69,19 @@ def test_keeps_state_of_the_best_round(links: bool, tmp_path: Path) -> None:
             long = run(tmp_path / "long", 4, best=2)
     for client in CLIENTS:
         last = store(long, client)
-        ((number, kept),) = kept_best(last).items()
+        ((number, stored),) = kept_best(last).items()
         assert number == 2
-        assert kept.stat().st_mode & 0o777 == 0o600
-        assert same(model(kept), model(store(short, client)))
-        assert not same(model(kept), model(last))
+        assert stored.stat().st_mode & 0o777 == 0o600
+        assert same(model(stored), model(store(short, client)))
+        assert not same(model(stored), model(last))
         assert kept_best(store(short, client)) == {}
     assert short.directory.result() != long.directory.result()
 
 
 def test_keeps_best_under_secure_aggregation(tmp_path: Path) -> None:
-    found = run(tmp_path, 3, best=1, secure_aggregation=True)
-    assert [set(kept_best(store(found, client))) for client in CLIENTS] == [{1}] * 5
-    assert read_state(of_round(store(found, 0), 1)).card.round == 1
+    fed = run(tmp_path, 3, best=1, secure_aggregation=True)
+    assert [set(kept_best(store(fed, client))) for client in CLIENTS] == [{1}] * 5
+    assert read_state(of_round(store(fed, 0), 1)).card.round == 1
 
 
 @pytest.fixture(scope="module")
@@ -105,22 +105,22 @@ def test_keep_best_does_not_change_results(best_of_three: Federation, tmp_path: 
 
 
 def test_better_round_replaces_the_best_one(tmp_path: Path) -> None:
-    found = run(tmp_path, 4, best=9)  # every round is better than the one before
-    assert [set(kept_best(store(found, client))) for client in CLIENTS] == [{3}] * 5
-    assert {read_state(of_round(store(found, 0), 3)).card.round} == {3}
-    assert of_round(store(found, 0), 4) == store(found, 0)
+    fed = run(tmp_path, 4, best=9)  # every round is better than the one before
+    assert [set(kept_best(store(fed, client))) for client in CLIENTS] == [{3}] * 5
+    assert {read_state(of_round(store(fed, 0), 3)).card.round} == {3}
+    assert of_round(store(fed, 0), 4) == store(fed, 0)
 
 
 def test_idle_client_keeps_its_state_of_the_best_round(tmp_path: Path) -> None:
-    found = run(tmp_path, 6, best=3, fraction_train=0.4)
+    fed = run(tmp_path, 6, best=3, fraction_train=0.4)
     trained: dict[int, list[int]] = {client: [] for client in CLIENTS}
-    for record in found.directory.round_records():
+    for record in fed.directory.round_records():
         for client in record.trained:
             trained[client].append(record.round)
     for client, rounds in trained.items():
         if not (before := [number for number in rounds if number <= 3]):
             continue
-        assert read_state(of_round(store(found, client), 3)).card.round == max(before)
+        assert read_state(of_round(store(fed, client), 3)).card.round == max(before)
     assert any(rounds and max(rounds) > 3 >= min(rounds) for rounds in trained.values())
 
 
@@ -137,8 +137,8 @@ def test_exports_the_best_round(best_of_three: Federation, tmp_path: Path) -> No
     assert "after round 3:" in pbfl("export", path, "--client", 1, "--out", tmp_path / "last").stdout
     refused = pbfl("export", path, "--client", 1, "--round", 2, "--out", tmp_path / "two")
     assert refused.exit_code == 2
-    said = " ".join(refused.stderr.split())
-    assert "last trained in round 3, after round 2; of earlier rounds it has round 1" in said
+    output = " ".join(refused.stderr.split())
+    assert "last trained in round 3, after round 2; of earlier rounds it has round 1" in output
     both = pbfl("export", path, "--client", 1, "--round", 2, "--best", "--out", tmp_path / "two")
     assert "--best and --round: must be one of the two" in both.stderr
     device = pbfl("export", home(best_of_three), "--client", 1, "--best", "--out", tmp_path / "two")
@@ -149,10 +149,10 @@ def test_exports_the_best_round(best_of_three: Federation, tmp_path: Path) -> No
 
 
 def test_which_round_is_the_best(tmp_path: Path) -> None:
-    found = run(tmp_path, 2, best=1)
-    path = found.directory.path
+    fed = run(tmp_path, 2, best=1)
+    path = fed.directory.path
     lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
-    primary_predictor = found.directory.record().primary_predictor
+    primary_predictor = fed.directory.record().primary_predictor
     for line, score in zip(lines, (0.9, 0.2), strict=True):
         line["accuracy"][primary_predictor] = {**line["accuracy"]["head"], "weighted": score}
     (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -165,8 +165,8 @@ def test_which_round_is_the_best(tmp_path: Path) -> None:
 
 
 def test_no_best_state_if_scored_before_training(tmp_path: Path) -> None:
-    found = run(tmp_path, 2, keep_best=False, evaluate_moment="before")
-    refused = pbfl("export", found.directory.path, "--client", 1, "--best", "--out", tmp_path / "best")
+    fed = run(tmp_path, 2, keep_best=False, evaluate_moment="before")
+    refused = pbfl("export", fed.directory.path, "--client", 1, "--best", "--out", tmp_path / "best")
     assert refused.exit_code == 2
     assert "were scored before local training" in " ".join(refused.stderr.split())
 
@@ -182,10 +182,10 @@ def test_best_states_of_similar_names_differ(tmp_path: Path) -> None:
 
 
 def test_cleaning_removes_best_states(tmp_path: Path) -> None:
-    found = run(tmp_path, 3, best=1)
-    folder = home(found)
+    fed = run(tmp_path, 3, best=1)
+    folder = home(fed)
     assert len(list(folder.glob("*.best"))) == 5
-    finds = list(cleanup.scan([found.directory.path]))
+    finds = list(cleanup.scan([fed.directory.path]))
     go, stay = cleanup.select(finds, ["torn", "states"], 0.0, 1e12)
     for find in go:
         assert cleanup.remove(find) is None
@@ -209,6 +209,6 @@ def test_keep_best_needs_scores_after_training() -> None:
 
 
 def test_missing_best_state_is_reported(tmp_path: Path) -> None:
-    found = run(tmp_path, 2, keep_best=False)
+    fed = run(tmp_path, 2, keep_best=False)
     with pytest.raises(PbflError, match="of earlier rounds it has none"):
-        of_round(state_file(found.directory.path, "0"), 1)
+        of_round(state_file(fed.directory.path, "0"), 1)

@@ -73,9 +73,9 @@ def test_initial_weights_are_common_or_own(tmp_path: Path, initial_weights: list
         assert run.strategy.history[0].failures == []
         heads[name] = [weights["head.weight"] for weights in initial_weights]
     assert torch.equal(heads["alike"][0], heads["alike"][2])
-    own = heads["own"]
-    assert not any(torch.equal(own[i], own[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
-    assert all(torch.equal(*pair) for pair in zip(own, heads["again"], strict=True))
+    own_weights = heads["own"]
+    assert not any(torch.equal(own_weights[i], own_weights[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
+    assert all(torch.equal(*pair) for pair in zip(own_weights, heads["again"], strict=True))
     assert not torch.equal(*heads["fedproto"][:2])
 
 
@@ -90,9 +90,9 @@ def test_sets_number_of_threads(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    found = federation(tmp_path, num_server_rounds=1, **keys)
-    found.grid.cores = 3
-    found.run()
+    run = federation(tmp_path, num_server_rounds=1, **keys)
+    run.grid.cores = 3
+    run.run()
     assert set(asked) == {threads}
 
 
@@ -117,11 +117,17 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SplitModel:
     return model
 
 
-@pytest.mark.parametrize(("method", "own"), [("fedavg", False), ("fedper", False), ("fedproto", True)])
+@pytest.mark.parametrize(
+    ("method", "own_weights"), [("fedavg", False), ("fedper", False), ("fedproto", True)]
+)
 def test_clients_start_with_pretrained_body(
-    method: str, own: bool, trained: SplitModel, tmp_path: Path, initial_weights: list[dict[str, Tensor]]
+    method: str,
+    own_weights: bool,
+    trained: SplitModel,
+    tmp_path: Path,
+    initial_weights: list[dict[str, Tensor]],
 ) -> None:
-    keys: dict[str, Any] = {"initial-weights": "own"} if own else {}
+    keys: dict[str, Any] = {"initial-weights": "own"} if own_weights else {}
     run = federation(tmp_path, method, models="resnet4@mine", num_server_rounds=1, on_disk=True, **keys).run()
     assert run.strategy.history[0].failures == []
     assert not any("same weights" in note for note in run.strategy.history[0].warnings)
@@ -130,7 +136,9 @@ def test_clients_start_with_pretrained_body(
         for name, tensor in trained.state_dict().items():
             if not name.startswith("head."):
                 assert torch.equal(state[name], tensor), name
-    assert torch.equal(initial_weights[0]["head.weight"], initial_weights[1]["head.weight"]) is not own
+    assert (
+        torch.equal(initial_weights[0]["head.weight"], initial_weights[1]["head.weight"]) is not own_weights
+    )
     digests = {client.weights for client in run.directory.record().clients}
     assert len(digests) == 1
     assert digests != {""}
@@ -139,9 +147,9 @@ def test_clients_start_with_pretrained_body(
 def test_server_of_shared_bodies_starts_with_pretrained_body(trained: SplitModel) -> None:
     settings = parse({"method": "fedavg", "models": "resnet4@mine", "feature-dim": 64}, SECTIONS)
     sent = build_method(settings).init(TASK, 0).tensors
-    kept = dict(trained.named_parameters())
-    assert all(torch.equal(sent[name], kept[name]) for name in sent if not name.startswith("head."))
-    assert not torch.equal(sent["head.weight"], kept["head.weight"])
+    pretrained = dict(trained.named_parameters())
+    assert all(torch.equal(sent[name], pretrained[name]) for name in sent if not name.startswith("head."))
+    assert not torch.equal(sent["head.weight"], pretrained["head.weight"])
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedgh", "lg-fedavg", "fedgen"])
@@ -166,8 +174,8 @@ def test_auxiliary_network_may_be_pretrained(trained: SplitModel, tmp_path: Path
     run = federation(tmp_path, "fml", num_server_rounds=1, **keys).run()
     assert run.strategy.history[0].failures == []
     sent = run.strategy.state.tensors
-    kept = dict(trained.named_parameters())
-    assert all(torch.allclose(sent[name], kept[name]) for name in sent if not name.startswith("head."))
+    pretrained = dict(trained.named_parameters())
+    assert all(torch.allclose(sent[name], pretrained[name]) for name in sent if not name.startswith("head."))
 
 
 def test_client_reports_missing_auxiliary_weights_before_round_1(
@@ -184,11 +192,11 @@ def test_client_reports_missing_auxiliary_weights_before_round_1(
 
 
 def test_warns_once_of_differing_pretrained_weights(trained: SplitModel, tmp_path: Path) -> None:
-    said = iter(["aaaa", "bbbb", "aaaa", "aaaa", "bbbb"])
-    with patch.object(client_handshake, "digest_of_weights", lambda name: next(said)):
+    answers = iter(["aaaa", "bbbb", "aaaa", "aaaa", "bbbb"])
+    with patch.object(client_handshake, "digest_of_weights", lambda name: next(answers)):
         run = federation(tmp_path, models="resnet4@mine").run()
     line = "'resnet4@mine' does not begin with the same weights everywhere: aaaa on client 0, 2, 3; bbbb on client 1, 4"
-    assert [found.warnings.count(line) for found in run.strategy.history] == [1, 0]
+    assert [result.warnings.count(line) for result in run.strategy.history] == [1, 0]
 
 
 def test_resumed_run_refuses_other_pretrained_weights(trained: SplitModel, tmp_path: Path) -> None:

@@ -64,12 +64,12 @@ def names(place: Path) -> set[str]:
 
 def test_copied_app_makes_the_same_bundle(tmp_path: Path) -> None:
     app = an_app(tmp_path, '"LICENSE", "app/**/*.py"')
-    found = copy_included(app, tmp_path / "copy")
-    assert found == tmp_path / "copy"
+    result = copy_included(app, tmp_path / "copy")
+    assert result == tmp_path / "copy"
     assert {
-        name for name in names(found) if name.startswith((".venv", "other")) or "pycache" in name
+        name for name in names(result) if name.startswith((".venv", "other")) or "pycache" in name
     } == set()
-    assert build_fab_from_disk(found) == build_fab_from_disk(app)
+    assert build_fab_from_disk(result) == build_fab_from_disk(app)
 
 
 @pytest.mark.parametrize("include", ["", '"LICENSE", "**/*.py"', '"*/main.py", "LICENSE"'])
@@ -133,11 +133,11 @@ def test_slim_app_has_keys_and_entry_points_only(tmp_path: Path) -> None:
     assert "pbfl_flwr" not in packages
     assert {"client_app", "server_app", "LICENSE", "pyproject.toml"} <= packages
     assert len(fab) < 40_000
-    whole, found = (
+    whole, result = (
         tomllib.loads((where / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
         for where in (app, tmp_path / "slim")
     )
-    assert found["config"] == whole["config"]
+    assert result["config"] == whole["config"]
     with pytest.raises(PbflError, match="exists already; choose another directory"):
         slim(app, tmp_path / "slim")
 

@@ -88,8 +88,8 @@ def test_explains_refused_handshakes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert "a foreign CA" in str(security.shake_hands(address, foreign / "ca.pem").refusal)
         assert "a foreign CA" in str(security.shake_hands(address, None).refusal)
     with server(elsewhere) as address:
-        said = security.shake_hands(address, elsewhere / "ca.pem").refusal
-    assert said == "a wrong host name: the certificate is for fl.example.org, 10.0.0.5, not for 127.0.0.1"
+        message = security.shake_hands(address, elsewhere / "ca.pem").refusal
+    assert message == "a wrong host name: the certificate is for fl.example.org, 10.0.0.5, not for 127.0.0.1"
     with server(old) as address:
         assert "has expired" in str(security.shake_hands(address, old / "ca.pem").refusal)
     monkeypatch.setattr(security, "BACKDATED", timedelta(days=-1))
@@ -212,10 +212,10 @@ def test_rejects_other_keys(tmp_path: Path) -> None:
     )
     (tmp_path / "ed25519").write_bytes(other)
     (tmp_path / "text").write_text("hello")
-    for name, said in (("ed25519", "another type"), ("text", "cannot be used"), ("none", "cannot be read")):
-        with pytest.raises(PbflError, match=said) as found:
+    for name, text in (("ed25519", "another type"), ("text", "cannot be used"), ("none", "cannot be read")):
+        with pytest.raises(PbflError, match=text) as error:
             security.read_node_key(tmp_path / name)
-        assert "\n" not in str(found.value)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

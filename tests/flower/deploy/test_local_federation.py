@@ -29,7 +29,7 @@ def test_node_config_is_parsed_like_flower(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("model=resnet8", "model='resnet8'"),
         ("client-id = 0", "at 'client-id = 0'"),
@@ -39,10 +39,10 @@ def test_node_config_is_parsed_like_flower(text: str) -> None:
         ("model='cnn4' model='cnn2'", "model is given twice"),
     ],
 )
-def test_rejects_node_config_that_flower_would_ignore(text: str, said: str) -> None:
-    with pytest.raises(PbflError, match="node configuration") as found:
+def test_rejects_node_config_that_flower_would_ignore(text: str, message: str) -> None:
+    with pytest.raises(PbflError, match="node configuration") as error:
         deployment.node_config(text)
-    assert said in str(found.value)
+    assert message in str(error.value)
 
 
 def test_node_config_survives_its_toml_file(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_nodes_get_ids_directories_and_absolute_paths(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("names.txt").touch()
-    found = deployment.complete(
+    result = deployment.complete(
         [
             {"data-path": "a.npz", "labels": "a,b", "vocabulary": "v.txt"},
             {"client-id": 5, "state-dir": "s", "labels": "names.txt"},
@@ -64,7 +64,7 @@ def test_nodes_get_ids_directories_and_absolute_paths(
         3,
         tmp_path / "run",
     )
-    assert found == [
+    assert result == [
         {
             "client-id": 0,
             "state-dir": str(tmp_path / "run" / "node-0"),
@@ -85,8 +85,8 @@ def test_state_directories_follow_state_dir(tmp_path: Path) -> None:
     assert [node["state-dir"] for node in planned.nodes] == [
         str(tmp_path / "states" / f"node-{n}") for n in (0, 1)
     ]
-    own = plan(None, [], [], 1, tmp_path / "run")
-    assert own.nodes[0]["state-dir"] == str(tmp_path / "run" / "clients" / "node-0")
+    default = plan(None, [], [], 1, tmp_path / "run")
+    assert default.nodes[0]["state-dir"] == str(tmp_path / "run" / "clients" / "node-0")
 
 
 def test_invalid_nodes_are_refused_before_they_start(tmp_path: Path) -> None:
@@ -95,16 +95,16 @@ def test_invalid_nodes_are_refused_before_they_start(tmp_path: Path) -> None:
         deployment.check(settings, deployment.complete([{}, {"modle": "cnn4"}], 2, tmp_path))
     with pytest.raises(PbflError, match="--node 0 and --node 1: both are client-id 1"):
         deployment.check(settings, deployment.complete([{"client-id": 1}], 2, tmp_path))
-    for refused, said in (
+    for refused, text in (
         ({"client-id": 1.5}, "client-id = 1.5 in --node-config: must be a whole number"),
         ({"client-id": "a b"}, "client-id = 'a b' in --node-config: must be a whole number"),
         ({"data-client": "x"}, "data-client = 'x' in --node-config: must be a whole number"),
         ({"state-dir": "/s\udcfc"}, "state-dir = '/s\\udcfc': must be a name in UTF-8"),
     ):
-        with pytest.raises(PbflError, match=re.escape(f"--node 0: {said}")):
+        with pytest.raises(PbflError, match=re.escape(f"--node 0: {text}")):
             deployment.check(settings, deployment.complete([refused], 2, tmp_path))
-    own, _ = deployment.check(settings, deployment.complete([{"model": "cnn4"}], 2, tmp_path))
-    assert own.models.models == "cnn4"
+    first, _ = deployment.check(settings, deployment.complete([{"model": "cnn4"}], 2, tmp_path))
+    assert first.models.models == "cnn4"
 
 
 def test_command_lines(tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_command_lines(tmp_path: Path) -> None:
     ],
 )
 def test_explains_a_refused_supernode_in_one_line(output: str, reason: str) -> None:
-    said = deployment.why_ended(f"INFO: Started\n{output}\nINFO: Shutting down\n")
-    assert said is not None
-    assert reason in said
-    assert "\n" not in said
+    message = deployment.why_ended(f"INFO: Started\n{output}\nINFO: Shutting down\n")
+    assert message is not None
+    assert reason in message
+    assert "\n" not in message
     assert deployment.why_ended("INFO: SuperNode terminated gracefully.") is None

@@ -34,7 +34,7 @@ def test_changed_identity_or_data_fails_the_device_only(tmp_path: Path) -> None:
     nodes[5]["client-id"] = 5
     for node in nodes:
         node["state-dir"] = str(tmp_path / "state")
-    found = run(tmp_path, nodes, models="cnn2", num_server_rounds=2, local_epochs=1)
+    fed = run(tmp_path, nodes, models="cnn2", num_server_rounds=2, local_epochs=1)
 
     def changed(asked: Any, replies: Any) -> None:
         if asked[0].metadata.group_id == "1":  # round 1 is over
@@ -50,8 +50,8 @@ def test_changed_identity_or_data_fails_the_device_only(tmp_path: Path) -> None:
                 tmp_path / "nan.npz", x=np.full((24, 1, 16, 16), np.nan, np.float32), y=NAMES[[0, 1, 2] * 8]
             )
 
-    found.grid.watchers.append(changed)
-    first, second = found.run().strategy.history
+    fed.grid.watchers.append(changed)
+    first, second = fed.run().strategy.history
     assert (first.trained, first.failures) == ([*range(8)], [])
     assert second.trained == [0]
     reasons = {failure.client: failure.reason for failure in second.failures}

@@ -66,9 +66,9 @@ def report_by_class(counts: ByClass, **more: Any) -> Report:
 def test_counts_are_zero_without_test_samples() -> None:
     shards = data(test=0)
     who = replace(client(), data=shards, evaluation=EvaluationSettings(per_class=True))
-    found = evaluate(who, {"head": lambda features, logits: logits})
-    assert found.by_class == ByClass([0] * 3, {"head": [0] * 3}, {"head": [0] * 3})
-    empty = report_by_class(found.by_class)
+    result = evaluate(who, {"head": lambda features, logits: logits})
+    assert result.by_class == ByClass([0] * 3, {"head": [0] * 3}, {"head": [0] * 3})
+    empty = report_by_class(result.by_class)
     assert Report.from_record(empty.to_record(), 3) == empty
     assert summarise_accuracy({0: empty}) == {}
 
@@ -93,9 +93,9 @@ def test_counts_by_class_round_trip_as_integers() -> None:
 def test_unrequested_counts_are_ignored() -> None:
     record = twice().to_record()
     record["k"] = [-1]
-    found = Report.from_record(record)
-    assert found.by_class is None
-    assert found.other == {"head": 1}
+    result = Report.from_record(record)
+    assert result.by_class is None
+    assert result.other == {"head": 1}
     assert "k" not in Report(4, 3, 1, {"head": 1}).to_record()
 
 
@@ -103,7 +103,7 @@ LENGTH, COUNT, CONTRADICT = "lacks 'k' of length 12", "values that are not count
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda k: k[:-1], LENGTH),
         (lambda k: [*k, 0, 0, 0, 0], LENGTH),
@@ -118,10 +118,10 @@ LENGTH, COUNT, CONTRADICT = "lacks 'k' of length 12", "values that are not count
         (lambda k: [*k[:8], 1, 3, 0, 0], CONTRADICT),  # more right than answered, of class 0
     ],
 )
-def test_rejects_malformed_counts(change: Any, said: str) -> None:
+def test_rejects_malformed_counts(change: Any, message: str) -> None:
     record = report_by_class(FIRST).to_record()
     record["k"] = change(numbers(record, "k"))
-    with pytest.raises(RejectedPayload, match=said):
+    with pytest.raises(RejectedPayload, match=message):
         Report.from_record(record, 4)
 
 

@@ -26,11 +26,11 @@ def table(seed: int, classes: int = 5) -> dict[str, Tensor]:
     return {"labels": labels, "rows": torch.randn(classes, 3, generator=g), "n": torch.tensor([seed])}
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[name].dtype == tensor.dtype
-        and found[name].shape == tensor.shape
-        and torch.equal(found[name].contiguous().view(-1), tensor.contiguous().view(-1))
+def same(run: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return run.keys() == expected.keys() and all(
+        run[name].dtype == tensor.dtype
+        and run[name].shape == tensor.shape
+        and torch.equal(run[name].contiguous().view(-1), tensor.contiguous().view(-1))
         for name, tensor in expected.items()
     )
 
@@ -85,7 +85,7 @@ def test_tensors_own_their_memory() -> None:
     second["rows"].fill_(7.0)
     second["n"].fill_(7)
     assert data == save(table(1))
-    assert all(same(found, table(1)) for found in (first, third))
+    assert all(same(result, table(1)) for result in (first, third))
     assert torch.equal(second["labels"], table(1)["labels"])
 
 

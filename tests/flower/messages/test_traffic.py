@@ -71,9 +71,9 @@ def test_overhead_is_under_three_percent_of_the_rows(record_property: Any) -> No
 def test_traffic_adds_up() -> None:
     assert Traffic(1, 2, 3) + Traffic(10, 20, 30) == Traffic(11, 22, 33)
     message = Message(wire.content(encode(table())), dst_node_id=1, message_type="train")
-    found = weigh(message)
-    assert found.payload == found.application == len(GOOD)
-    assert found == weigh(message)
+    result = weigh(message)
+    assert result.payload == result.application == len(GOOD)
+    assert result == weigh(message)
 
 
 MB = 2**20

@@ -227,11 +227,11 @@ def test_flipped_bit_with_checksum_is_valid_or_rejected(place: int, bit: int) ->
     data = bytearray(GOOD)
     data[place] ^= 1 << bit
     try:
-        found = decode(raw(bytes(data)), Prototypes, TASK)
+        result = decode(raw(bytes(data)), Prototypes, TASK)
     except RejectedPayload:
         return
-    assert torch.isfinite(found.values).all()
-    assert found.values.shape[0] == 6
+    assert torch.isfinite(result.values).all()
+    assert result.values.shape[0] == 6
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def test_replies_are_sorted_by_client() -> None:
     for client, message in enumerate(asked):
         message.metadata.__dict__["_message_id"] = f"id-{client}"
     replies = [Message(wire.content(), reply_to=message) for message in asked]
-    found = ordered([replies[2], replies[0], replies[1]], {"id-0": 5, "id-1": 3, "id-2": 4, "id-9": 7})
-    assert list(found) == [3, 4, 5]
-    assert found[5] is replies[0]
+    result = ordered([replies[2], replies[0], replies[1]], {"id-0": 5, "id-1": 3, "id-2": 4, "id-9": 7})
+    assert list(result) == [3, 4, 5]
+    assert result[5] is replies[0]
     assert ordered(replies, {}) == {}
 
 

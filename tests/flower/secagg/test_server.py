@@ -56,17 +56,17 @@ def both(tmp_path: Path, **keys: Any) -> tuple[Federation, Federation]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sum_is_right_within_quantisation(tmp_path: Path, name: str) -> None:
     plain, secure = both(tmp_path, **SETTINGS[name])
-    expected, found = plain.strategy.state.combined, secure.strategy.state.combined
-    assert torch.equal(found.present, expected.present)
+    expected, result = plain.strategy.state.combined, secure.strategy.state.combined
+    assert torch.equal(result.present, expected.present)
     of_n = 1.0
-    if found.num_examples and expected.num_examples:
-        of_n = expected.num_examples / found.num_examples  # of aps-mean n is a mean, rounded, times M
-    assert name == "aps-mean" or found.num_examples == expected.num_examples
+    if result.num_examples and expected.num_examples:
+        of_n = expected.num_examples / result.num_examples  # of aps-mean n is a mean, rounded, times M
+    assert name == "aps-mean" or result.num_examples == expected.num_examples
     assert isinstance(secure.strategy.method, Pipeline)
     bound = sums.RANGES[secure.strategy.method.stages.aggregation]
     # Five clients, each wrong by less than one step; PPA multiplies the sum by K/n.
     factor = 10 / 90 if name.startswith("ppa") else 1.0
-    error = float((of_n * found.values - expected.values).abs().max())
+    error = float((of_n * result.values - expected.values).abs().max())
     assert error <= 5 * sums.step(bound, 5) * factor * 1.5 + 1e-5
     assert float(expected.values.abs().max()) > 0.01
     line, other = secure.strategy.history[0], plain.strategy.history[0]
@@ -79,9 +79,9 @@ def test_sum_is_right_within_quantisation(tmp_path: Path, name: str) -> None:
 class Wire:
     """Every reply that the server receives in training, by client."""
 
-    def __init__(self, found: Federation) -> None:
+    def __init__(self, run: Federation) -> None:
         self.replies: dict[int, list[Message]] = {}
-        grid = found.grid
+        grid = run.grid
 
         def watching(asked: Sequence[Message], replies: Sequence[Message]) -> None:
             nodes = {m.metadata.message_id: m.metadata.dst_node_id for m in asked}
@@ -123,14 +123,14 @@ def test_server_never_receives_prototypes_of_one_client(tmp_path: Path) -> None:
 
 
 def test_reports_and_bytes_are_recorded(tmp_path: Path) -> None:
-    found = federation(
+    run = federation(
         tmp_path, secure_aggregation=True, fraction_train=0.8, min_class_count=4, on_disk=True
     ).run()
-    line = found.strategy.history[-1]
+    line = run.strategy.history[-1]
     assert len(line.trained) == 4
     assert line.accuracy["head"].clients == NUM_CLIENTS  # one of them only scored
     assert any("held back" in note for note in line.warnings)
-    columns = found.directory.client_records()[-1]
+    columns = run.directory.client_records()[-1]
     up = [size.payload for size in columns.bytes_up]
     assert sorted(up)[0] == 0
     assert sorted(up)[1] >= 8 * (10 * 64 + 10 + 1)
@@ -140,36 +140,36 @@ def test_reports_and_bytes_are_recorded(tmp_path: Path) -> None:
 def test_dropout_affects_its_own_upload_only(tmp_path: Path) -> None:
     """Client 2 raises while it trains; the others give its shares back, and the sum is theirs."""
     keys: dict[str, Any] = {"secure_aggregation": True, "aggregation": "ppa", "num_server_rounds": 1}
-    found = federation(tmp_path / "a", **keys, faults={(2, 1): raises}).run()
+    run = federation(tmp_path / "a", **keys, faults={(2, 1): raises}).run()
     plain = federation(tmp_path / "b", aggregation="ppa", num_server_rounds=1, faults={(2, 1): raises}).run()
-    (failure,) = found.strategy.history[0].failures
+    (failure,) = run.strategy.history[0].failures
     assert failure.client == 2
     assert "boom" in failure.reason
     torch.testing.assert_close(
-        found.strategy.state.combined.values, plain.strategy.state.combined.values, atol=2e-3, rtol=1e-3
+        run.strategy.state.combined.values, plain.strategy.state.combined.values, atol=2e-3, rtol=1e-3
     )
-    assert found.strategy.state.combined.num_examples == plain.strategy.state.combined.num_examples
+    assert run.strategy.state.combined.num_examples == plain.strategy.state.combined.num_examples
 
 
 @pytest.mark.parametrize(
-    ("report", "said"),
+    ("report", "message"),
     [("[1]", "AttributeError"), ('{"n": "x"}', "TypeError"), ("[" * 100_000, "RecursionError"), ("{}", "")],
     ids=["list", "text", "deep", "empty"],
 )
-def test_invalid_report_fails_its_client_only(tmp_path: Path, report: str, said: str) -> None:
+def test_invalid_report_fails_its_client_only(tmp_path: Path, report: str, message: str) -> None:
     def change(content: RecordDict) -> None:
         for record in content.config_records.values():
             if REPORT in record:
                 record[REPORT] = report
 
-    found = federation(
+    run = federation(
         tmp_path, secure_aggregation=True, num_server_rounds=1, faults={(2, 1): altered(change)}
     ).run()
-    (line,) = found.strategy.history
+    (line,) = run.strategy.history
     assert line.trained == [0, 1, 3, 4]
     (failure,) = line.failures
     assert failure.client == 2
-    assert failure.reason.startswith(f"its report cannot be read: {said}")
+    assert failure.reason.startswith(f"its report cannot be read: {message}")
 
 
 def without_a_key(record: ConfigRecord) -> None:
@@ -188,7 +188,7 @@ def shifted(record: ConfigRecord) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (without_a_key, "KeyError"),
         (another_length, "ValueError"),
@@ -196,21 +196,21 @@ def shifted(record: ConfigRecord) -> None:
     ],
 )
 def test_protocol_violation_ends_the_run_in_one_line(
-    tmp_path: Path, change: Callable[[ConfigRecord], None], said: str
+    tmp_path: Path, change: Callable[[ConfigRecord], None], message: str
 ) -> None:
     faults = {(2, 2): altered(lambda content: change(content.config_records[RECORD_KEY_CONFIGS]))}
-    found = federation(tmp_path, secure_aggregation=True, faults=faults)
-    with pytest.raises(PbflError, match=f"^round 2: secure aggregation failed: {said}") as caught:
-        found.run()
+    run = federation(tmp_path, secure_aggregation=True, faults=faults)
+    with pytest.raises(PbflError, match=f"^round 2: secure aggregation failed: {message}") as caught:
+        run.run()
     assert "\n" not in str(caught.value)
     assert "Rounds up to 1 are kept" in str(caught.value)
-    assert len(found.strategy.history) == 1
+    assert len(run.strategy.history) == 1
 
 
 def test_too_few_clients_end_the_run(tmp_path: Path) -> None:
-    found = federation(tmp_path, secure_aggregation=True, faults={(i, 1): lost for i in (1, 2, 3)})
+    run = federation(tmp_path, secure_aggregation=True, faults={(i, 1): lost for i in (1, 2, 3)})
     with pytest.raises(RunEnded, match="round 1: 0 valid replies"):
-        found.run()
+        run.run()
 
 
 def test_injected_fault_is_reported(tmp_path: Path) -> None:
@@ -232,33 +232,33 @@ def test_stale_upload_is_not_summed(tmp_path: Path) -> None:
 
 def test_final_scoring_is_outside_the_protocol(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"evaluate_moment": "before", "fraction_train": 0.8}
-    found = federation(tmp_path, on_disk=True, secure_aggregation=True, **keys).run()
-    first, second = found.directory.round_records()
+    run = federation(tmp_path, on_disk=True, secure_aggregation=True, **keys).run()
+    first, second = run.directory.round_records()
     assert first.final is None
     assert second.final is not None
     assert second.final.accuracy["head"].clients == NUM_CLIENTS
     assert second.final.failures == []
-    columns = found.directory.client_records()[1].final
+    columns = run.directory.client_records()[1].final
     assert columns is not None
     assert columns.client == list(range(NUM_CLIENTS))
 
 
 def test_client_refuses_an_unmasked_upload(tmp_path: Path) -> None:
     """The server forgets the protocol: no client sends what it would have masked."""
-    found = federation(tmp_path, num_server_rounds=1)
-    found.grid.config["secure-aggregation"] = True
+    run = federation(tmp_path, num_server_rounds=1)
+    run.grid.config["secure-aggregation"] = True
     with pytest.raises(RunEnded, match="the server requested an unmasked upload"):
-        found.run()
+        run.run()
 
 
 def test_warns_of_clipped_entries(tmp_path: Path) -> None:
-    found = federation(tmp_path, secure_aggregation=True, secure_range=0.01, num_server_rounds=1).run()
-    assert any("entries of uploads were clipped" in note for note in found.strategy.history[0].warnings)
-    assert float(found.strategy.state.combined.values.abs().max()) <= 0.0101
+    run = federation(tmp_path, secure_aggregation=True, secure_range=0.01, num_server_rounds=1).run()
+    assert any("entries of uploads were clipped" in note for note in run.strategy.history[0].warnings)
+    assert float(run.strategy.state.combined.values.abs().max()) <= 0.0101
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"aggregation": "median"}, "rule 'median' is not a sum of uploads"),
         ({"aggregation": "weighted"}, "rule 'weighted' is not a sum of uploads"),
@@ -269,8 +269,8 @@ def test_warns_of_clipped_entries(tmp_path: Path) -> None:
         ({"num-clients": 10, "fraction-train": 0.2}, "at least 3 clients in a round"),
     ],
 )
-def test_rejects_methods_that_are_no_sum(keys: dict[str, Scalar], said: str) -> None:
+def test_rejects_methods_that_are_no_sum(keys: dict[str, Scalar], message: str) -> None:
     with pytest.raises(PbflError) as error:
         build_method(parse({"secure-aggregation": True, **keys}, SECTIONS))
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)

@@ -34,9 +34,9 @@ class Recorder(MethodStrategy):
 
 
 def uploads(directory: Path, **keys: Any) -> tuple[dict[int, dict[int, Prototypes]], tuple[int, ...]]:
-    found = federation(directory, strategy=Recorder, **keys).run().strategy
-    assert isinstance(found, Recorder)
-    return found.seen, malicious(found.settings)
+    strategy = federation(directory, strategy=Recorder, **keys).run().strategy
+    assert isinstance(strategy, Recorder)
+    return strategy.seen, malicious(strategy.settings)
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedtgp", "tinyproto", "protonorm", "fedgh", "feddistill"])
@@ -64,11 +64,11 @@ def test_malicious_clients_do_not_depend_on_order_or_resume(tmp_path: Path) -> N
 def test_repeated_falsified_reply_is_the_same(tmp_path: Path) -> None:
     """The reply that is kept for a repeated question is the one that was sent."""
     keys: dict[str, Any] = {**ATTACK, "stale_weight": 1.0, "num_server_rounds": 1}
-    found = federation(tmp_path, strategy=Recorder, on_disk=True, **keys)
-    found.run()
-    strategy = found.strategy
+    run = federation(tmp_path, strategy=Recorder, on_disk=True, **keys)
+    run.run()
+    strategy = run.strategy
     assert isinstance(strategy, Recorder)
-    again = federation(tmp_path, strategy=Recorder, **{**keys, "run-dir": found.config["run-dir"]})
+    again = federation(tmp_path, strategy=Recorder, **{**keys, "run-dir": run.config["run-dir"]})
     again.strategy.experiment = strategy.experiment
     again.run()
     assert isinstance(again.strategy, Recorder)
@@ -78,10 +78,10 @@ def test_repeated_falsified_reply_is_the_same(tmp_path: Path) -> None:
 
 def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys: dict[str, Any] = {"validation_share": 0.3, "evaluate_moment": "before", **ATTACK}
-    found = federation(tmp_path, on_disk=True, data=None, max_samples=300, partition="iid", **keys).run()
-    directory = found.directory
+    run = federation(tmp_path, on_disk=True, data=None, max_samples=300, partition="iid", **keys).run()
+    directory = run.directory
     about, record = directory.record(), directory.round_records()[-1]
-    liars = list(malicious(found.strategy.settings))
+    liars = list(malicious(run.strategy.settings))
     assert about.malicious == liars
     who = ", ".join(map(str, liars))
     announced = (
@@ -110,7 +110,7 @@ def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCa
     # What always answering the largest class scores is over the same clients.
     right = tested = 0
     for client in honest:
-        data = client_data(found.strategy.settings.data, NUM_CLIENTS, client)
+        data = client_data(run.strategy.settings.data, NUM_CLIENTS, client)
         assert data.validation is not None  # counts as training data here
         known = torch.cat([data.train.labels, data.validation.labels])
         right += int((data.test.labels == known.bincount().argmax()).sum())
@@ -120,32 +120,32 @@ def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_run_without_attack_mentions_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
-    assert found.directory.record().malicious == []
+    run = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
+    assert run.directory.record().malicious == []
     assert "attack" not in caplog.text
-    assert "attack" not in show.settings_line(found.directory.record(), 1)
+    assert "attack" not in show.settings_line(run.directory.record(), 1)
 
 
 def test_round_of_only_malicious_clients_has_no_accuracy(tmp_path: Path) -> None:
     liars = malicious(parse({"num-clients": NUM_CLIENTS, **ATTACK}))
     quiet = {(client, 1): silent for client in range(NUM_CLIENTS) if client not in liars}
-    found = federation(tmp_path, num_server_rounds=1, faults=quiet, **ATTACK).run()
-    assert found.strategy.history[0].accuracy == {}
-    assert found.strategy.history[0].trained == list(liars)
-    json.dumps([record.to_json() for record in found.strategy.history], allow_nan=False)
+    run = federation(tmp_path, num_server_rounds=1, faults=quiet, **ATTACK).run()
+    assert run.strategy.history[0].accuracy == {}
+    assert run.strategy.history[0].trained == list(liars)
+    json.dumps([record.to_json() for record in run.strategy.history], allow_nan=False)
 
 
 def test_device_refuses_attack_settings(tmp_path: Path) -> None:
-    said = "attack.kind = 'sign-flip': attacks are possible in simulations only; a device never falsifies its uploads"
+    message = "attack.kind = 'sign-flip': attacks are possible in simulations only; a device never falsifies"
     settings = parse({"num-clients": NUM_CLIENTS, **ATTACK}, SECTIONS)
     for node in ({"client-id": 0}, {"partition-id": 0, "num-partitions": 5}):
-        with pytest.raises(PbflError, match=said):
+        with pytest.raises(PbflError, match=message):
             own_settings(settings, node)
     devices = [{"client-id": client} for client in range(NUM_CLIENTS)]
-    found = federation(tmp_path, node_configs=devices, **ATTACK)
-    with pytest.raises(PbflError, match=said):
-        found.run()
-    assert {kind for _, _, kind in found.grid.asked} == {"query"}, "nobody was asked to train"
+    run = federation(tmp_path, node_configs=devices, **ATTACK)
+    with pytest.raises(PbflError, match=message):
+        run.run()
+    assert {kind for _, _, kind in run.grid.asked} == {"query"}, "nobody was asked to train"
 
 
 def test_falsified_upload_counts_under_secure_aggregation(tmp_path: Path) -> None:

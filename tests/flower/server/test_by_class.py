@@ -55,9 +55,9 @@ def test_records_hold_only_occurring_classes() -> None:
 
 
 def test_validation_samples_are_not_counted_by_class() -> None:
-    held = report(FIRST, num_validation=2, validation={"head": 1})
-    assert set(summarise_accuracy({0: held})["head"].to_json()) >= SCORES
-    assert not SCORES & set(summarise_accuracy(on_validation({0: held}))["head"].to_json())
+    scored = report(FIRST, num_validation=2, validation={"head": 1})
+    assert set(summarise_accuracy({0: scored})["head"].to_json()) >= SCORES
+    assert not SCORES & set(summarise_accuracy(on_validation({0: scored}))["head"].to_json())
 
 
 def without_classes(history: Sequence[RoundRecord]) -> list[Any]:
@@ -132,9 +132,9 @@ def test_malformed_counts_reject_one_client_only(tmp_path: Path) -> None:
 
     faults = {(0, 1): altered(forge), (3, 1): altered(forget)}
     run = federation(tmp_path, per_class=True, faults=faults, num_server_rounds=1).run()
-    said = {failure.client: failure.reason for failure in run.strategy.history[0].failures}
-    assert said[0] == "upload rejected: its counts by class contradict the others"
-    assert said[3].startswith("upload rejected: its report lacks 'k' of length")
+    message = {failure.client: failure.reason for failure in run.strategy.history[0].failures}
+    assert message[0] == "upload rejected: its counts by class contradict the others"
+    assert message[3].startswith("upload rejected: its report lacks 'k' of length")
     assert run.strategy.history[0].accuracy["head"].clients == 3
     tested = [sum(SPLITS[n][1].get(label, 0) for n in (1, 2, 4)) for label in range(10)]
     assert run.strategy.history[0].accuracy["head"].tested == tested

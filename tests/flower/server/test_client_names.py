@@ -41,8 +41,8 @@ def member(client: int | str, node: int = 1) -> ClientRecord:
     ],
 )
 def test_assigns_numbers_to_names(came: list[str | int], numbers: dict[str, int]) -> None:
-    found = with_numbers([member(client) for client in came], 3)
-    assert {m.label: m.client for m in found} == numbers
+    result = with_numbers([member(client) for client in came], 3)
+    assert {m.label: m.client for m in result} == numbers
 
 
 def test_rejects_more_names_than_numbers() -> None:
@@ -55,17 +55,17 @@ def test_rejects_more_names_than_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ({"modle": "cnn4"}, "1 of 3 clients: client-id = 'b': --node-config: unknown key 'modle'; "),
         ({"client-id": 1.5}, "1 of 3 clients: client-id = 1.5 in --node-config: must be a whole number"),
     ],
 )
-def test_refused_device_is_named(tmp_path: Path, fault: dict[str, Any], said: str) -> None:
+def test_refused_device_is_named(tmp_path: Path, fault: dict[str, Any], message: str) -> None:
     a, b, c = sites(tmp_path, "a", "b", "c")
     with pytest.raises(PbflError) as error:
         run(tmp_path, [a, {**b, **fault}, c]).run()
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
 
 
 def test_device_without_id_is_named_by_its_node(tmp_path: Path) -> None:
@@ -284,15 +284,15 @@ def test_secure_aggregation_with_names(tmp_path: Path) -> None:
 
 
 def test_older_interface_of_flower_refuses_names(tmp_path: Path) -> None:
-    found = run(tmp_path, sites(tmp_path, "north", "south"), num_server_rounds=1).run()
-    asked = found.grid.sent[-1]
+    fed = run(tmp_path, sites(tmp_path, "north", "south"), num_server_rounds=1).run()
+    asked = fed.grid.sent[-1]
     payload = asked.content[wire.PAYLOAD]
     assert isinstance(payload, ArrayRecord)
-    config = ConfigRecord({"round": 2, "experiment": found.strategy.experiment})
+    config = ConfigRecord({"round": 2, "experiment": fed.strategy.experiment})
     question = Message(
         wire.content(payload, config=config), dst_node_id=asked.metadata.dst_node_id, message_type="train"
     )
-    (reply,) = found.grid.send_and_receive([question])
+    (reply,) = fed.grid.send_and_receive([question])
     assert reply.error.reason is not None
     assert reply.error.reason.startswith(
         "client-id = 'south': Flower's older strategy interface does not support names"

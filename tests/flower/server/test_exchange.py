@@ -46,8 +46,8 @@ TASK = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))
 
 def strategy_of(**keys: Scalar) -> MethodStrategy:
     config = {"num-clients": 4, "num-server-rounds": 1, "feature-dim": 6, "join-timeout": 0.2}
-    given = {key.replace("_", "-"): value for key, value in keys.items()}
-    return MethodStrategy(parse({**config, **given}, SECTIONS))
+    overrides = {key.replace("_", "-"): value for key, value in keys.items()}
+    return MethodStrategy(parse({**config, **overrides}, SECTIONS))
 
 
 def prototypes(seed: int, labels: list[int], counts: list[int] | None = None) -> Prototypes:
@@ -434,8 +434,8 @@ def test_malformed_late_reply_is_reported_and_ignored() -> None:
 
 def test_injected_stale_upload_counts_with_stale_weight(tmp_path: Path) -> None:
     with injected("stale", {(2, 2)}):
-        found = federation(tmp_path, stale_weight=0.5).run()
-    second = found.strategy.history[1]
+        run = federation(tmp_path, stale_weight=0.5).run()
+    second = run.strategy.history[1]
     assert plain(second.late) == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
     assert second.failures == []
     assert second.trained == [0, 1, 3, 4]
@@ -450,13 +450,13 @@ def test_stale_weight_needs_a_weighted_sum(tmp_path: Path, method: str) -> None:
 def test_straggler_is_asked_again_after_its_late_reply(tmp_path: Path) -> None:
     """Late in round 1 with real clients: its work counts half in round 2, and it is asked again in round 3."""
     faults = {(4, 1): delayed(arrives_after(1))}
-    found = federation(
+    run = federation(
         tmp_path, num_server_rounds=3, stale_weight=0.5, round_timeout=TIMEOUT, faults=faults, seconds=1.0
     ).run()
-    one, two, three = found.strategy.history
+    one, two, three = run.strategy.history
     assert (one.trained, two.trained, three.trained) == ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4])
     assert plain(two.late) == [{"client": 4, "round": 1, "weight": 0.5, "reason": ""}]
-    assert stored_rounds(found)[4] == (3, 2)
+    assert stored_rounds(run)[4] == (3, 2)
 
 
 def test_warns_once_of_class_not_sent_for_ten_rounds() -> None:
@@ -467,6 +467,6 @@ def test_warns_once_of_class_not_sent_for_ten_rounds() -> None:
     config = {"num-clients": 1, "num-server-rounds": 13, "feature-dim": 6}
     strategy = MethodStrategy(parse(config, SECTIONS))
     strategy.start(InProcessGrid(scripted(TASK, answer), {}, 1))
-    said = [(line.round, note) for line in strategy.history for note in line.warnings]
-    assert said == [(11, "no client sent these classes for 10 rounds or more: 2")]
+    messages = [(line.round, note) for line in strategy.history for note in line.warnings]
+    assert messages == [(11, "no client sent these classes for 10 rounds or more: 2")]
     assert strategy.history[-1].ages == [0, -1, 12, -1]

@@ -127,20 +127,20 @@ def wrong_dtype(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
 
 def wrong_shape(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
     name = pick(tensors, rng)
-    found = tensors[name]
+    result = tensors[name]
     change = rng.choice(
         [lambda t: t[None], lambda t: torch.cat([t.flatten()] * 3), lambda t: t.flatten()[:0]]
     )
-    return of_tensors({**tensors, name: change(found)})
+    return of_tensors({**tensors, name: change(result)})
 
 
 def not_a_number(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
     name = pick(tensors, rng, floating=True)
-    found = tensors[name].clone()
-    found.view(-1)[rng.randrange(found.numel())] = rng.choice(
+    result = tensors[name].clone()
+    result.view(-1)[rng.randrange(result.numel())] = rng.choice(
         [float("nan"), float("inf"), -float("inf"), 1e30]
     )
-    return of_tensors({**tensors, name: found})
+    return of_tensors({**tensors, name: result})
 
 
 def missing(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
@@ -160,9 +160,9 @@ def extra(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
 def wrong_number(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
     """A label out of range or negative, a count that is negative or enormous."""
     name = pick(tensors, rng, floating=False)
-    found = tensors[name].to(torch.int64)
-    found.view(-1)[rng.randrange(found.numel())] = rng.choice([-1, -(2**62), 2**62])
-    return of_tensors({**tensors, name: found})
+    result = tensors[name].to(torch.int64)
+    result.view(-1)[rng.randrange(result.numel())] = rng.choice([-1, -(2**62), 2**62])
+    return of_tensors({**tensors, name: result})
 
 
 def doubled(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:

@@ -277,17 +277,17 @@ def test_failure_is_reported_while_another_reply_arrives(clock: Clock) -> None:
 
 def eventually(pull: Callable[[], Iterable[Message]], count: int) -> list[Message]:
     """Pull until so many have come: on a busy machine a pull's thread may take longer than it is waited for."""
-    found: list[Message] = []
+    result: list[Message] = []
     for _ in range(200):
-        found += pull()
-        if len(found) >= count:
+        result += pull()
+        if len(result) >= count:
             break
-    return found
+    return result
 
 
 def test_wraps_only_grids_of_flower(clock: Clock) -> None:
-    own = SlowGrid(clock, {})
-    assert polling(own, str) is own
+    other = SlowGrid(clock, {})
+    assert polling(other, str) is other
     flowers = InMemoryGrid.__new__(InMemoryGrid)  # it would connect to a SuperLink's state
     assert isinstance(polling(flowers, str), PollingGrid)
     assert (

@@ -76,8 +76,8 @@ def begun(
 
 def test_clients_join_in_any_round(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "m", "b", "z", "a")
-    found = begun(tmp_path, nodes, {1: [0, 2], 2: [3], 3: [1]})
-    lines = found.strategy.history
+    fed = begun(tmp_path, nodes, {1: [0, 2], 2: [3], 3: [1]})
+    lines = fed.strategy.history
     assert [line.trained for line in lines] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
     assert [[n for n in line.warnings if "joined" in n] for line in lines] == [
         [],
@@ -102,10 +102,10 @@ def test_clients_join_in_any_round(tmp_path: Path) -> None:
 
 def test_warns_of_joining_client_with_other_pretrained_weights(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c", "d")
-    said = iter(["1", "1", "2", "1"])
-    with patch.object(client_handshake, "digest_of_weights", lambda name: next(said)):
-        found = begun(tmp_path, nodes, {1: [0, 1], 2: [2], 3: [3]})
-    notes = [[n for n in line.warnings if "same weights" in n] for line in found.strategy.history]
+    answers = iter(["1", "1", "2", "1"])
+    with patch.object(client_handshake, "digest_of_weights", lambda name: next(answers)):
+        fed = begun(tmp_path, nodes, {1: [0, 1], 2: [2], 3: [3]})
+    notes = [[n for n in line.warnings if "same weights" in n] for line in fed.strategy.history]
     assert notes == [
         [],
         ["'cnn4' does not begin with the same weights everywhere: 1 on client a, b; 2 on client c"],
@@ -116,10 +116,10 @@ def test_warns_of_joining_client_with_other_pretrained_weights(tmp_path: Path) -
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_clients_join_with_every_method(tmp_path: Path, method: str) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
-    own = SHORT.get(method, {})
-    found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, method=method, num_server_rounds=2, **own)
-    assert [line.trained for line in found.strategy.history] == [[0, 1], [0, 1, 2]]
-    assert found.strategy.history[1].failures == []
+    short = SHORT.get(method, {})
+    fed = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, method=method, num_server_rounds=2, **short)
+    assert [line.trained for line in fed.strategy.history] == [[0, 1], [0, 1, 2]]
+    assert fed.strategy.history[1].failures == []
 
 
 def test_log_gives_minimum_and_maximum_number_of_clients(
@@ -131,9 +131,9 @@ def test_log_gives_minimum_and_maximum_number_of_clients(
 
 def test_device_keeps_its_number(tmp_path: Path) -> None:
     nodes = sites(tmp_path, 0, 3, "x", 2)
-    found = begun(tmp_path, nodes, {1: [0, 1], 2: [2, 3]}, method="fesem")
-    assert [line.trained for line in found.strategy.history] == [[0, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
-    assert len(found.strategy.state.assigned) == 4
+    fed = begun(tmp_path, nodes, {1: [0, 1], 2: [2, 3]}, method="fesem")
+    assert [line.trained for line in fed.strategy.history] == [[0, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert len(fed.strategy.state.assigned) == 4
     text = StringIO()
     show_run(tmp_path / "run", Console(width=200, file=text))
     assert "over 2 of 4" not in text.getvalue()
@@ -141,8 +141,8 @@ def test_device_keeps_its_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fedproto", "fesem", "gfpl"])
 def test_unused_client_numbers_do_no_harm(tmp_path: Path, method: str) -> None:
-    found = begun(tmp_path, sites(tmp_path, 1, 4, "x"), {1: [0, 1]}, method=method, num_clients=6)
-    assert [line.trained for line in found.strategy.history] == [[1, 4]] * 3
+    fed = begun(tmp_path, sites(tmp_path, 1, 4, "x"), {1: [0, 1]}, method=method, num_clients=6)
+    assert [line.trained for line in fed.strategy.history] == [[1, 4]] * 3
     text = StringIO()
     show_run(tmp_path / "run", Console(width=200, file=text))
     assert "not cover all participating clients" not in text.getvalue()
@@ -171,8 +171,8 @@ def test_resumed_run_keeps_joined_clients(tmp_path: Path) -> None:
 
 def test_complete_run_admits_no_client(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
-    found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, num_clients=2, num_server_rounds=2)
-    assert [line.trained for line in found.strategy.history] == [[0, 1], [0, 1]]
+    fed = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, num_clients=2, num_server_rounds=2)
+    assert [line.trained for line in fed.strategy.history] == [[0, 1], [0, 1]]
     closed = begun(
         tmp_path, nodes, {1: [0, 1, 2]}, num_clients=2, num_server_rounds=3, resume=True, min_clients=0
     )
@@ -184,10 +184,10 @@ def test_complete_run_admits_no_client(tmp_path: Path) -> None:
 def test_unfit_client_is_reported_once_and_not_admitted(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     nodes[2]["model"] = "cnn2"
-    found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, method="fedavg")
-    assert [line.trained for line in found.strategy.history] == [[0, 1]] * 3
-    said = [note for line in found.strategy.history for note in line.warnings if "not used" in note]
-    (note,) = said
+    fed = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, method="fedavg")
+    assert [line.trained for line in fed.strategy.history] == [[0, 1]] * 3
+    messages = [note for line in fed.strategy.history for note in line.warnings if "not used" in note]
+    (note,) = messages
     assert "client-id c on node" in note
     assert "cannot join it: method 'fedavg'" in note
 
@@ -195,8 +195,8 @@ def test_unfit_client_is_reported_once_and_not_admitted(tmp_path: Path) -> None:
 def test_device_without_data_does_not_prevent_the_start(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     Path(str(nodes[1]["data-path"])).unlink()
-    found = begun(tmp_path, nodes, {1: [0, 1, 2]}, num_server_rounds=1)
-    (line,) = found.strategy.history
+    fed = begun(tmp_path, nodes, {1: [0, 1, 2]}, num_server_rounds=1)
+    (line,) = fed.strategy.history
     assert line.trained == [0, 1]
     assert any("client-id = 'b'" in note and "data.npz" in note for note in line.warnings)
     with pytest.raises(PbflError, match=r"^1 of 3 clients: client-id = 'b'"):
@@ -209,9 +209,9 @@ def test_too_few_clients_name_min_clients(tmp_path: Path) -> None:
 
 
 def test_simulation_refuses_min_clients_below_all(tmp_path: Path) -> None:
-    found = federation(tmp_path, min_clients=2, join_timeout=0.01)
+    fed = federation(tmp_path, min_clients=2, join_timeout=0.01)
     with pytest.raises(PbflError, match=r"^min-clients = 2: must be 0 in a simulation, .* 3 did$"):
-        coming(found, {1: [0, 1, 2]}).run()
+        coming(fed, {1: [0, 1, 2]}).run()
     assert federation(tmp_path, min_clients=2).run().strategy.done == 2
 
 
@@ -219,15 +219,15 @@ def test_new_node_is_asked_at_once_after_a_failure(tmp_path: Path) -> None:
     """It may be the client whose old node is not known to be gone yet."""
     nodes = sites(tmp_path, "a", "b")
     nodes.append(nodes[1])
-    found = run(
+    fed = run(
         tmp_path, nodes, num_clients=3, num_server_rounds=4, min_clients=2, join_timeout=0.01,
         faults={(1, 3): silent},
     )  # fmt: skip
-    coming(found, {1: [0, 1], 2: [2]}).run()
-    lines = found.strategy.history
+    coming(fed, {1: [0, 1], 2: [2]}).run()
+    lines = fed.strategy.history
     assert [line.trained for line in lines] == [[0, 1], [0, 1], [0], [0, 1]]
-    assert found.strategy.roster is not None
-    assert found.strategy.roster.clients[1].node == found.grid.nodes[2]
+    assert fed.strategy.roster is not None
+    assert fed.strategy.roster.clients[1].node == fed.grid.nodes[2]
 
 
 def test_joining_client_is_recorded_before_it_is_asked(tmp_path: Path) -> None:
@@ -259,22 +259,22 @@ def test_client_joined_in_an_unfinished_round_is_recorded_in_it(tmp_path: Path, 
     resumed = begun(tmp_path, nodes, {1: range(2 + at), 3: [3]}, resume=True)
     records = resumed.directory.round_records()
     assert [record.joined for record in records] == [[], ["c"], ["d"]]
-    said = [warning for record in records for warning in record.warnings if "joined" in warning]
-    assert said == ["client c has joined the run", "client d has joined the run"]
+    output = [warning for record in records for warning in record.warnings if "joined" in warning]
+    assert output == ["client c has joined the run", "client d has joined the run"]
 
 
 def test_numbers_of_joining_clients_do_not_depend_on_reply_order(tmp_path: Path) -> None:
     """Own numbers first, then names in ascending order."""
     nodes = sites(tmp_path, "a", "b", "z", "m", 3, "k")
     arrivals = {1: [0, 1], 2: [2, 3, 4, 5]}
-    found = [
+    result = [
         begun(tmp_path, nodes, arrivals, place=f"run{order}", order=order, num_server_rounds=2)
         for order in range(4)
     ]
-    assert [one.strategy.history[1].joined for one in found] == [["k", "3", "m", "z"]] * 4
-    assert found[0].strategy.roster is not None
-    assert found[0].strategy.roster.names == {0: "a", 1: "b", 2: "k", 4: "m", 5: "z"}
-    assert len({one.fingerprint for one in found}) == 1
+    assert [one.strategy.history[1].joined for one in result] == [["k", "3", "m", "z"]] * 4
+    assert result[0].strategy.roster is not None
+    assert result[0].strategy.roster.names == {0: "a", 1: "b", 2: "k", 4: "m", 5: "z"}
+    assert len({one.fingerprint for one in result}) == 1
 
 
 def test_number_of_clients_is_that_of_joined_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,8 +324,8 @@ def test_configured_constants_do_not_change_when_clients_join(
 def test_client_joining_in_the_last_round_is_scored(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     keys: dict[str, Any] = {"num_server_rounds": 1, "evaluate_moment": "before"}
-    found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, **keys)
-    (line,) = found.strategy.history
+    fed = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, **keys)
+    (line,) = fed.strategy.history
     assert line.final is not None
     assert line.final.accuracy["head"].clients == 3
     assert "client c has joined the run" in line.warnings
@@ -344,7 +344,7 @@ def anything(roster: Roster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("taken", "client", "said", "reason"),
+    ("taken", "client", "message", "reason"),
     [
         ([0, 1, 2], "x", {}, "the run already has its num-clients = 3 clients"),
         ([0], 1, {"simulated": True}, "simulated clients cannot join a running federation"),
@@ -355,14 +355,14 @@ def anything(roster: Roster) -> None:
     ],
 )
 def test_rejects_clients_that_cannot_join(
-    taken: list[int | str], client: int | str, said: dict[str, Any], reason: str
+    taken: list[int | str], client: int | str, message: dict[str, Any], reason: str
 ) -> None:
     members = [member(who) for who in taken]
     roster = Roster(
         {n: m if not m.name else ClientRecord(**{**vars(m), "client": n}) for n, m in enumerate(members)}
     )
     with pytest.raises(PbflError, match=reason):
-        Admission(3, anything).admitted(roster, member(client, **said))
+        Admission(3, anything).admitted(roster, member(client, **message))
 
 
 def test_named_clients_take_the_lowest_free_number() -> None:
@@ -423,9 +423,9 @@ def test_rejects_incompatible_keys_of_joining(keys: dict[str, Scalar], reason: s
     ],
 )
 def test_disagreement_names_both_clients(change: dict[str, Any], text: str) -> None:
-    said = [{**handshake_reply(client, IMAGES), **(change if client == 2 else {})} for client in range(3)]
+    messages = [{**handshake_reply(client, IMAGES), **(change if client == 2 else {})} for client in range(3)]
     with pytest.raises(PbflError) as error:
-        checked_roster(client_from_reply(node, ConfigRecord(record)) for node, record in enumerate(said))
+        checked_roster(client_from_reply(node, ConfigRecord(record)) for node, record in enumerate(messages))
     assert f"clients disagree on {text}" in str(error.value)
 
 
@@ -435,13 +435,13 @@ def test_counts_clients_that_cannot_start_by_reason(tmp_path: Path) -> None:
             raise PbflError("the data is not there; it belongs at /data/x")
         return tiny_client(client)
 
-    found = federation(tmp_path, data=some_data)
+    fed = federation(tmp_path, data=some_data)
     with pytest.raises(
         PbflError, match=r"^2 of 5 clients: the data is not there; it belongs at /data/x \(on node "
     ) as error:
-        found.run()
-    assert str(error.value).endswith(f"(on node {found.grid.nodes[1]}, {found.grid.nodes[3]})")
-    assert {kind for _, _, kind in found.grid.asked} == {"query"}
+        fed.run()
+    assert str(error.value).endswith(f"(on node {fed.grid.nodes[1]}, {fed.grid.nodes[3]})")
+    assert {kind for _, _, kind in fed.grid.asked} == {"query"}
 
 
 def emptied(content: RecordDict) -> None:
@@ -479,63 +479,63 @@ def test_too_few_nodes_name_num_clients(tmp_path: Path) -> None:
 
 
 def test_rejects_experiment_that_is_no_directory_name(tmp_path: Path) -> None:
-    found = federation(tmp_path)
-    found.strategy.experiment = "../../elsewhere"
+    fed = federation(tmp_path)
+    fed.strategy.experiment = "../../elsewhere"
     with pytest.raises(PbflError, match=r"experiment = '\.\./\.\./elsewhere': must be letters"):
-        found.run()
+        fed.run()
 
 
 # Nodes that go and come back ---------------------------------------------------------------------------------
 
 
 def test_client_continues_on_another_node(tmp_path: Path) -> None:
-    found = federation(tmp_path, num_server_rounds=3, faults={(1, 2): unreported})
+    fed = federation(tmp_path, num_server_rounds=3, faults={(1, 2): unreported})
 
     def restarted() -> None:  # its SuperNode was started again, without a key: Flower gives it another id
-        found.grid.nodes[1] = 99
+        fed.grid.nodes[1] = 99
 
     with after_round(2, restarted):
-        found.run()
-    assert found.strategy.history[2].trained == [0, 1, 2, 3, 4]
-    assert found.strategy.roster is not None
-    assert found.strategy.roster.clients[1].node == 99
-    assert stored_rounds(found)[1] == (3, 2)  # its own state, two participations
+        fed.run()
+    assert fed.strategy.history[2].trained == [0, 1, 2, 3, 4]
+    assert fed.strategy.roster is not None
+    assert fed.strategy.roster.clients[1].node == 99
+    assert stored_rounds(fed)[1] == (3, 2)  # its own state, two participations
 
 
 def test_disconnected_node_is_reported_and_not_asked(tmp_path: Path) -> None:
-    found = federation(tmp_path, num_server_rounds=3, faults={(1, 2): silent}, fraction_train=0.6)
-    nodes = list(found.grid.nodes)
+    fed = federation(tmp_path, num_server_rounds=3, faults={(1, 2): silent}, fraction_train=0.6)
+    nodes = list(fed.grid.nodes)
 
     def changed() -> None:
-        found.grid.nodes[:] = nodes if found.strategy.done != 2 else [*nodes[:1], -1, *nodes[2:]]
+        fed.grid.nodes[:] = nodes if fed.strategy.done != 2 else [*nodes[:1], -1, *nodes[2:]]
 
-    found.grid.faults |= {(1, number): silent for number in (1, 2)}
+    fed.grid.faults |= {(1, number): silent for number in (1, 2)}
     with (
         after_round(0, changed),
-        patch.object(found.grid, "get_node_ids", lambda: [node for node in found.grid.nodes if node > 0]),
+        patch.object(fed.grid, "get_node_ids", lambda: [node for node in fed.grid.nodes if node > 0]),
     ):
-        found.run()
-    third = found.strategy.history[2]
+        fed.run()
+    third = fed.strategy.history[2]
     assert plain(third.failures) == [{"client": 1, "reason": "its node is not connected"}]
     assert len(third.trained) == 3  # 60 % of five, of those who are there
-    assert not any(client == 1 and number == 3 for client, number, _ in found.grid.asked)
+    assert not any(client == 1 and number == 3 for client, number, _ in fed.grid.asked)
 
 
 def test_second_node_of_a_connected_client_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
+    fed = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
 
     def connected() -> None:
-        found.grid.nodes.append(99)
-        found.grid.partitions.append(3)
+        fed.grid.nodes.append(99)
+        fed.grid.partitions.append(3)
 
     with after_round(1, connected):
-        found.run()
-    first = found.grid.nodes[3]
+        fed.run()
+    first = fed.grid.nodes[3]
     assert f"a new node is not used: client-id 3 is used by two nodes, {first} and 99" in caplog.text
-    assert found.strategy.history[2].trained == [0, 1, 2, 3, 4]
-    assert stored_rounds(found)[3] == (3, 3)
+    assert fed.strategy.history[2].trained == [0, 1, 2, 3, 4]
+    assert stored_rounds(fed)[3] == (3, 3)
 
 
 def test_client_reconnecting_with_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

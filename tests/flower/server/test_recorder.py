@@ -161,11 +161,11 @@ def test_damaged_records_are_reported_by_file(
 
 @pytest.mark.parametrize("report", ["full", "none"])
 def test_warns_once_of_client_that_lost_its_state(tmp_path: Path, report: str) -> None:
-    found = federation(tmp_path, on_disk=True, client_report=report, num_server_rounds=1).run()
+    run = federation(tmp_path, on_disk=True, client_report=report, num_server_rounds=1).run()
     (one,) = (tmp_path / "run" / "clients").glob("*/client-00001.safetensors")
     one.unlink()
-    found = federation(tmp_path, on_disk=True, client_report=report, num_server_rounds=3, resume=True).run()
-    notes = [[note for note in line.warnings if "lost" in note] for line in found.strategy.history]
+    run = federation(tmp_path, on_disk=True, client_report=report, num_server_rounds=3, resume=True).run()
+    notes = [[note for note in line.warnings if "lost" in note] for line in run.strategy.history]
     assert notes == [[], ["client 1 lost its state and starts from scratch"], []]
 
 
@@ -183,14 +183,14 @@ def test_fedkd_resumes_if_every_client_lost_its_state(tmp_path: Path) -> None:
 
 
 def test_warns_of_lost_state_of_clients_that_are_only_scored(tmp_path: Path) -> None:
-    found = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
+    run = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
     shutil.rmtree(tmp_path / "run" / "clients")
     keys: dict[str, Any] = {"num_server_rounds": 3, "resume": True}
-    found = federation(tmp_path, on_disk=True, **keys)
+    run = federation(tmp_path, on_disk=True, **keys)
     roster = patch.object(Roster, "sample", lambda self, *_: [0, 1])
     with roster:
-        found.run()
-    notes = [[note for note in line.warnings if "lost" in note] for line in found.strategy.history]
+        run.run()
+    notes = [[note for note in line.warnings if "lost" in note] for line in run.strategy.history]
     assert notes == [[], ["client 0, 1, 2, 3, 4 lost its state and starts from scratch"], []]
 
 
@@ -212,69 +212,71 @@ def test_error_file_says_why_a_run_ended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_waiting_line_is_published_only_while_waiting(tmp_path: Path, fails: bool) -> None:
-    found = federation(tmp_path / "a", "fedproto", on_disk=True, num_clients=3, num_server_rounds=2)
-    found.directory.path.mkdir(parents=True)
-    found.directory.set_waiting("what a killed server has left")
+    run = federation(tmp_path / "a", "fedproto", on_disk=True, num_clients=3, num_server_rounds=2)
+    run.directory.path.mkdir(parents=True)
+    run.directory.set_waiting("what a killed server has left")
     before: dict[str, str] = {}
-    exchange = found.grid.send_and_receive
+    exchange = run.grid.send_and_receive
 
     def watched(messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         asked = list(messages)
         group = asked[0].metadata.group_id
-        before[group] = found.directory.waiting()
-        found.strategy._set_waiting(f"{group}: waiting")  # as a grid of Flower's would have it
-        assert found.directory.waiting() == f"{group}: waiting"
+        before[group] = run.directory.waiting()
+        run.strategy._set_waiting(f"{group}: waiting")  # as a grid of Flower's would have it
+        assert run.directory.waiting() == f"{group}: waiting"
         if fails and group == "2":
             raise RunEnded("there is an end to waiting")
         return exchange(asked, timeout=timeout)
 
     with (
-        patch.object(found.grid, "send_and_receive", watched),
+        patch.object(run.grid, "send_and_receive", watched),
         pytest.raises(RunEnded) if fails else nullcontext(),
     ):
-        found.run()
+        run.run()
     assert before == {"handshake": "", "1": "", "2": ""}
-    assert found.directory.waiting() == ""
+    assert run.directory.waiting() == ""
 
 
 def test_partition_is_recorded_for_configured_data(tmp_path: Path) -> None:
-    found = federation(
+    run = federation(
         tmp_path / "a", "fedproto", on_disk=True, num_clients=3, num_server_rounds=1, min_samples=4
     )
-    found.grid = InProcessGrid(make_client_app(), found.config, 3)
-    found.run()
-    written = found.directory.partition().counts
+    run.grid = InProcessGrid(make_client_app(), run.config, 3)
+    run.run()
+    written = run.directory.partition().counts
     assert written is not None
-    assert written == check_data(found.strategy.settings.data, 3).counts.tolist()
+    assert written == check_data(run.strategy.settings.data, 3).counts.tolist()
     assert sum(sum(counts) for counts in written) == 1797
     # FedProto's paper: client i sends K_i rows and gets K, of d numbers each.
     rows = sum(sum(count > 0 for count in counts) + 10 for counts in written)
-    assert found.directory.partition().paper_scalars == rows * found.strategy.settings.models.feature_dim
+    assert run.directory.partition().paper_scalars == rows * run.strategy.settings.models.feature_dim
     right = tested = 0
     for number in range(3):
-        data = client_data(found.strategy.settings.data, 3, number)
+        data = client_data(run.strategy.settings.data, 3, number)
         right += int((data.test.labels == data.train.labels.mode().values).sum())
         tested += len(data.test)
-    assert found.directory.partition().majority == pytest.approx(right / tested)
+    assert run.directory.partition().majority == pytest.approx(right / tested)
     # An app's own data is not the configured partition, and nothing is claimed about it.
-    own = federation(tmp_path / "b", "local", on_disk=True, num_server_rounds=1).run()
-    assert own.directory.partition().counts is None
-    assert own.directory.partition().majority is None
-    assert own.directory.partition().paper_scalars is None
+    own_data = federation(tmp_path / "b", "local", on_disk=True, num_server_rounds=1).run()
+    assert own_data.directory.partition().counts is None
+    assert own_data.directory.partition().majority is None
+    assert own_data.directory.partition().paper_scalars is None
 
 
 def test_resume_refuses_changed_samples(tmp_path: Path) -> None:
     def run(**keys: Any) -> Federation:
-        own: dict[str, Any] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "partition": "iid"}
-        return federation(tmp_path, on_disk=True, data=None, **own, **keys)
+        base: dict[str, Any] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "partition": "iid"}
+        return federation(tmp_path, on_disk=True, data=None, **base, **keys)
 
     file = run(num_server_rounds=1).run().directory.path / "partition.json"
-    said = file.read_text()
-    assert json.loads(said)["data"] == load_pool(DataSettings(dataset="digits", max_samples=60)).fingerprint()
-    file.write_text(said.replace(json.loads(said)["data"], "0123456789abcdef"))
+    message = file.read_text()
+    assert (
+        json.loads(message)["data"] == load_pool(DataSettings(dataset="digits", max_samples=60)).fingerprint()
+    )
+    file.write_text(message.replace(json.loads(message)["data"], "0123456789abcdef"))
     with pytest.raises(RunRefused, match="the samples of dataset = 'digits' are not those"):
         run(resume=True).run()
-    file.write_text(said)
+    file.write_text(message)
     assert run(resume=True).run().strategy.done == 2
 
 
@@ -295,23 +297,23 @@ def test_run_killed_while_starting_can_be_started_again(
     monkeypatch.setattr(RunDirectory, "_write", killed)
     with pytest.raises(KeyboardInterrupt):
         federation(tmp_path, on_disk=True, data=None, **keys).run()
-    found = federation(tmp_path, on_disk=True, data=None, **keys).run()
+    run = federation(tmp_path, on_disk=True, data=None, **keys).run()
     assert written[:3] == ["partition.json", "partition.json", "run.json"]
-    assert found.directory.partition().majority is not None
+    assert run.directory.partition().majority is not None
 
 
 def test_error_file_holds_unexpected_exceptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(*given: Any) -> None:
+    def breaks(*arguments: Any) -> None:
         raise ValueError("an own aggregate\nthat fails")
 
-    found = federation(tmp_path, "local", on_disk=True)
-    monkeypatch.setattr(found.strategy, "aggregate_fit", breaks)
+    run = federation(tmp_path, "local", on_disk=True)
+    monkeypatch.setattr(run.strategy, "aggregate_fit", breaks)
     with pytest.raises(ValueError, match="an own aggregate"):
-        found.run()
-    said = (found.directory.path / "error.txt").read_text()
-    assert said.startswith("ValueError: an own aggregate that fails (test_recorder.py:")
+        run.run()
+    message = (run.directory.path / "error.txt").read_text()
+    assert message.startswith("ValueError: an own aggregate that fails (test_recorder.py:")
     assert federation(tmp_path, "local", on_disk=True, resume=True).run().strategy.done == 2
-    assert not (found.directory.path / "error.txt").exists()
+    assert not (run.directory.path / "error.txt").exists()
 
 
 def test_run_directory_holds_strict_json(finished: Federation) -> None:
@@ -381,7 +383,7 @@ def test_class_ages_survive_a_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["after", "before"])
 def test_best_state_is_the_scored_one(tmp_path: Path, moment: str) -> None:
-    found = federation(tmp_path, on_disk=True, num_server_rounds=5, learning_rate=0.3, evaluate_moment=moment)
+    run = federation(tmp_path, on_disk=True, num_server_rounds=5, learning_rate=0.3, evaluate_moment=moment)
     sent: dict[int, Any] = {}
     build = Instructions.phase
 
@@ -391,9 +393,9 @@ def test_best_state_is_the_scored_one(tmp_path: Path, moment: str) -> None:
         return build(self, state, roster, plan)
 
     with patch.object(Instructions, "phase", watching):
-        found.run()
+        run.run()
     figures = {}
-    for line in found.strategy.history:
+    for line in run.strategy.history:
         entries: list[tuple[Scores | None, int]] = [(line, line.round), (line.final, line.round + 1)]
         for entry, number in entries:
             if entry is not None and "global" in entry.accuracy:
@@ -407,7 +409,7 @@ def test_best_state_is_the_scored_one(tmp_path: Path, moment: str) -> None:
 
 def test_full_disk_of_a_client_fails_its_round_only(tmp_path: Path) -> None:
     """Client 2's disk is full in round 2: an error, the state of round 1; then it has room again and goes on."""
-    found = federation(tmp_path / "a", num_server_rounds=3)
+    run = federation(tmp_path / "a", num_server_rounds=3)
     during = {"round": 0}
 
     def full(descriptor: int) -> None:
@@ -424,10 +426,10 @@ def test_full_disk_of_a_client_fails_its_round_only(tmp_path: Path) -> None:
     after: list[Any] = []
     with (
         patch.object(store, "write_atomically", writing),
-        after_round(2, lambda: after.append(stored_rounds(found)[2])),
+        after_round(2, lambda: after.append(stored_rounds(run)[2])),
     ):
-        found.run()
-    (failure,) = found.strategy.history[1].failures
+        run.run()
+    (failure,) = run.strategy.history[1].failures
     assert failure.client == 2
     assert failure.reason.endswith(
         "client-00002.safetensors cannot be written (No space left on device); its previous content is kept"
@@ -436,15 +438,15 @@ def test_full_disk_of_a_client_fails_its_round_only(tmp_path: Path) -> None:
     assert after == [(1, 1)]
     # From then on all is as if it had not been reached in round 2.
     without = federation(tmp_path / "b", num_server_rounds=3, faults={(2, 2): silent}).run()
-    assert same_tensors(found.strategy.state.to_tensors(), without.strategy.state.to_tensors())
-    assert stored_rounds(found) == stored_rounds(without)
+    assert same_tensors(run.strategy.state.to_tensors(), without.strategy.state.to_tensors())
+    assert stored_rounds(run) == stored_rounds(without)
     assert not list((tmp_path / "a").rglob("*.tmp"))
 
 
 @pytest.mark.parametrize("name", ["rounds.jsonl", "checkpoint.safetensors", "best.safetensors"])
 def test_full_disk_of_the_server_ends_the_run_which_can_be_resumed(tmp_path: Path, name: str) -> None:
     whole = federation(tmp_path / "b", on_disk=True).run()
-    found = federation(tmp_path / "a", on_disk=True)
+    run = federation(tmp_path / "a", on_disk=True)
     fsync, rounds = os.fsync, {"seen": 0}
 
     def full(descriptor: int) -> None:
@@ -460,7 +462,7 @@ def test_full_disk_of_the_server_ends_the_run_which_can_be_resumed(tmp_path: Pat
         patch.object(os, "fsync", full),
         pytest.raises(PbflError, match=rf"{name} cannot be written \(No sp"),
     ):
-        found.run()
+        run.run()
     resumed = federation(tmp_path / "a", on_disk=True, resume=True).run()
     assert resumed.fingerprint == whole.fingerprint
 
@@ -488,11 +490,11 @@ def test_killed_server_resumes_with_the_same_bits(tmp_path: Path, owner: Any, na
     calls, trained = {"seen": 0}, []
     real, update = getattr(owner, name), Pipeline.local_update
 
-    def killed(*args: Any, **given: Any) -> Any:
+    def killed(*args: Any, **keywords: Any) -> Any:
         calls["seen"] += 1
         if calls["seen"] == at:
             raise Killed
-        return real(*args, **given)
+        return real(*args, **keywords)
 
     def counting(self: Pipeline, client: Any, down: Any) -> Any:
         trained.append((client.id, client.round))
@@ -513,9 +515,9 @@ def test_killed_server_resumes_with_the_same_bits(tmp_path: Path, owner: Any, na
     lines, expected = (
         [
             {k: v for k, v in record.to_json().items() if k not in volatile}
-            for record in found.directory.round_records()
+            for record in result.directory.round_records()
         ]
-        for found in (resumed, whole)
+        for result in (resumed, whole)
     )
     assert lines == expected
 
@@ -523,7 +525,7 @@ def test_killed_server_resumes_with_the_same_bits(tmp_path: Path, owner: Any, na
 def test_second_server_is_refused_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ended the stream of `flwr run` and not the run, and somebody resumes it."""
     monkeypatch.setattr(history, "HANDOVER_SECONDS", 0.2)
-    found = federation(tmp_path, on_disk=True)
+    run = federation(tmp_path, on_disk=True)
     second = federation(tmp_path, on_disk=True, resume=True)
 
     def second_server() -> None:
@@ -533,6 +535,6 @@ def test_second_server_is_refused_the_same_run(tmp_path: Path, monkeypatch: pyte
             second.run()
 
     with after_round(1, second_server):
-        found.run()
-    assert [line.round for line in found.strategy.history] == [1, 2]
+        run.run()
+    assert [line.round for line in run.strategy.history] == [1, 2]
     second.run()  # now it may

@@ -42,8 +42,8 @@ TASK = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))
 
 def strategy_of(**keys: Scalar) -> MethodStrategy:
     config = {"num-clients": 4, "num-server-rounds": 1, "feature-dim": 6, "join-timeout": 0.2}
-    given = {key.replace("_", "-"): value for key, value in keys.items()}
-    return MethodStrategy(parse({**config, **given}, SECTIONS))
+    app = {key.replace("_", "-"): value for key, value in keys.items()}
+    return MethodStrategy(parse({**config, **app}, SECTIONS))
 
 
 def prototypes(seed: int, labels: list[int], counts: list[int] | None = None) -> Prototypes:
@@ -60,19 +60,19 @@ def prototypes(seed: int, labels: list[int], counts: list[int] | None = None) ->
 
 @pytest.mark.parametrize("rule", ["mean", "weighted"])
 def test_prototype_averages_agree_with_numpy(rule: str) -> None:
-    held = {0: [0, 1], 1: [1, 2], 2: [1, 3]}
+    present = {0: [0, 1], 1: [1, 2], 2: [1, 3]}
     n = {0: [5, 1], 1: [9, 4], 2: [2, 7]}  # class 1 is held by three clients with 1, 9 and 2 samples
     weighted = rule == "weighted"
-    uploads = {i: prototypes(i, held[i], n[i] if weighted else None) for i in held}
+    uploads = {i: prototypes(i, present[i], n[i] if weighted else None) for i in present}
     strategy = strategy_of(method="fedproto", aggregation=rule)
     strategy.begin(TASK)
 
     state = strategy.aggregate_fit(1, uploads)
 
     for j in range(4):
-        holders = [i for i in held if j in held[i]]
+        holders = [i for i in present if j in present[i]]
         rows = np.array([uploads[i].values[j].numpy() for i in holders], dtype=np.float64)
-        w = np.array([n[i][held[i].index(j)] if weighted else 1.0 for i in holders])
+        w = np.array([n[i][present[i].index(j)] if weighted else 1.0 for i in holders])
         expected = (w[:, None] * rows).sum(0) / w.sum()
         np.testing.assert_allclose(state.broadcast.values[j].numpy(), expected, atol=1e-6)
 
@@ -146,23 +146,23 @@ def test_failing_clients_are_named_and_do_not_affect_others(tmp_path: Path) -> N
 
 
 def test_errors_of_flower_are_assigned_to_their_client(tmp_path: Path) -> None:
-    found = federation(
+    run = federation(
         tmp_path, faults={(4, 1): flower_error("no such node")}, num_server_rounds=1, order=1
     ).run()
-    assert plain(found.strategy.history[0].failures) == [{"client": 4, "reason": "no such node"}]
-    assert found.strategy.history[0].trained == [0, 1, 2, 3]
+    assert plain(run.strategy.history[0].failures) == [{"client": 4, "reason": "no such node"}]
+    assert run.strategy.history[0].trained == [0, 1, 2, 3]
 
 
 def test_too_few_replies_end_the_run_with_reasons(tmp_path: Path) -> None:
     faults = {(0, 2): raises, (1, 2): flower_error("the node was switched off")}
-    found = federation(tmp_path, faults=faults, min_replies=4, on_disk=True)
+    run = federation(tmp_path, faults=faults, min_replies=4, on_disk=True)
     with pytest.raises(RunEnded) as error:
-        found.run()
+        run.run()
     text = str(error.value)
     assert text.startswith("round 2: 3 valid replies, min-replies is 4: client 0: ZeroDivisionError: boom")
     assert "client 1: the node was switched off" in text
     assert "\n" not in text
-    assert [line.round for line in found.directory.round_records()] == [1]
+    assert [line.round for line in run.directory.round_records()] == [1]
 
 
 def test_min_replies_is_at_most_the_number_of_clients(tmp_path: Path) -> None:
@@ -190,13 +190,13 @@ def test_device_reporting_a_dead_worker_only_fails_itself(tmp_path: Path) -> Non
         "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
     )
     nodes = [{"client-id": client} for client in range(5)]
-    found = federation(tmp_path, faults={(3, 1): died}, node_configs=nodes).run()
-    assert found.strategy.done == 2
-    assert [failure.client for failure in found.strategy.history[0].failures] == [3]
+    run = federation(tmp_path, faults={(3, 1): died}, node_configs=nodes).run()
+    assert run.strategy.done == 2
+    assert [failure.client for failure in run.strategy.history[0].failures] == [3]
 
 
-def kinds(found: Federation, server_round: int) -> dict[int, str]:
-    return {client: kind for client, number, kind in found.grid.asked if number == server_round}
+def kinds(run: Federation, server_round: int) -> dict[int, str]:
+    return {client: kind for client, number, kind in run.grid.asked if number == server_round}
 
 
 def test_fraction_trains_and_the_others_are_scored(tmp_path: Path) -> None:
@@ -220,27 +220,25 @@ def test_fraction_trains_and_the_others_are_scored(tmp_path: Path) -> None:
 
 
 def test_zero_fraction_evaluate_scores_only_training_clients(tmp_path: Path) -> None:
-    found = federation(
-        tmp_path, "local", fraction_train=0.4, fraction_evaluate=0.0, num_server_rounds=1
-    ).run()
-    assert sorted(kinds(found, 1).values()) == ["train", "train"]
+    run = federation(tmp_path, "local", fraction_train=0.4, fraction_evaluate=0.0, num_server_rounds=1).run()
+    assert sorted(kinds(run, 1).values()) == ["train", "train"]
 
 
 def test_scored_clients_are_sampled_in_every_round(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"fraction_train": 0.4, "fraction_evaluate": 0.34, "num_server_rounds": 6}
     drawn = []
     for name in ("a", "b"):
-        found = federation(tmp_path / name, "local", **keys).run()
-        drawn.append([{c for c, kind in kinds(found, n).items() if kind == "evaluate"} for n in range(1, 7)])
+        run = federation(tmp_path / name, "local", **keys).run()
+        drawn.append([{c for c, kind in kinds(run, n).items() if kind == "evaluate"} for n in range(1, 7)])
     assert {len(scored) for scored in drawn[0]} == {1}  # 0.34 of the three others
     assert len(set().union(*drawn[0])) > 2
     assert drawn[0] == drawn[1]
 
 
 def test_scoring_before_training_ends_with_a_last_scoring(tmp_path: Path) -> None:
-    found = federation(tmp_path, "fedproto", evaluate_moment="before", on_disk=True).run()
+    run = federation(tmp_path, "fedproto", evaluate_moment="before", on_disk=True).run()
     after = federation(tmp_path / "after", "fedproto").run()
-    history = found.strategy.history
+    history = run.strategy.history
     assert [line.accuracy_of_round for line in history] == [0, 1]
     assert history[0].final is None
     final = history[1].final
@@ -252,8 +250,8 @@ def test_scoring_before_training_ends_with_a_last_scoring(tmp_path: Path) -> Non
     # The head's scores before round 2 are those after round 1, as are those of the end.
     head = [line.accuracy["head"] for line in after.strategy.history]
     assert [history[1].accuracy["head"], final.accuracy["head"]] == head
-    assert [kind for _, number, kind in found.grid.asked if number == 2] == ["train"] * 5 + ["evaluate"] * 5
-    assert found.directory.round_records()[1].final == final
+    assert [kind for _, number, kind in run.grid.asked if number == 2] == ["train"] * 5 + ["evaluate"] * 5
+    assert run.directory.round_records()[1].final == final
 
 
 @dataclass(frozen=True)
@@ -288,13 +286,13 @@ def test_each_client_gets_its_own_broadcast() -> None:
     assert len(messages) == 40
     for message in messages:
         client = grid.nodes.index(message.metadata.dst_node_id)
-        found = wire.decode(message.content.array_records["p"], Prototypes, TASK)
-        assert torch.equal(found.values, strategy.state.values + client)
+        result = wire.decode(message.content.array_records["p"], Prototypes, TASK)
+        assert torch.equal(result.values, strategy.state.values + client)
 
 
 def test_counts_bytes_of_messages(tmp_path: Path) -> None:
-    found = federation(tmp_path, num_server_rounds=1)
-    assert isinstance(found.strategy, Strategy)
+    run = federation(tmp_path, num_server_rounds=1)
+    assert isinstance(run.strategy, Strategy)
     seen: list[tuple[str, int]] = []
 
     def weighing(sent: Sequence[Message], replies: Sequence[Message]) -> None:
@@ -302,28 +300,28 @@ def test_counts_bytes_of_messages(tmp_path: Path) -> None:
             seen.extend(("down", len(m.content.array_records["p"]["s"].data)) for m in sent)
             seen.extend(("up", len(m.content.array_records["p"]["s"].data)) for m in replies)
 
-    found.grid.watchers.append(weighing)
-    found.run()
-    line = found.strategy.history[0]
+    run.grid.watchers.append(weighing)
+    run.run()
+    line = run.strategy.history[0]
     for way in ("up", "down"):
         size = getattr(line, f"bytes_{way}")
         assert size.payload == sum(bytes_ for name, bytes_ in seen if name == way)
         assert size.payload < size.application < size.total
-    held = [
+    present = [
         3,
         0,
         4,
         1,
         4,
     ]  # classes of the five clients' training samples; client 1 has one sample, held back
-    assert plain(line.scalars) == {"up": sum(held) * 64, "down": 0}
+    assert plain(line.scalars) == {"up": sum(present) * 64, "down": 0}
 
 
 def test_client_keeps_its_work_if_its_reply_is_lost(tmp_path: Path) -> None:
-    found = federation(tmp_path, faults={(0, 1): lost}).run()
-    assert found.strategy.history[0].trained == [1, 2, 3, 4]
-    assert found.strategy.history[1].trained == [0, 1, 2, 3, 4]
-    assert found.strategy._participations == dict.fromkeys(range(5), 2)
+    run = federation(tmp_path, faults={(0, 1): lost}).run()
+    assert run.strategy.history[0].trained == [1, 2, 3, 4]
+    assert run.strategy.history[1].trained == [0, 1, 2, 3, 4]
+    assert run.strategy._participations == dict.fromkeys(range(5), 2)
 
 
 def test_diverging_client_reports_what_helps(tmp_path: Path) -> None:
@@ -367,16 +365,16 @@ def test_hooks_refuse_secure_aggregation(tmp_path: Path) -> None:
 
 
 def test_failure_policy_stop_ends_the_run_at_the_first_failure(tmp_path: Path) -> None:
-    found = federation(
+    run = federation(
         tmp_path / "a", faults={(3, 2): raises}, on_disk=True, num_server_rounds=3, failure_policy="stop"
     )
     with pytest.raises(RunEnded) as error:
-        found.run()
+        run.run()
     text = str(error.value)
     assert text.startswith("round 2: client 3 failed: ZeroDivisionError: boom in the middle of the round")
     assert "failure-policy is 'stop'. Rounds up to 1 are kept and can be resumed" in text
     assert "\n" not in text
-    assert [line.round for line in found.directory.round_records()] == [1]
+    assert [line.round for line in run.directory.round_records()] == [1]
     # The policy may change when the run goes on; what is repeated gives the same bits.
     resumed = federation(tmp_path / "a", on_disk=True, resume=True, num_server_rounds=3).run()
     assert resumed.fingerprint == federation(tmp_path / "b", num_server_rounds=3).run().fingerprint
@@ -387,13 +385,13 @@ def test_round_that_ended_the_run_counts_once_after_restart(tmp_path: Path, at: 
     """FedTGP's server trains on from its state, so a round that was aggregated twice would show."""
     keys: dict[str, Any] = {"failure_policy": "stop", "evaluate_moment": moment}
     fault = flower_error("its node is unavailable")
-    found = federation(tmp_path / "a", "fedtgp", faults={(3, at): fault}, on_disk=True, **keys)
+    run = federation(tmp_path / "a", "fedtgp", faults={(3, at): fault}, on_disk=True, **keys)
     with pytest.raises(RunEnded, match="Rounds up to 1 are kept"):
-        found.run()
-    tensors, _ = load_tensors(found.directory.path / "checkpoint.safetensors")
-    assert same_tensors(found.strategy.state.to_tensors(), tensors), "the state of the last finished round"
-    found.grid.faults = {}
-    found.run()
+        run.run()
+    tensors, _ = load_tensors(run.directory.path / "checkpoint.safetensors")
+    assert same_tensors(run.strategy.state.to_tensors(), tensors), "the state of the last finished round"
+    run.grid.faults = {}
+    run.run()
     whole = federation(tmp_path / "b", "fedtgp", **keys).run()
-    assert found.fingerprint == whole.fingerprint
-    assert [line.round for line in found.directory.round_records()] == [1, 2]
+    assert run.fingerprint == whole.fingerprint
+    assert [line.round for line in run.directory.round_records()] == [1, 2]

@@ -49,56 +49,56 @@ def outage(times: int, code: int = CODES[0], number: int = 2) -> dict[tuple[int,
 def test_repeats_a_round_if_all_nodes_were_lost(times: int, code: int, tmp_path: Path) -> None:
     whole = federation(tmp_path / "whole").run()
     faults = outage(times, code, number=1) | outage(times, code)  # every round has its own tries
-    found = federation(tmp_path / "lost", on_disk=True, faults=faults).run()
-    assert found.fingerprint == whole.fingerprint
-    assert [line.round for line in found.directory.round_records()] == [1, 2]
-    said = "round repeated because too many nodes were unreachable"
-    assert [line.warnings.count(said) for line in found.strategy.history] == [1, 1]
-    assert [line.failures for line in found.strategy.history] == [[], []]
+    run = federation(tmp_path / "lost", on_disk=True, faults=faults).run()
+    assert run.fingerprint == whole.fingerprint
+    assert [line.round for line in run.directory.round_records()] == [1, 2]
+    message = "round repeated because too many nodes were unreachable"
+    assert [line.warnings.count(message) for line in run.strategy.history] == [1, 1]
+    assert [line.failures for line in run.strategy.history] == [[], []]
 
 
 def test_client_joining_in_a_repeated_round_is_recorded(tmp_path: Path) -> None:
-    found = federation(tmp_path, faults=outage(1))
+    run = federation(tmp_path, faults=outage(1))
 
     def joins(asked: Sequence[Message], answers: Sequence[Message]) -> None:
-        if len(found.grid.sent) == 3 * NUM_CLIENTS:  # the handshake, round 1 and the first try of round 2
-            assert found.strategy.membership is not None
-            found.strategy.membership.add_joined(["kitchen"])
+        if len(run.grid.sent) == 3 * NUM_CLIENTS:  # the handshake, round 1 and the first try of round 2
+            assert run.strategy.membership is not None
+            run.strategy.membership.add_joined(["kitchen"])
 
-    found.grid.watchers.append(joins)
-    assert found.run().strategy.history[1].joined == ["kitchen"]
-    assert "client kitchen has joined the run" in found.strategy.history[1].warnings
+    run.grid.watchers.append(joins)
+    assert run.run().strategy.history[1].joined == ["kitchen"]
+    assert "client kitchen has joined the run" in run.strategy.history[1].warnings
 
 
 def test_nodes_lost_repeatedly_end_the_run(tmp_path: Path) -> None:
-    found = federation(tmp_path, on_disk=True, faults=outage(MAX_REPEATS + 1))
+    run = federation(tmp_path, on_disk=True, faults=outage(MAX_REPEATS + 1))
     with pytest.raises(
         RunEnded, match="round 2: 0 valid replies, min-replies is 1: client 0: Error: Node Unavailable"
     ):
-        found.run()
-    assert [line.round for line in found.directory.round_records()] == [1]
-    asked = [client for client, number, kind in found.grid.asked if number == 2 and kind == "train"]
+        run.run()
+    assert [line.round for line in run.directory.round_records()] == [1]
+    asked = [client for client, number, kind in run.grid.asked if number == 2 and kind == "train"]
     assert len(asked) == NUM_CLIENTS * (MAX_REPEATS + 1)
     resumed = federation(tmp_path, on_disk=True, resume=True).run()
     assert resumed.fingerprint == federation(tmp_path / "whole").run().fingerprint
 
 
 def test_run_ends_if_nodes_do_not_return_in_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found = federation(tmp_path, on_disk=True, faults=outage(1))
-    nodes, grid = found.grid.nodes, found.grid
+    run = federation(tmp_path, on_disk=True, faults=outage(1))
+    nodes, grid = run.grid.nodes, run.grid
     grid.watchers.append(lambda asked, answers: setattr(grid, "nodes", nodes if len(grid.sent) < 15 else []))
     with pytest.raises(RunEnded, match="round 2: 0 valid replies"):
-        found.run()
+        run.run()
     assert "Waiting up to 0 s for nodes" in caplog.text  # join-timeout is half a second here
 
 
 def test_waits_only_if_too_few_replied(tmp_path: Path) -> None:
     faults: dict[tuple[int, int], Fault] = {(0, 2): while_it_lasts(1), (1, 2): raises}
-    found = federation(tmp_path / "enough", faults=dict(faults), min_replies=3).run()
-    assert [f.client for f in found.strategy.history[1].failures] == [0, 1]
+    run = federation(tmp_path / "enough", faults=dict(faults), min_replies=3).run()
+    assert [f.client for f in run.strategy.history[1].failures] == [0, 1]
     faults = {(0, 2): while_it_lasts(1), (1, 2): raises}
-    found = federation(tmp_path / "few", faults=faults, min_replies=4).run()
-    assert [f.client for f in found.strategy.history[1].failures] == [1]
+    run = federation(tmp_path / "few", faults=faults, min_replies=4).run()
+    assert [f.client for f in run.strategy.history[1].failures] == [1]
     faults = {(0, 2): while_it_lasts(1), (1, 2): raises}
     with pytest.raises(RunEnded, match="round 2: 3 valid replies, min-replies is 5"):
         federation(tmp_path / "hopeless", faults=faults, min_replies=5).run()
@@ -106,23 +106,23 @@ def test_waits_only_if_too_few_replied(tmp_path: Path) -> None:
 
 def test_repeated_reply_is_no_lost_state(tmp_path: Path) -> None:
     faults: dict[tuple[int, int], Fault] = {(client, 2): while_it_lasts(1) for client in (0, 1)}
-    found = federation(tmp_path, on_disk=True, faults=faults, min_replies=4).run()
-    assert found.strategy.history[1].trained == [0, 1, 2, 3, 4]
-    assert "lost its state" not in str(found.strategy.history)
+    run = federation(tmp_path, on_disk=True, faults=faults, min_replies=4).run()
+    assert run.strategy.history[1].trained == [0, 1, 2, 3, 4]
+    assert "lost its state" not in str(run.strategy.history)
 
 
 def test_repeated_round_ages_classes_once(tmp_path: Path) -> None:
-    found = federation(tmp_path, faults={**outage(2), (3, 2): silent}, min_replies=2).run()
-    assert found.strategy.history[1].trained == [0, 1, 2, 4]
-    assert [(line.ages or [])[6] for line in found.strategy.history] == [0, 1]  # client 3 alone holds it
+    run = federation(tmp_path, faults={**outage(2), (3, 2): silent}, min_replies=2).run()
+    assert run.strategy.history[1].trained == [0, 1, 2, 4]
+    assert [(line.ages or [])[6] for line in run.strategy.history] == [0, 1]  # client 3 alone holds it
 
 
 def test_waits_for_nodes_that_were_gone_before_the_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client fails, so that the server looks for its nodes; just then none is there."""
-    found = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
-    grid, nodes, poll = found.grid, found.grid.nodes, 0
+    fed = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
+    grid, nodes, poll = fed.grid, fed.grid.nodes, 0
 
     def online() -> list[int]:
         nonlocal poll
@@ -130,7 +130,7 @@ def test_waits_for_nodes_that_were_gone_before_the_round(
         return [] if poll == 2 else list(nodes)  # the first look is the handshake's
 
     monkeypatch.setattr(grid, "get_node_ids", online)
-    run = found.run()
+    run = fed.run()
     assert [line.trained for line in run.strategy.history] == [
         [0, 2, 3, 4],
         [0, 1, 2, 3, 4],
@@ -145,21 +145,19 @@ def test_does_not_wait_for_clients_that_are_only_scored(tmp_path: Path) -> None:
     training = first.strategy.history[1].trained
     faults: dict[tuple[int, int], Fault] = {(client, 2): raises for client in training}
     faults |= {(client, -1): while_it_lasts(9) for client in range(NUM_CLIENTS)}  # whenever it is only scored
-    found = federation(tmp_path / "lost", fraction_train=0.4, faults=faults)
+    run = federation(tmp_path / "lost", fraction_train=0.4, faults=faults)
     with pytest.raises(RunEnded, match="round 2: 0 valid replies"):
-        found.run()
-    assert len([client for client, number, _ in found.grid.asked if number == 2]) == NUM_CLIENTS
+        run.run()
+    assert len([client for client, number, _ in run.grid.asked if number == 2]) == NUM_CLIENTS
 
 
 def test_repeated_round_is_not_the_best_yet(tmp_path: Path) -> None:
     faults: dict[tuple[int, int], Fault] = {(client, 2): while_it_lasts(1) for client in (0, 1)}
-    found = federation(tmp_path, on_disk=True, faults=faults, min_replies=4, models="cnn4", keep_best=True)
+    run = federation(tmp_path, on_disk=True, faults=faults, min_replies=4, models="cnn4", keep_best=True)
     with patch.object(
         strategies, "scores_by_round", lambda history, predictor: {r.round: (False, r.round) for r in history}
     ):
-        found.run()
-    questions = [
-        message.content[wire.CONFIG] for message in found.grid.sent if wire.CONFIG in message.content
-    ]
-    said = [question.get("best") for question in questions if question.get("round") == 2]
-    assert said == [1] * 2 * NUM_CLIENTS
+        run.run()
+    questions = [message.content[wire.CONFIG] for message in run.grid.sent if wire.CONFIG in message.content]
+    messages = [question.get("best") for question in questions if question.get("round") == 2]
+    assert messages == [1] * 2 * NUM_CLIENTS

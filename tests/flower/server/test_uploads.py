@@ -35,13 +35,13 @@ def test_every_protected_method_uploads_noise_and_reports_epsilon(
         keys |= {"aps_scale": 0.1, "cps_dim": 16}
     if method == "fedtgp":
         keys |= {"fedtgp.server-epochs": 2}
-    found = federation(tmp_path, method, on_disk=True, **keys).run()
-    assert [line.failures for line in found.strategy.history] == [[], []]
+    run = federation(tmp_path, method, on_disk=True, **keys).run()
+    assert [line.failures for line in run.strategy.history] == [[], []]
     lines = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
     for releases, line in enumerate(lines, start=1):
         assert [m["epsilon"] for m in line["metrics"]] == [epsilon_of(2.0, releases, 1e-5)] * NUM_CLIENTS
     about: dict[str, Scalar] = {"dp-clip": 5.0, "dp-noise": 2.0, "dp-unit": unit, "dp-delta": 1e-5}
-    clients = found.directory.client_records()
+    clients = run.directory.client_records()
     assert f"ε = {epsilon_of(2.0, 2, 1e-5):.3g} for client 0" in str(privacy_line(about, clients))
     assert privacy_line(about, []) is None
 
@@ -57,34 +57,34 @@ def test_dense_uploads_give_the_same_sum_as_sparse_ones(tmp_path: Path, rule: st
 
 
 def test_dense_noisy_uploads_hide_present_classes(tmp_path: Path) -> None:
-    found = federation(tmp_path, **SUMS, **NOISE, dense_uploads=True).run().strategy
-    assert bool(found.state.broadcast.present.all())
-    assert found.history[1].failures == []
+    strategy = federation(tmp_path, **SUMS, **NOISE, dense_uploads=True).run().strategy
+    assert bool(strategy.state.broadcast.present.all())
+    assert strategy.history[1].failures == []
 
 
 def test_small_classes_are_held_back_with_a_warning(tmp_path: Path) -> None:
-    found = federation(tmp_path, min_class_count=4).run().strategy
+    strategy = federation(tmp_path, min_class_count=4).run().strategy
     # of SPLITS: client 1 has one class of 1, client 2 one of 3, client 4 one of 2
-    assert found.history[0].warnings == [
+    assert strategy.history[0].warnings == [
         "classes held back for having fewer samples than min-class-count: 3, on 3 of 5 clients",
         "made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client 1",
     ]
-    assert found.history[0].scalars.up == (3 + 0 + 3 + 1 + 3) * 64
+    assert strategy.history[0].scalars.up == (3 + 0 + 3 + 1 + 3) * 64
     # Their owners still predict with them.
-    assert found.history[1].accuracy["local"].clients == NUM_CLIENTS
+    assert strategy.history[1].accuracy["local"].clients == NUM_CLIENTS
 
 
 def test_run_continues_if_all_classes_are_held_back(tmp_path: Path) -> None:
     for method in ("fedproto", "fedtgp", "protonorm", "fedgh"):
-        found = federation(tmp_path / method, method, min_class_count=1000).run().strategy
-        assert [line.failures for line in found.history] == [[], []]
-        assert "global" not in found.history[1].accuracy
+        strategy = federation(tmp_path / method, method, min_class_count=1000).run().strategy
+        assert [line.failures for line in strategy.history] == [[], []]
+        assert "global" not in strategy.history[1].accuracy
 
 
 def test_reference_protocols_hold_no_class_back(tmp_path: Path) -> None:
-    found = federation(tmp_path, protocol="htfl").run().strategy
+    strategy = federation(tmp_path, protocol="htfl").run().strategy
     # client 1 has one sample, which is no batch of the reference's loader
-    assert found.history[0].warnings == [
+    assert strategy.history[0].warnings == [
         "made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client 1"
     ]
 
@@ -92,9 +92,9 @@ def test_reference_protocols_hold_no_class_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("randomness", ["system", "seed"])
 def test_repeated_reply_has_the_same_noise(tmp_path: Path, randomness: str) -> None:
     """Asked twice for the same round, a client draws no second noise: its bytes are those of the first answer."""
-    found = federation(tmp_path, **NOISE, dp_randomness=randomness, num_server_rounds=1)
+    run = federation(tmp_path, **NOISE, dp_randomness=randomness, num_server_rounds=1)
     answers: dict[int, list[bytes]] = {}
-    send = found.grid.send_and_receive
+    send = run.grid.send_and_receive
 
     def twice(asked: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         messages = list(asked)
@@ -106,8 +106,8 @@ def test_repeated_reply_has_the_same_noise(tmp_path: Path, randomness: str) -> N
             return again
         return replies
 
-    with patch.object(found.grid, "send_and_receive", twice):
-        found.run()
+    with patch.object(run.grid, "send_and_receive", twice):
+        run.run()
     assert len(answers) == NUM_CLIENTS
     assert all(first == second for first, second in answers.values())
 
@@ -121,10 +121,10 @@ def test_noise_differs_between_runs_unless_it_is_seeded(tmp_path: Path) -> None:
 
 
 def test_report_none_reveals_nothing_of_the_samples(tmp_path: Path) -> None:
-    found = (
+    strategy = (
         federation(tmp_path, client_report="none", fraction_train=0.6, on_disk=True, **NOISE).run().strategy
     )
-    assert [line.failures for line in found.history] == [[], []]
+    assert [line.failures for line in strategy.history] == [[], []]
     lines = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
     for line in lines:
         assert set(line["num_train"]) == set(line["num_test"]) == {0}
@@ -132,8 +132,8 @@ def test_report_none_reveals_nothing_of_the_samples(tmp_path: Path) -> None:
         assert all(loss == 0 for loss in line["test_loss"])
         assert all(set(metrics) <= {"epsilon"} for metrics in line["metrics"])
         assert all(seconds == [0.0] * 5 for seconds in line["seconds"])
-    assert found.roster is not None
-    assert {member.num_train for member in found.roster.clients.values()} == {0}
+    assert strategy.roster is not None
+    assert {member.num_train for member in strategy.roster.clients.values()} == {0}
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -150,8 +150,8 @@ def test_client_refuses_to_send_an_unbounded_upload(
         return replace(update, payload=replace(update.payload, values=update.payload.values * 1e12))
 
     monkeypatch.setattr(Pipeline, "local_update", explodes)
-    found = federation(tmp_path, on_disk=True, secure_aggregation=secure).run()
-    (failure,) = found.strategy.history[1].failures
+    run = federation(tmp_path, on_disk=True, secure_aggregation=secure).run()
+    (failure,) = run.strategy.history[1].failures
     assert failure.client == 3
     assert "its upload would be rejected: 'rows' holds" in failure.reason
     assert failure.reason.endswith(
