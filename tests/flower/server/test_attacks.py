@@ -136,7 +136,10 @@ def test_round_of_only_malicious_clients_has_no_accuracy(tmp_path: Path) -> None
 
 
 def test_device_refuses_attack_settings(tmp_path: Path) -> None:
-    message = "attack.kind = 'sign-flip': attacks are possible in simulations only; a device never falsifies"
+    message = (
+        "attack.kind = 'sign-flip': attacks are possible in simulations only; a device never falsifies its "
+        "uploads"
+    )
     settings = parse({"num-clients": NUM_CLIENTS, **ATTACK}, SECTIONS)
     for node in ({"client-id": 0}, {"partition-id": 0, "num-partitions": 5}):
         with pytest.raises(PbflError, match=message):
