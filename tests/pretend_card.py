@@ -43,29 +43,29 @@ TAKES_NUMBERS = {
 
 
 class OnCard(Tensor):
-    """A tensor on the card; ``held`` is where it is computed."""
+    """A tensor on the card; ``on_cpu`` is where it is computed."""
 
-    held: Tensor
+    on_cpu: Tensor
     operations = 0  # since the process began
     may_not_wait = False
     device = property(lambda self: CUDA)  # also below the mode that stands between Python and torch
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> OnCard:
+    def __new__(cls, on_cpu: Tensor) -> OnCard:
         made: OnCard = torch.Tensor._make_wrapper_subclass(
             cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            layout=held.layout,
+            on_cpu.size(),
+            strides=on_cpu.stride(),
+            storage_offset=on_cpu.storage_offset(),
+            dtype=on_cpu.dtype,
+            layout=on_cpu.layout,
             device=torch.device("cpu"),
         )
-        made.held = held
+        made.on_cpu = on_cpu
         return made
 
     def __repr__(self, *, tensor_contents=None):
-        return f"OnCard({self.held})"
+        return f"OnCard({self.on_cpu})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -78,10 +78,10 @@ class OnCard(Tensor):
         together = (args[0], args[2:]) if func in INDEXING else (args, kwargs)
         if func is not aten.copy_.default:
             _all_on_card(func, together)
-        found = func(*tree_map_only(Tensor, _held, args), **tree_map_only(Tensor, _held, kwargs))
+        result = func(*tree_map_only(Tensor, _on_cpu, args), **tree_map_only(Tensor, _on_cpu, kwargs))
         if func is aten.copy_.default and not isinstance(args[0], OnCard):
             return args[0]  # from the card to the CPU
-        return return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, _carded, found))
+        return return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, _carded, result))
 
 
 def _all_on_card(func: Any, item: Any) -> None:
@@ -107,8 +107,8 @@ def _takes_numbers(func: Any) -> bool:
     )
 
 
-def _held(item: Any) -> Any:
-    return item.held if isinstance(item, OnCard) else item
+def _on_cpu(item: Any) -> Any:
+    return item.on_cpu if isinstance(item, OnCard) else item
 
 
 def _carded(item: Any) -> Any:
@@ -119,21 +119,21 @@ class _Move(torch.autograd.Function):
     """To the card or from it, with gradients going the other way."""
 
     @staticmethod
-    def forward(context: Any, moved: Tensor, there: bool) -> Tensor:
+    def forward(context: Any, moved: Tensor, on_card: bool) -> Tensor:
         if OnCard.may_not_wait:
             raise RuntimeError("called a synchronizing CUDA operation")
-        context.there = there
-        return OnCard(moved.detach().clone()) if there else _held(moved).detach().clone()
+        context.on_card = on_card
+        return OnCard(moved.detach().clone()) if on_card else _on_cpu(moved).detach().clone()
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _move(gradients[0], not context.there), None
+        return _move(gradients[0], not context.on_card), None
 
 
-def _move(tensor: Tensor, there: bool) -> Tensor:
-    if isinstance(tensor, OnCard) is there:
+def _move(tensor: Tensor, on_card: bool) -> Tensor:
+    if isinstance(tensor, OnCard) is on_card:
         return tensor
-    moved: Tensor = _Move.apply(tensor, there)
+    moved: Tensor = _Move.apply(tensor, on_card)
     return moved
 
 
@@ -166,37 +166,37 @@ class _Machine(TorchFunctionMode):
             return self._to(first, list(args[1:]), kwargs)
         if func in (torch.Tensor.numpy, torch.Tensor.tolist) and isinstance(first, OnCard):
             if func is torch.Tensor.tolist and not OnCard.may_not_wait:
-                return first.held.tolist()
+                return first.on_cpu.tolist()
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
         if func is torch.nn.functional.one_hot and isinstance(first, OnCard):
             return OnCard(
-                func(first.held, *args[1:], **kwargs)
+                func(first.on_cpu, *args[1:], **kwargs)
             )  # within torch it makes numbers "like its input"
         if _is_cuda(kwargs.get("device")):  # a new tensor on the card
             if kwargs.get("generator") is not None:
                 raise RuntimeError(f"{func}: a generator on the CPU for a tensor on the card")
             kwargs["device"] = "cpu"
-            found = func(*tree_map_only(Tensor, _held, args), **tree_map_only(Tensor, _held, kwargs))
+            result = func(*tree_map_only(Tensor, _on_cpu, args), **tree_map_only(Tensor, _on_cpu, kwargs))
             if func in (torch.tensor, torch.as_tensor):  # numbers of Python's, which are copied
-                return _move(found, True)
-            return tree_map_only(Tensor, OnCard, found)
+                return _move(result, True)
+            return tree_map_only(Tensor, OnCard, result)
         return func(*args, **kwargs)
 
     def _to(self, tensor: Tensor, rest: list[Any], kwargs: dict[str, Any]) -> Tensor:
-        there = isinstance(tensor, OnCard)
+        on_card = isinstance(tensor, OnCard)
         if "device" in kwargs:
-            there = _is_cuda(kwargs.pop("device")) if kwargs["device"] is not None else there
-        kept = []
+            on_card = _is_cuda(kwargs.pop("device")) if kwargs["device"] is not None else on_card
+        others = []
         for item in rest:
             if isinstance(item, (str, torch.device)):
-                there = _is_cuda(item)
+                on_card = _is_cuda(item)
             elif isinstance(item, Tensor):
-                there = isinstance(item, OnCard)
-                kept.append(item.dtype)
+                on_card = isinstance(item, OnCard)
+                others.append(item.dtype)
             elif item is not None:
-                kept.append(item)
-        converted = torch.Tensor.to(tensor, *_without_flags(kept), **kwargs) if kept or kwargs else tensor
-        return _move(converted, there)
+                others.append(item)
+        converted = torch.Tensor.to(tensor, *_without_flags(others), **kwargs) if others or kwargs else tensor
+        return _move(converted, on_card)
 
 
 def _without_flags(words: Sequence[Any]) -> list[Any]:
@@ -206,9 +206,9 @@ def _without_flags(words: Sequence[Any]) -> list[Any]:
 
 def _grouped(tensors: Any, with_indices: bool = False) -> Any:
     """Say of tensors on the card that they are there, where torch asks below Python."""
-    found = _group_tensors_by_device_and_dtype(tensors, with_indices)
-    place = [CUDA if isinstance(tensors[0][0], OnCard) else device for device, _ in found]
-    return dict(zip(zip(place, (dtype for _, dtype in found), strict=True), found.values(), strict=True))
+    result = _group_tensors_by_device_and_dtype(tensors, with_indices)
+    place = [CUDA if isinstance(tensors[0][0], OnCard) else device for device, _ in result]
+    return dict(zip(zip(place, (dtype for _, dtype in result), strict=True), result.values(), strict=True))
 
 
 def _set_waiting(mode: int | str) -> None:
