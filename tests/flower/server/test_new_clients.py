@@ -39,10 +39,10 @@ def again(tmp_path: Path, **keys: Any) -> Federation:
     return federation(tmp_path, on_disk=True, resume=True, **NEW, **keys)
 
 
-def asked(found: Federation, kind: str) -> dict[int, set[int]]:
+def asked(run: Federation, kind: str) -> dict[int, set[int]]:
     """Return round -> clients that were asked to do something."""
     rounds: dict[int, set[int]] = {}
-    for client, number, what in found.grid.asked:
+    for client, number, what in run.grid.asked:
         if what == kind:
             rounds.setdefault(number, set()).add(client)
     return rounds
@@ -52,10 +52,10 @@ def asked(found: Federation, kind: str) -> dict[int, set[int]]:
 def test_new_clients_do_not_affect_the_regular_rounds(tmp_path: Path, method: str) -> None:
     rounds: dict[str, Any] = {"num_clients": 3, "new_clients": 1, "new_client_rounds": 2}
     small = federation(tmp_path / "small", method, num_clients=2).run()
-    found = federation(tmp_path, method, **rounds).run()
-    assert found.fingerprint == small.fingerprint
-    assert asked(found, "train") == {1: {0, 1}, 2: {0, 1}, 3: {2}, 4: {2}}
-    lines = found.strategy.new_client_rounds
+    run = federation(tmp_path, method, **rounds).run()
+    assert run.fingerprint == small.fingerprint
+    assert asked(run, "train") == {1: {0, 1}, 2: {0, 1}, 3: {2}, 4: {2}}
+    lines = run.strategy.new_client_rounds
     assert [line.round for line in lines] == [3, 4]
     assert {line.after for line in lines} == {2}
     for line in lines:
@@ -66,17 +66,17 @@ def test_new_clients_do_not_affect_the_regular_rounds(tmp_path: Path, method: st
 
 
 def test_new_clients_get_the_final_state_and_do_not_change_it(tmp_path: Path) -> None:
-    found = federation(tmp_path, on_disk=True, **NEW)
+    run = federation(tmp_path, on_disk=True, **NEW)
     states: list[Any] = []
 
     def watching(sent: Any, replies: Any) -> None:
-        states.append(found.strategy.state)
+        states.append(run.strategy.state)
 
-    found.grid.watchers.append(watching)
-    found.run()
+    run.grid.watchers.append(watching)
+    run.run()
     assert all(state is states[-1] for state in states[3:]), "the handshake and two rounds come before"
-    saved = found.directory.new_client_records(2)
-    assert saved == found.strategy.new_client_rounds
+    saved = run.directory.new_client_records(2)
+    assert saved == run.strategy.new_client_rounds
     correct = [sum(each["head"] for each in record.columns.correct) for record in saved]
     assert [record.accuracy["head"].weighted for record in saved] == [hits / 10 for hits in correct]
 
@@ -84,14 +84,14 @@ def test_new_clients_get_the_final_state_and_do_not_change_it(tmp_path: Path) ->
 def test_new_clients_scored_before_training_get_a_final_scoring(
     tmp_path: Path,
 ) -> None:
-    found = federation(tmp_path, "fedavg", evaluate_moment="before", **NEW).run()
-    lines = found.strategy.new_client_rounds
+    run = federation(tmp_path, "fedavg", evaluate_moment="before", **NEW).run()
+    lines = run.strategy.new_client_rounds
     assert [line.accuracy_of_round for line in lines] == [2, 3, 4]
     assert [line.final is not None for line in lines] == [False, False, True]
     assert lines[-1].final is not None
     assert lines[-1].final.accuracy["head"].clients == 2
     assert [at for at, _ in series(lines)] == [2, 3, 4, 5]
-    assert asked(found, "evaluate") == {2: {0, 1, 2}, 5: {3, 4}}
+    assert asked(run, "evaluate") == {2: {0, 1, 2}, 5: {3, 4}}
 
 
 def test_longer_run_trains_new_clients_from_scratch(tmp_path: Path) -> None:
@@ -115,12 +115,12 @@ def test_run_stopped_in_a_round_of_new_clients_resumes_there(tmp_path: Path) -> 
         stopped.run()
     assert len(stopped.directory.new_client_records(2)) == 1
     assert status.snapshot(stopped.directory.path, 0.0).state != "finished"
-    found = again(tmp_path).run()
-    assert asked(found, "train") == {4: {3, 4}, 5: {3, 4}}
+    run = again(tmp_path).run()
+    assert asked(run, "train") == {4: {3, 4}, 5: {3, 4}}
     straight = federation(tmp_path / "straight", **NEW).run()
     accuracies = [line.accuracy for line in straight.strategy.new_client_rounds]
-    assert [line.accuracy for line in found.strategy.new_client_rounds] == accuracies
-    assert status.snapshot(found.directory.path, 0.0).state == "finished"
+    assert [line.accuracy for line in run.strategy.new_client_rounds] == accuracies
+    assert status.snapshot(run.directory.path, 0.0).state == "finished"
     assert asked(again(tmp_path).run(), "train") == {}, "all is done"
 
 
@@ -146,19 +146,19 @@ def test_failed_round_of_new_clients_is_repeated(tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="new client 3 failed"):
         ended.run()
     assert [record.round for record in ended.directory.new_client_records(2)] == [3, 4]
-    found = again(tmp_path, failure_policy="stop").run()
-    assert asked(found, "train") == {5: {3, 4}}
-    assert found.strategy.new_client_rounds[-1].columns.client == [3, 4]
+    run = again(tmp_path, failure_policy="stop").run()
+    assert asked(run, "train") == {5: {3, 4}}
+    assert run.strategy.new_client_rounds[-1].columns.client == [3, 4]
 
 
 def test_failing_new_client_is_named_and_does_not_affect_others(tmp_path: Path) -> None:
-    found = federation(tmp_path, faults={(3, 3): raises}, **NEW).run()
-    (failure,) = found.strategy.new_client_rounds[0].failures
-    (line,) = show.failure_lines([*found.strategy.history, *found.strategy.new_client_rounds])
+    run = federation(tmp_path, faults={(3, 3): raises}, **NEW).run()
+    (failure,) = run.strategy.new_client_rounds[0].failures
+    (line,) = show.failure_lines([*run.strategy.history, *run.strategy.new_client_rounds])
     assert line.startswith("new client 3 failed in round 1 of its own: ")
     assert failure.client == 3
     assert "boom" in failure.reason
-    assert [line.columns.client for line in found.strategy.new_client_rounds] == [[4], [3, 4], [3, 4]]
+    assert [line.columns.client for line in run.strategy.new_client_rounds] == [[4], [3, 4], [3, 4]]
     with pytest.raises(
         PbflError, match=r"new client 3 failed: .*boom.*failure-policy is 'stop'\. All rounds"
     ):
@@ -167,16 +167,16 @@ def test_failing_new_client_is_named_and_does_not_affect_others(tmp_path: Path) 
 
 def test_new_client_on_another_node_is_found(tmp_path: Path) -> None:
     """Nobody asks it anything during the rounds, so that its node is known to be another one only now."""
-    found = federation(tmp_path, **NEW)
+    run = federation(tmp_path, **NEW)
 
     def restarted(asked: Any, replies: Any) -> None:
         if asked[0].metadata.group_id == "1":
-            found.grid.nodes[4] = 99
+            run.grid.nodes[4] = 99
 
-    found.grid.watchers.append(restarted)
-    found.run()
-    assert [line.failures for line in found.strategy.history + found.strategy.new_client_rounds] == [[]] * 5
-    assert {len(line.columns.client) for line in found.strategy.new_client_rounds} == {2}
+    run.grid.watchers.append(restarted)
+    run.run()
+    assert [line.failures for line in run.strategy.history + run.strategy.new_client_rounds] == [[]] * 5
+    assert {len(line.columns.client) for line in run.strategy.new_client_rounds} == {2}
 
 
 def test_too_few_replies_end_the_run_before_new_clients(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_too_few_replies_end_the_run_before_new_clients(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         (
             {"new-clients": 4},
@@ -201,24 +201,24 @@ def test_too_few_replies_end_the_run_before_new_clients(tmp_path: Path) -> None:
         ({"both-moments": True, "client-report": "none"}, "both-moments = true: .*; must be false"),
     ],
 )
-def test_rejects_incompatible_keys_of_new_clients(keys: dict[str, Scalar], said: str) -> None:
-    with pytest.raises(PbflError, match=said):
+def test_rejects_incompatible_keys_of_new_clients(keys: dict[str, Scalar], message: str) -> None:
+    with pytest.raises(PbflError, match=message):
         parse({"num-clients": 4, **keys}, SECTIONS)
 
 
 def test_tables_and_summaries_show_new_clients(tmp_path: Path) -> None:
-    found = federation(tmp_path, on_disk=True, data=None, num_clients=4, max_samples=200, **NEW).run()
-    path = found.directory.path
+    run = federation(tmp_path, on_disk=True, data=None, num_clients=4, max_samples=200, **NEW).run()
+    path = run.directory.path
     console = Console(width=120, record=True)
     show.show_run(path, console)
-    said = console.export_text()
-    assert "4 clients (2 of them new after the last round)" in said
-    assert "2 new clients after round 2: sample-weighted accuracy, %" in said
-    partition = check_data(found.strategy.settings.data, 4)
+    output = console.export_text()
+    assert "4 clients (2 of them new after the last round)" in output
+    assert "2 new clients after round 2: sample-weighted accuracy, %" in output
+    partition = check_data(run.strategy.settings.data, 4)
     theirs = replace(partition, splits=partition.splits[2:])
-    skew = 100 * (theirs.majority(load_pool(found.strategy.settings.data).labels) or 0.0)
-    assert f"Always predicting a new client's most frequent training class: {skew:.2f} %" in said
-    last = found.strategy.new_client_rounds[-1].accuracy["global"].weighted
+    skew = 100 * (theirs.majority(load_pool(run.strategy.settings.data).labels) or 0.0)
+    assert f"Always predicting a new client's most frequent training class: {skew:.2f} %" in output
+    last = run.strategy.new_client_rounds[-1].accuracy["global"].weighted
     assert FinishedRun.load(path).new_client_accuracy() == last
     sheet = fairness_sheet(load([path]))
     assert sheet.columns[-1] == "new clients"
@@ -226,8 +226,10 @@ def test_tables_and_summaries_show_new_clients(tmp_path: Path) -> None:
     counts = RunDirectory(path).partition().counts
     assert counts is not None
     assert len(counts) == 4
-    traffic = [line.bytes_up.payload for line in found.strategy.history]
-    assert f"{sum(traffic) / 2 / 2 / 1e3:.1f} kB" in said, "a mean over the two that take part in the rounds"
+    traffic = [line.bytes_up.payload for line in run.strategy.history]
+    assert f"{sum(traffic) / 2 / 2 / 1e3:.1f} kB" in output, (
+        "a mean over the two that take part in the rounds"
+    )
 
 
 def test_comparison_waits_for_new_clients_and_has_a_column(tmp_path: Path) -> None:
@@ -248,37 +250,37 @@ def test_comparison_waits_for_new_clients_and_has_a_column(tmp_path: Path) -> No
 
 
 def test_epsilon_of_new_clients_is_shown(tmp_path: Path) -> None:
-    found = federation(tmp_path, on_disk=True, dp_clip=1.0, dp_noise=1.0, **NEW).run()
+    run = federation(tmp_path, on_disk=True, dp_clip=1.0, dp_noise=1.0, **NEW).run()
     console = Console(width=200, record=True)
-    show.show_run(found.directory.path, console)
+    show.show_run(run.directory.path, console)
     # Three releases of a new client against two of the others.
     assert f"ε = {epsilon_of(1.0, 3, 1e-5):.3g} for client 3" in console.export_text()
 
 
 def test_state_of_new_clients_has_its_own_directory(tmp_path: Path) -> None:
-    found = federation(tmp_path, on_disk=True, **NEW).run()
-    name = found.strategy.experiment
-    kept = {
+    run = federation(tmp_path, on_disk=True, **NEW).run()
+    name = run.strategy.experiment
+    stored = {
         at.name: sorted(f.name for f in at.glob("*.safetensors"))
         for at in (tmp_path / "run" / "clients").iterdir()
     }
-    assert kept == {
+    assert stored == {
         name: [f"client-{client:05d}.safetensors" for client in (0, 1, 2)],
         f"{name}-new-2": [f"client-{client:05d}.safetensors" for client in (3, 4)],
     }
     again(tmp_path, num_server_rounds=10).run()
-    home = state_file(found.directory.path, "3").parent.name
+    home = state_file(run.directory.path, "3").parent.name
     assert home == f"{name}-new-10", "of the last time that it came"
-    assert state_file(found.directory.path, "2").parent.name == name
+    assert state_file(run.directory.path, "2").parent.name == name
 
 
 def test_finds_state_of_a_new_device_on_this_machine(tmp_path: Path) -> None:
-    found = federation(tmp_path, on_disk=True, **NEW).run()
-    file = state_file(found.directory.path, "4")
-    own = tmp_path / "run" / "clients" / "node-4" / file.parent.name / file.name
-    own.parent.mkdir(parents=True)
-    file.rename(own)
-    assert state_file(found.directory.path, "4") == own
+    run = federation(tmp_path, on_disk=True, **NEW).run()
+    file = state_file(run.directory.path, "4")
+    moved = tmp_path / "run" / "clients" / "node-4" / file.parent.name / file.name
+    moved.parent.mkdir(parents=True)
+    file.rename(moved)
+    assert state_file(run.directory.path, "4") == moved
 
 
 def test_new_clients_give_the_same_bits_in_any_order(tmp_path: Path) -> None:

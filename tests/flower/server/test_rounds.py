@@ -42,8 +42,8 @@ def report(num_test: int, correct: int, **others: int) -> Report:
 
 
 def test_weighted_accuracy_counts_test_samples() -> None:
-    found = summarise_accuracy({0: report(1, 1), 1: report(3, 0)})["head"]
-    assert found == Accuracy(weighted=0.25, mean=0.5, std=0.5, worst=0.0, clients=2)  # 1/4, not 1/2
+    result = summarise_accuracy({0: report(1, 1), 1: report(3, 0)})["head"]
+    assert result == Accuracy(weighted=0.25, mean=0.5, std=0.5, worst=0.0, clients=2)  # 1/4, not 1/2
 
 
 def test_worst_tenth_is_a_mean_over_clients() -> None:
@@ -52,9 +52,9 @@ def test_worst_tenth_is_a_mean_over_clients() -> None:
 
 
 def test_clients_without_scores_are_left_out() -> None:
-    found = summarise_accuracy({0: report(4, 2), 1: report(0, 0), 2: report(4, 3, **{"global": 1})})
-    assert found["head"].clients == 2
-    assert (found["global"].weighted, found["global"].clients) == (0.25, 1)
+    result = summarise_accuracy({0: report(4, 2), 1: report(0, 0), 2: report(4, 3, **{"global": 1})})
+    assert result["head"].clients == 2
+    assert (result["global"].weighted, result["global"].clients) == (0.25, 1)
     assert summarise_accuracy({1: report(0, 0)}) == {}
 
 
@@ -174,14 +174,14 @@ def test_other_accuracy_equals_that_of_a_run_at_the_other_moment(
     )
     states = [run.strategy.state.to_tensors() for run in (twice, reported)]
     assert same_tensors(*states), "training must not notice"
-    found = [line.other_accuracy for line in twice.strategy.history]
-    assert found == [line.accuracy for line in reported.strategy.history]
+    result = [line.other_accuracy for line in twice.strategy.history]
+    assert result == [line.accuracy for line in reported.strategy.history]
     assert all(line.other_accuracy == {} for line in reported.strategy.history)
 
 
 def test_clients_that_do_not_train_are_scored_once(tmp_path: Path) -> None:
-    found = federation(tmp_path, both_moments=True, fraction_train=0.4, on_disk=True).run()
-    for line, columns in zip(found.strategy.history, found.directory.client_records(), strict=True):
+    run = federation(tmp_path, both_moments=True, fraction_train=0.4, on_disk=True).run()
+    for line, columns in zip(run.strategy.history, run.directory.client_records(), strict=True):
         assert line.accuracy["head"].clients == 5
         assert line.other_accuracy["head"].clients == 2
         scored = dict(zip(columns.client, columns.correct_other, strict=True))
