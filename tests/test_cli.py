@@ -112,8 +112,9 @@ def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> Non
         (["--resume", "nowhere", "--run-dir", "there"], "--resume and --run-dir"),
         (["--run-dir", ""], "--run-dir '': allowed is a path, . for the current directory"),
         (["--resume", ""], "--resume '': allowed is a path"),
-        (["--app", "."], "is not a checkout"),
-        (["--app", ".", "--engine", "processes"], "clients run the installed package"),
+        (["--app", ".", "--engine", "flower"], "is not a checkout"),
+        (["--app", "."], "--app: not used with --engine processes, whose clients run the installed package"),
+        (["--ray-address", "auto"], "--ray-address: only with --engine ray, not processes"),
     ],
 )
 def test_what_cannot_run_is_one_line(arguments: list[str], said: str) -> None:
@@ -1001,10 +1002,10 @@ def test_resuming_with_damaged_supernodes_is_one_line(tmp_path: Path, content: b
 )
 def test_commands_of_several_runs_take_workers(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def told(planned: object, resources: Resources) -> None:
-        raise PbflError(f"{resources.workers} workers, processes: {resources.processes}")
+        raise PbflError(f"{resources.workers} workers, engine: {resources.engine}")
 
     monkeypatch.setattr(compare, "preflight", told)
     monkeypatch.setattr(reproduce, "absent", lambda planned: {})  # Fashion-MNIST, where it is not installed
-    done = pbfl(*words, "--workers", 3, "--engine", "processes")
+    done = pbfl(*words, "--workers", 3, "--engine", "flower")
     assert done.exit_code == 2
-    assert "3 workers, processes: True" in done.output
+    assert "3 workers, engine: flower" in done.output

@@ -1,4 +1,4 @@
-"""Real runs: `pbfl run` as a person starts it, on Flower's simulation engine with Ray."""
+"""Real runs: `pbfl run` as a person starts it, on every engine."""
 
 import json
 import os
@@ -19,11 +19,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SMALL = ["num-clients=4", "num-server-rounds=2", "models=cnn4", "feature-dim=16"]
 MARK = "PBFL_TEST_RUN"
-PROCESSES = ("--engine", "processes", "--workers")
+PROCESSES = ("--workers",)
+FLOWER = ("--engine", "flower", "--workers")
 
 
 def start(run_dir: Path, home: Path, *settings: str, workers: str = "2") -> subprocess.Popen[str]:
-    return pbfl(run_dir, home, "--workers", workers, "--run-dir", str(run_dir), *sets(*SMALL, *settings))
+    return pbfl(run_dir, home, *FLOWER, workers, "--run-dir", str(run_dir), *sets(*SMALL, *settings))
 
 
 def sets(*settings: str) -> list[str]:
@@ -105,13 +106,15 @@ def result_of(run_dir: Path) -> str:
 
 
 @pytest.mark.xdist_group("finished")
-def test_processes_engine_gives_the_same_bits(finished: tuple[Path, str], tmp_path: Path) -> None:
-    """In two processes beside the server, and all in one."""
-    for workers in ("1", "2"):
-        run_dir = tmp_path / workers
-        process = pbfl(
-            run_dir, tmp_path / "home", *PROCESSES, workers, "--run-dir", str(run_dir), *sets(*SMALL)
-        )
+def test_all_engines_give_the_same_results(finished: tuple[Path, str], tmp_path: Path) -> None:
+    """In one process, in two beside the server, and on Ray."""
+    for name, options in (
+        ("one", ("--workers", "1")),
+        ("two", ("--workers", "2")),
+        ("ray", ("--engine", "ray", "--workers", "2")),
+    ):
+        run_dir = tmp_path / name
+        process = pbfl(run_dir, tmp_path / "home", *options, "--run-dir", str(run_dir), *sets(*SMALL))
         output, _ = process.communicate(timeout=500)
         assert process.returncode == 0, output
         (result, scores), (expected, scores_of_engine) = bits(run_dir), bits(finished[0])
@@ -136,7 +139,7 @@ def test_processes_end_with_their_command_and_resume(tmp_path: Path, number: sig
     assert nothing_is_left(run_dir)
     if number != signal.SIGKILL:
         assert process.returncode == 130, output
-        assert f"resume with: pbfl run --resume {run_dir} --engine processes" in output
+        assert f"resume with: pbfl run --resume {run_dir}\n" in output
     done = len((run_dir / "rounds.jsonl").read_text().splitlines())
     rest = sets(f"num-server-rounds={done + 1}")
     process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "1", "--resume", str(run_dir), *rest)
@@ -192,14 +195,14 @@ def test_stopped_killed_and_resumed_run_has_the_same_bits(tmp_path: Path) -> Non
     assert "attack noise: clients" in output
     assert left_behind(run_dir) == []
     done = rounds_done(run_dir)
-    process = pbfl(run_dir, tmp_path / "home", "--workers", "2", "--resume", str(run_dir))
+    process = pbfl(run_dir, tmp_path / "home", *FLOWER, "2", "--resume", str(run_dir))
     wait_for_rounds(run_dir, done + 1)
     process.kill()
     process.communicate(timeout=60)
     assert nothing_is_left(run_dir)
     done = rounds_done(run_dir)
     rest = sets(f"num-server-rounds={done + 1}")
-    process = pbfl(run_dir, tmp_path / "home", "--workers", "2", "--resume", str(run_dir), *rest)
+    process = pbfl(run_dir, tmp_path / "home", *FLOWER, "2", "--resume", str(run_dir), *rest)
     output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, output
     assert left_behind(run_dir) == []

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ from pbfl_flwr.flower.flower_version import refuse_older
 
 if TYPE_CHECKING:
     from pbfl_flwr.experiments.plan.comparison import Planned
+    from pbfl_flwr.flower.engines.placement import Resources
 
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -68,16 +70,24 @@ Parallel = Annotated[
 class EngineName(StrEnum):
     """Engines that run the clients."""
 
-    flower = "flower"
     processes = "processes"
+    ray = "ray"
+    flower = "flower"
 
 
 WhichEngine = Annotated[
     EngineName,
     typer.Option(
         "--engine",
-        help="flower: Flower's simulation engine, on Ray. processes: local processes without Ray, which start in "
-        "seconds; with --workers 1 a single process, for debugging. The results are the same.",
+        help="processes: local processes; with --workers 1 a single one, for debugging. ray: Ray, on this machine or "
+        "on a cluster. flower: Flower's simulation engine, through flwr run. The results are the same.",
+    ),
+]
+RayAddress = Annotated[
+    str,
+    typer.Option(
+        "--ray-address",
+        help="Of the cluster for --engine ray, HOST:6379 or auto; default: RAY_ADDRESS, if set.",
     ),
 ]
 AppDirectory = Annotated[
@@ -182,6 +192,29 @@ def predictor(by: str) -> str:
     return by
 
 
+def resources_for(
+    engine: EngineName,
+    ray_address: str,
+    workers: int | None,
+    gpus_per_client: float,
+    cpus_per_client: int = 1,
+) -> Resources:
+    """Return the resources of a run's workers.
+
+    Raises:
+        PbflError: if the engine does not use the address, or needs Ray and there is none.
+    """
+    from pbfl_flwr.flower.engines.placement import Resources
+
+    if ray_address and engine is not EngineName.ray:
+        raise PbflError(f"--ray-address: only with --engine ray, not {engine}")
+    if engine is not EngineName.processes and not find_spec("ray"):
+        raise PbflError(f"--engine {engine}: Ray is missing; pip install 'pbfl-flwr[simulation]'")
+    if engine is EngineName.ray:
+        ray_address = ray_address or os.environ.get("RAY_ADDRESS", "")
+    return Resources(cpus_per_client, gpus_per_client, workers, engine.value, ray_address)
+
+
 def app_for(engine: EngineName, given: Path | None) -> Path:
     """Return the directory of the Flower app, which only the engine ``flower`` needs.
 
@@ -193,7 +226,7 @@ def app_for(engine: EngineName, given: Path | None) -> Path:
     refuse_older()
     if given is not None:
         raise PbflError(
-            "--app: not used with --engine processes, whose clients run the installed package; give one of the two"
+            f"--app: not used with --engine {engine}, whose clients run the installed package; add --engine flower"
         )
     return Path()
 

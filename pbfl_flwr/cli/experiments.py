@@ -22,6 +22,7 @@ from pbfl_flwr.cli.common import (
     NewRunDir,
     Parallel,
     Preset,
+    RayAddress,
     Resumed,
     WhichEngine,
     Workers,
@@ -29,6 +30,7 @@ from pbfl_flwr.cli.common import (
     dry_run_exit,
     error_exit,
     predictor,
+    resources_for,
     running,
     summary_exit,
 )
@@ -64,11 +66,10 @@ def run(
     run_dir: NewRunDir = None,
     resume: Resumed = None,
     gpus_per_client: Gpus = 0.0,
-    cpus_per_client: Annotated[
-        int, typer.Option("--cpus-per-client", min=1, help="CPUs that Ray reserves per client.")
-    ] = 1,
+    cpus_per_client: Annotated[int, typer.Option("--cpus-per-client", min=1, help="CPUs per client.")] = 1,
     workers: Workers = None,
-    engine: WhichEngine = EngineName.flower,
+    engine: WhichEngine = EngineName.processes,
+    ray_address: RayAddress = "",
     app_dir: AppDirectory = None,
     dry_run: Annotated[
         bool,
@@ -82,12 +83,12 @@ def run(
     from pbfl_flwr.experiments.execute.runner import simulate
     from pbfl_flwr.experiments.plan import configuration
     from pbfl_flwr.experiments.show import show_run
-    from pbfl_flwr.flower.engines.placement import Resources, idle_cards
+    from pbfl_flwr.flower.engines.placement import idle_cards
     from pbfl_flwr.runs.directory import RunDirectory
 
     console = screen()
-    resources = Resources(cpus_per_client, gpus_per_client, workers, engine is EngineName.processes)
     try:
+        resources = resources_for(engine, ray_address, workers, gpus_per_client, cpus_per_client)
         source = app_for(engine, app_dir)
         requested = configuration.gather(preset, assignments or [])
         if resume is None:
@@ -191,7 +192,8 @@ def compare(
     parallel: Parallel = 1,
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
-    engine: WhichEngine = EngineName.flower,
+    engine: WhichEngine = EngineName.processes,
+    ray_address: RayAddress = "",
     app_dir: AppDirectory = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -202,11 +204,10 @@ def compare(
     from pbfl_flwr.experiments.pairs import paired_sheet
     from pbfl_flwr.experiments.plan import comparison
     from pbfl_flwr.experiments.results import titled
-    from pbfl_flwr.flower.engines.placement import Resources
 
     console = screen()
-    resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
     try:
+        resources = resources_for(engine, ray_address, workers, gpus_per_client)
         source, by = app_for(engine, app_dir), predictor(by)
         title, runs = comparison.read(name)
         directory = expanded(out or Path("runs") / Path(name).stem).absolute()

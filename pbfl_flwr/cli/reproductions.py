@@ -19,12 +19,14 @@ from pbfl_flwr.cli.common import (
     EngineName,
     Gpus,
     Parallel,
+    RayAddress,
     WhichEngine,
     Workers,
     app_for,
     dry_run_exit,
     error_exit,
     predictor,
+    resources_for,
     running,
     summary_exit,
 )
@@ -71,7 +73,8 @@ def reproduce(
     parallel: Parallel = 1,
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
-    engine: WhichEngine = EngineName.flower,
+    engine: WhichEngine = EngineName.processes,
+    ray_address: RayAddress = "",
     app_dir: AppDirectory = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -79,11 +82,10 @@ def reproduce(
     from pbfl_flwr.config import comma_list
     from pbfl_flwr.experiments.execute import several
     from pbfl_flwr.experiments.plan import comparison, reproduction, reproduction_table
-    from pbfl_flwr.flower.engines.placement import Resources
 
     console = screen()
-    resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
     try:
+        resources = resources_for(engine, ray_address, workers, gpus_per_client)
         directory = expanded(out or Path("runs") / f"{Path(name).stem}-{scale.value}").absolute()
         source, by = app_for(engine, app_dir), predictor(by)
         paper = reproduction.read(name)

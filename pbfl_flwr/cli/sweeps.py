@@ -17,12 +17,14 @@ from pbfl_flwr.cli.common import (
     Gpus,
     Parallel,
     Preset,
+    RayAddress,
     WhichEngine,
     Workers,
     app_for,
     dry_run_exit,
     error_exit,
     predictor,
+    resources_for,
     running,
     summary_exit,
 )
@@ -52,7 +54,8 @@ def sweep(
     by: By = "",
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
-    engine: WhichEngine = EngineName.flower,
+    engine: WhichEngine = EngineName.processes,
+    ray_address: RayAddress = "",
     app_dir: AppDirectory = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -62,11 +65,10 @@ def sweep(
     from pbfl_flwr.experiments.plan import comparison
     from pbfl_flwr.experiments.plan import sweep as sweeping
     from pbfl_flwr.experiments.results import titled
-    from pbfl_flwr.flower.engines.placement import Resources
 
     console = screen()
-    resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
     try:
+        resources = resources_for(engine, ray_address, workers, gpus_per_client)
         source, by = app_for(engine, app_dir), predictor(by)
         swept = sweeping.read(preset, assignments or [])
         directory = expanded(out or sweeping.directory(preset, swept)).absolute()

@@ -117,16 +117,18 @@ def test_room_is_bounded_by_memory_and_cpus() -> None:
         (900 + 2 * 350) * 2**20,
         2 * (900 + 350) * 2**20,
     )  # on two CPUs: one run with two workers, two with one each
-    assert room(4, None, 2) == 2
-    assert room(4, two, 2) == 2
-    assert room(4, two - 1, 2) == 1
-    assert room(4, two, 2, workers=2) == 1  # each of them was wished two
+    assert room(4, None, 2, engine="flower") == 2
+    assert room(4, two, 2, engine="ray") == 2
+    assert room(4, two - 1, 2, engine="flower") == 1
+    assert room(4, two, 2, engine="flower", workers=2) == 1  # each of them was wished two
+    on_cluster: dict[str, Any] = {"engine": "ray", "ray_address": "auto"}
+    assert room(4, 2 * 600 * 2**20, 2, **on_cluster) == 2  # the servers
     lean = several.PROCESS_MB * 2**20
-    assert room(4, 2 * lean, 2, processes=True) == 2  # of one process each
-    assert room(4, 2 * lean - 1, 2, processes=True) == 1
-    assert room(2, 6 * lean, 4, processes=True) == 2  # of a server and two workers each
-    assert room(2, 6 * lean - 1, 4, processes=True) == 1
-    assert room(1, one - 1, 2) == 1  # the one that was asked for is tried all the same
+    assert room(4, 2 * lean, 2) == 2  # of one process each
+    assert room(4, 2 * lean - 1, 2) == 1
+    assert room(2, 6 * lean, 4) == 2  # of a server and two workers each
+    assert room(2, 6 * lean - 1, 4) == 1
+    assert room(1, one - 1, 2, engine="flower") == 1  # the one that was asked for is tried all the same
     assert several.fitting_slots(3, None, Machine(8), Resources()) == [Slot(2)] * 3
 
 
@@ -155,15 +157,26 @@ def test_a_container_has_the_memory_that_it_was_given(tmp_path: Path) -> None:
 
 def test_the_command_of_a_run_is_its_keys(tmp_path: Path) -> None:
     (run, _) = sweep.plans(sweep.read(None, ['models="cnn4,resnet8"', "cps-dim=1,2"]), tmp_path)
-    words = several.command(run, Path("/app"), Resources(1, 0.5, 2))
-    assert words[3:9] == ["run", "--app", "/app", "--gpus-per-client", "0.5", "--workers"]
+    words = several.command(run, Path("/app"), Resources(1, 0.5, 2, "flower"))
+    assert words[3:11] == [
+        "run",
+        "--engine",
+        "flower",
+        "--app",
+        "/app",
+        "--gpus-per-client",
+        "0.5",
+        "--workers",
+    ]
     assert words[words.index("--run-dir") + 1] == str(run.directory)
     assert 'models="cnn4,resnet8"' in words
     assert "cps-dim=1" in words
     write_run(run.directory, [entry(1, 0.5, 0.5)])
     assert "--resume" in several.command(run, Path("/app"), Resources())
-    own = several.command(run, Path(), Resources(processes=True))
-    assert own[3:6] == ["run", "--engine", "processes"]
+    on_ray = several.command(run, Path(), Resources(engine="ray", ray_address="head:6379"))
+    assert on_ray[3:8] == ["run", "--engine", "ray", "--ray-address", "head:6379"]
+    own = several.command(run, Path(), Resources())
+    assert own[3:5] == ["run", "--gpus-per-client"]
     assert "--app" not in own
 
 

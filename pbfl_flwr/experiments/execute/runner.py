@@ -38,7 +38,7 @@ def simulate(
     """Run the federation and print a line per round.
 
     Args:
-        app: directory of the Flower app; not used by the engine "processes".
+        app: directory of the Flower app; used only by the engine "flower".
         run_dir: absolute path.
         config: requested run-config keys.
         num_clients: M.
@@ -55,11 +55,10 @@ def simulate(
     # Recorded as a number, so that a resumed run has as many threads even with other resources.
     threads = {"threads": resources.cpus_per_client} if config.get("threads", "auto") == "auto" else {}
     keys = {**config, **threads, "run-dir": str(run_dir)}
-    resume_with = f"pbfl run --resume {quote(str(run_dir))}"
-    if resources.processes:
+    resume_with = " ".join(["pbfl run --resume", quote(str(run_dir)), *resources.options])
+    if resources.engine != "flower":
         from pbfl_flwr.flower.engines.grid import run_here
 
-        resume_with += " --engine processes"
         return run_in_this_thread(
             run_dir, lambda: run_here(run_dir, keys, num_clients, resources), num_rounds, console, resume_with
         )

@@ -31,9 +31,9 @@ from pbfl_flwr.util.memory import available_memory
 
 Start = Callable[[configuration.RequestedKeys, Path], int]
 """(keys, run directory) -> exit code of the run."""
-ENGINE_MB = 900  # SuperLink, SuperExec, simulation and Ray; docs/experiments.md has the measurement
+ENGINE_MB = 900  # Ray, and with Flower's engine its processes; measured in docs/experiments.md
 WORKER_MB = 350
-PROCESS_MB = 600  # per process of --engine processes: the server, and with several workers each of them
+PROCESS_MB = 600  # a server process; with --engine processes also each of several workers
 COLUMNS = ("run", "method", "state", "seed", "rounds", "directory")  # of a dry run
 LOG = "pbfl.log"
 POLL_SECONDS = 0.5
@@ -52,28 +52,30 @@ def fitting_slots(wanted: int, available: int | None, machine: Machine, requeste
     Raises:
         PbflError: as :func:`pbfl_flwr.flower.engines.placement.places`.
     """
-    need = _without_engine if requested.processes else _with_engine
     room_mb = math.inf if available is None else available / 2**20
     shared = [slots(machine, requested, count) for count in range(1, min(wanted, machine.cpus) + 1)]
     fit = [
-        fitting for fitting in shared if fitting and sum(need(slot.workers) for slot in fitting) <= room_mb
+        fitting
+        for fitting in shared
+        if fitting and sum(_need_mb(requested, slot.workers) for slot in fitting) <= room_mb
     ]
     return fit[-1] if fit else shared[0]
 
 
-def _with_engine(workers: int) -> float:
+def _need_mb(requested: Resources, workers: int) -> float:
+    """Return the memory that a run needs on this machine."""
+    if requested.ray_address:
+        return PROCESS_MB
+    if requested.engine == "processes":
+        return PROCESS_MB * (1 if workers == 1 else 1 + workers)
     return ENGINE_MB + workers * WORKER_MB
-
-
-def _without_engine(workers: int) -> float:
-    return PROCESS_MB * (1 if workers == 1 else 1 + workers)
 
 
 def command(run: Planned, app: Path, resources: Resources) -> list[str]:
     """Return the command line that starts or resumes a run in its own process."""
     requested = run.requested.values
-    engine = ["--engine", "processes"] if resources.processes else ["--app", str(app)]
-    words = [sys.executable, "-m", "pbfl_flwr.cli", "run", *engine]
+    source = ["--app", str(app)] if resources.engine == "flower" else []
+    words = [sys.executable, "-m", "pbfl_flwr.cli", "run", *resources.options, *source]
     words += ["--gpus-per-client", str(resources.gpus_per_client), "--workers", str(resources.workers or 1)]
     words += ["--resume" if (run.directory / "run.json").exists() else "--run-dir", str(run.directory)]
     for key, value in requested.items():

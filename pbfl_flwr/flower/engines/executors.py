@@ -1,4 +1,4 @@
-"""A pool of local worker processes that run clients; each handles one message at a time and is restarted if it dies."""
+"""Workers that run clients: message and context in, reply and context out; a pool of them, and local processes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import pickle
 import queue
 import signal
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import current_process, get_context, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,30 +47,75 @@ class WorkerSpec:
     log: Path
 
 
-class WorkerPool:
-    """Worker processes, started on entering and ended on leaving the context.
+class WorkerDied(Exception):
+    """A worker ended while it ran a client; gives the reason."""
 
-    Args:
-        specs: one for each process.
+
+class Worker(ABC):
+    """Runs one client at a time in a process of its own.
+
+    Attributes:
+        spent: whether it can no longer use its GPU.
     """
 
-    def __init__(self, specs: Sequence[WorkerSpec]) -> None:
-        self._specs = specs
-        self._workers: list[_Worker] = []
-        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    spent = False
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the process, also a new one after the last one was killed."""
+
+    def when_ready(self, call: Callable[[], object]) -> None:
+        """Call a function once messages can be handled, here at once."""
+        call()
+
+    @abstractmethod
+    def handle(self, message: Message, context: Context) -> Message:
+        """Run a client, return its reply and copy its Flower state into ``context``.
+
+        Raises:
+            WorkerDied: if the process ended meanwhile.
+        """
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process can handle another message, as far as is known."""
+        return True
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process at once; safe, since clients write their files atomically."""
+
+    def end(self) -> None:
+        """End the process and release what belongs to it."""
+        self.kill()
+
+
+class WorkerPool:
+    """Workers, started on entering and ended on leaving the context; one that dies costs one reply and is replaced.
+
+    Args:
+        workers: not started yet.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+        self._free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._ending = False
-        self._busy: dict[int, _Worker] = {}  # by node
+        self._busy: dict[int, Worker] = {}  # by node
         self._lock = threading.Lock()  # guards _busy, _ending, and starting and ending workers
 
     def __enter__(self) -> WorkerPool:
+        started: list[Worker] = []
         try:
-            for spec in self._specs:
-                self._workers.append(_Worker(spec))
+            for worker in self._workers:
+                worker.start()
+                started.append(worker)
         except BaseException:
-            self.__exit__()
+            for worker in started:
+                worker.end()
             raise
         for worker in self._workers:
-            self._free.put(worker)
+            self._await(worker)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -76,6 +123,7 @@ class WorkerPool:
             self._ending = True
             for worker in self._workers:
                 worker.end()
+                self._free.put(worker)  # so that no thread waits for one
 
     def handle(self, message: Message, context: Context) -> Message:
         """Run a client on a free worker, return its reply and copy its Flower state into ``context``.
@@ -88,9 +136,9 @@ class WorkerPool:
         died = False
         try:
             return worker.handle(message, context)
-        except (EOFError, OSError):
+        except WorkerDied as error:
             died = True
-            return Message(Error(code=CLIENT_FAULT, reason=worker.exit_reason()), reply_to=message)
+            return Message(Error(code=CLIENT_FAULT, reason=str(error)), reply_to=message)
         finally:
             with self._lock:
                 if self._busy.get(node) is worker:
@@ -98,7 +146,7 @@ class WorkerPool:
                 if (died or worker.spent or not worker.alive) and not self._ending:
                     worker.end()
                     worker.start()
-            self._free.put(worker)
+            self._await(worker)
 
     def give_up(self, node: int) -> None:
         """Kill the worker that is processing a node's message, if there is one; it is restarted."""
@@ -106,19 +154,21 @@ class WorkerPool:
             if (worker := self._busy.pop(node, None)) is not None:
                 worker.kill()
 
+    def _await(self, worker: Worker) -> None:
+        worker.when_ready(partial(self._free.put, worker))
 
-class _Worker:
-    """A worker process and the parent's end of the pipe to it.
 
-    Attributes:
-        spent: whether it can no longer use its GPU.
+class ProcessWorker(Worker):
+    """A process on this machine and the parent's end of the pipe to it.
+
+    Not of :mod:`concurrent.futures`, whose workers outlive a killed parent, and whose pool is lost with one of them.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self.start()
 
     def start(self) -> None:
+        """Start the process, also a new one after the last one was killed."""
         self.spent = False
         context = get_context("spawn")  # torch's threads do not survive a fork
         self._pipe, child_end = context.Pipe()
@@ -133,25 +183,34 @@ class _Worker:
         child_end.close()  # so that reading fails when the process dies
 
     def handle(self, message: Message, context: Context) -> Message:
-        self._pipe.send_bytes(pickle.dumps((message, context)))
+        """Run a client, return its reply and copy its Flower state into ``context``.
+
+        Raises:
+            WorkerDied: if the process ended meanwhile.
+        """
+        try:
+            self._pipe.send_bytes(pickle.dumps((message, context)))
+            answer = self._pipe.recv_bytes()
+        except (EOFError, OSError):
+            self._process.join(EXIT_SECONDS)
+            # 1 after an exception; negative after a signal.
+            raise WorkerDied(FAILED if self._process.exitcode == 1 else DIED) from None
         reply: Message
-        reply, context.state, self.spent = pickle.loads(self._pipe.recv_bytes())
+        reply, context.state, self.spent = pickle.loads(answer)
         return reply
 
     @property
     def alive(self) -> bool:
+        """Whether the process is still there."""
         return self._process.is_alive()
 
-    def exit_reason(self) -> str:
-        self._process.join(EXIT_SECONDS)
-        # 1 after an exception; negative after a signal.
-        return FAILED if self._process.exitcode == 1 else DIED
-
     def kill(self) -> None:
-        self._process.kill()  # safe, since clients write their files atomically
+        """End the process at once."""
+        self._process.kill()
         self._process.join()
 
     def end(self) -> None:
+        """End the process and close its pipe."""
         self.kill()
         self._pipe.close()
 

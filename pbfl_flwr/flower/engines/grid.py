@@ -1,7 +1,7 @@
-"""Simulation without Flower's engine: same server, clients, messages and results, but no SuperLink and no Ray.
+"""Simulation without SuperLink: same server, clients, messages and results as through ``flwr run``.
 
-It starts in the seconds that importing torch takes. With one worker everything runs in this process, so a debugger can
-stop in a client. Other machines and ``flwr`` commands are not supported.
+With local processes it starts in the seconds that importing torch takes; with one worker everything runs in this
+process, so a debugger can stop in a client.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import forget, make_client_app
 from pbfl_flwr.flower.client.device import as_worker
 from pbfl_flwr.flower.deploy.superlink import LOG
-from pbfl_flwr.flower.engines.executors import WorkerPool, WorkerSpec, check_not_importing
+from pbfl_flwr.flower.engines.executors import ProcessWorker, WorkerPool, WorkerSpec, check_not_importing
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.flower.server.app import serve
 from pbfl_flwr.flower.server.grid import (
@@ -230,27 +230,35 @@ def run_here(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, reso
         raise PbflError(
             f"num-clients = {configured}, but the federation has {num_clients} clients: allowed is the same number"
         )
-    specs = worker_specs(resources, num_clients, run_dir / LOG)
-    if len(specs) > 1:
-        check_not_importing()
+    if resources.engine != "ray":
+        specs = worker_specs(resources, num_clients, run_dir / LOG)
+        if len(specs) > 1:
+            check_not_importing()
     lock = lock_of(run_dir)
     claim(lock, run_dir)
     keys = {**config, "num-clients": num_clients, "run-dir": str(run_dir)}
     with ExitStack() as stack:
         stack.callback(lock.release)
         stack.enter_context(_logged_to(run_dir / LOG))
-        stack.enter_context(_environment(specs[0]))
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = (
             RUN_ID  # read by Flower's messages
         )
-        if len(specs) == 1:
+        if resources.engine == "ray":
+            from pbfl_flwr.flower.engines.ray_actors import ray_workers
+
+            states = Path(str(config.get("state-dir") or run_dir / "clients"))
+            workers = stack.enter_context(ray_workers(resources, num_clients, states))
+        else:
+            stack.enter_context(_environment(specs[0]))
+            workers = [ProcessWorker(spec) for spec in specs]
+        if resources.engine != "ray" and len(workers) == 1:
             stack.enter_context(as_worker(specs[0].cores))
             stack.enter_context(threadpool_limits(specs[0].cores))
             grid = LocalGrid(in_this_process(), run_immediately, keys, num_clients)
         else:
-            threads = stack.enter_context(ThreadPoolExecutor(len(specs)))
+            threads = stack.enter_context(ThreadPoolExecutor(len(workers)))
             # Closed first, so that no thread waits for a worker.
-            pool = stack.enter_context(WorkerPool(specs))
+            pool = stack.enter_context(WorkerPool(workers))
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
             grid = LocalGrid(pool.handle, threads.submit, keys, num_clients, pool.give_up)
         serve(grid, keys, RUN_ID)

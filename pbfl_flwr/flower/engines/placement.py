@@ -10,10 +10,12 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from pbfl_flwr.errors import PbflError
 
 SMALLEST_SHARE = 1e-4  # the resolution of Ray's resources
+Engine = Literal["processes", "ray", "flower"]
 ROUNDING = 1e-9  # so that three workers with 1/3 each fit on a GPU
 
 
@@ -25,13 +27,21 @@ class Resources:
         cpus_per_client: whole CPUs per client.
         gpus_per_client: share of a GPU, or whole GPUs; 0 hides GPUs from the clients.
         workers: number of worker processes; None makes one for every ``cpus_per_client`` CPUs.
-        processes: whether to use :mod:`pbfl_flwr.flower.engines.grid` instead of Flower's simulation engine.
+        engine: what runs the clients, see :mod:`pbfl_flwr.flower.engines`.
+        ray_address: of the cluster that the engine "ray" uses; empty starts a Ray on this machine.
     """
 
     cpus_per_client: int = 1
     gpus_per_client: float = 0.0
     workers: int | None = None
-    processes: bool = False
+    engine: Engine = "processes"
+    ray_address: str = ""
+
+    @property
+    def options(self) -> list[str]:
+        """The options of ``pbfl run`` that name the engine; none for the default one."""
+        engine = [] if self.engine == "processes" else ["--engine", self.engine]
+        return engine + (["--ray-address", self.ray_address] if self.ray_address else [])
 
     def federation(self, num_clients: int) -> str:
         """Return the value of ``flwr run --federation-config``."""
@@ -59,7 +69,11 @@ class Machine:
 
     @classmethod
     def here(cls, requested: Resources) -> Machine:
-        """Return this machine; GPUs are detected only if some are requested."""
+        """Return this machine, or the cluster if one is named; GPUs are detected only if some are requested."""
+        if requested.ray_address:
+            from pbfl_flwr.flower.engines.ray_actors import cluster
+
+            return cluster(requested)
         import joblib
 
         cpus = int(joblib.cpu_count())  # respects container limits and the affinity mask

@@ -1,28 +1,20 @@
 """The simulation without Flower's engine: the grid, the workers, and the same results as any other."""
 
-import os
-import signal
-import subprocess
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
-from multiprocessing import Pipe
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 import torch
 from filelock import FileLock
-from flwr.app import ConfigRecord, Context, Error, Message
+from flwr.app import ConfigRecord, Context, Message
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import device
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.engines import executors as worker_pool
 from pbfl_flwr.flower.engines import grid as local
-from pbfl_flwr.flower.engines.executors import DIED, WorkerPool, WorkerSpec
 from pbfl_flwr.flower.engines.grid import LocalGrid, federate, in_this_process, run_immediately, worker_specs
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.flower.messages import wire
@@ -202,28 +194,6 @@ def test_gives_up_a_pending_message_when_its_client_is_asked_again() -> None:
     assert given_up == [list(grid.get_node_ids())[1]]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGSTOP")
-def test_hanging_worker_is_killed_when_its_client_is_asked_again(tmp_path: Path) -> None:
-    config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
-    with ThreadPoolExecutor(2) as threads, WorkerPool([WorkerSpec(1, "", tmp_path / "log")] * 2) as pool:
-        grid = LocalGrid(pool.handle, threads.submit, config, 3, pool.give_up)
-        assert said(grid.send_and_receive(ask(grid, [0, 1]))) == [0, 1]
-        stopped = pool._free.get()
-        os.kill(stopped._process.pid or 0, signal.SIGSTOP)
-        pool._free, others = SimpleQueue(), pool._free
-        pool._free.put(stopped)
-        asked = ask(grid, [2])
-        assert grid.send_and_receive(asked, timeout=1) == []
-        pool._free.put(others.get())
-        assert said(grid.send_and_receive(ask(grid, [0]))) == [0], "the others go on"
-        assert said(grid.send_and_receive(ask(grid, [2, 1]))) == [2, 1]
-        wait([grid._replies[asked[0].metadata.message_id]], 60)
-        (given_up,) = grid.pull_messages([asked[0].metadata.message_id])
-        assert given_up.error.reason == DIED
-        assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
-
-
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_secure_aggregation_completes_its_stages(workers: int, tmp_path: Path) -> None:
     """What a client keeps from stage to stage is in Flower's context, whichever process runs it."""
@@ -231,117 +201,6 @@ def test_secure_aggregation_completes_its_stages(workers: int, tmp_path: Path) -
     federate(tmp_path / "run", keys, 3, Resources(workers=workers))
     (record,) = RunDirectory(tmp_path / "run").round_records()
     assert (record.trained, record.failures) == ([0, 1, 2], [])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
-def test_dying_worker_fails_one_reply_only(tmp_path: Path) -> None:
-    config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
-    with WorkerPool([WorkerSpec(1, "", tmp_path / "log")] * 2) as pool:
-        grid = LocalGrid(pool.handle, run_immediately, config, 3)
-        os.kill(pool._workers[0]._process.pid or 0, signal.SIGKILL)
-        replies = grid.send_and_receive(ask(grid, [0, 1, 2]))
-        processes = [worker._process for worker in pool._workers]
-    assert replies[0].error.reason == DIED
-    assert said(replies[1:]) == [1, 2], "one of them by the worker that took its place"
-    assert not any(process.is_alive() for process in processes)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
-def test_workers_ignore_sigterm(tmp_path: Path) -> None:
-    """A cluster sends it to every process of a job at the end of its time; that is no client's failure."""
-    config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
-    with WorkerPool([WorkerSpec(1, "", tmp_path / "log")] * 2) as pool:
-        grid = LocalGrid(pool.handle, run_immediately, config, 3)
-        for worker in pool._workers:
-            worker._process.terminate()
-        assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
-def test_first_worker_ignores_sigterm_from_its_start() -> None:
-    """With it Python starts one of its own, after which it hears all signals again."""
-    lines = [
-        "import signal, sys",
-        "from multiprocessing import get_context",
-        "from pbfl_flwr.flower.engines.executors import _signals_blocked",
-        "process = get_context('spawn').Process(target=signal.raise_signal, args=(signal.SIGTERM,))",
-        "with _signals_blocked():",
-        "    process.start()",
-        "process.join()",
-        "sys.exit(process.exitcode)",
-    ]
-    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False, timeout=100).returncode == 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="asks a shell")
-def test_workers_run_with_closed_standard_streams(tmp_path: Path) -> None:
-    keys = [part for key, value in KEYS.items() for part in ("--set", f"{key}={value}")]
-    options = ["--engine", "processes", "--workers", "2", "--run-dir", str(tmp_path / "run"), *keys]
-    command = [sys.executable, "-m", "pbfl_flwr.cli", "run", *options]
-    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=300)
-    assert done.returncode == 0
-    assert [line.trained for line in RunDirectory(tmp_path / "run").round_records()] == [[0, 1, 2]] * 2
-
-
-def test_incomplete_pool_leaves_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[object] = []
-
-    class Hired:
-        def __init__(self, spec: WorkerSpec) -> None:
-            if spec.cores == 2:
-                raise BlockingIOError("Resource temporarily unavailable")
-
-        def end(self) -> None:
-            ended.append(self)
-
-    monkeypatch.setattr(worker_pool, "_Worker", Hired)
-    log = tmp_path / "log"
-    with pytest.raises(BlockingIOError), WorkerPool([WorkerSpec(1, "", log), WorkerSpec(2, "", log)]):
-        pass
-    assert len(ended) == 1
-
-
-@pytest.mark.parametrize(("fails", "broken"), [(False, True), (True, False), (True, True)])
-def test_worker_with_a_broken_gpu_is_replaced(
-    fails: bool, broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Within this process, on a card that is none; the memory of one that goes on is given back."""
-    given_back: list[int] = []
-
-    def wait_for_card() -> None:
-        if broken:
-            raise RuntimeError("CUDA error: device-side assert triggered")
-
-    def answer(message: Message, context: Context) -> Message:
-        return (
-            Message(Error(code=1, reason="it failed"), reply_to=message) if fails else echo(message, context)
-        )
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", wait_for_card)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
-    started: list[worker_pool._Worker] = []
-
-    def start(worker: worker_pool._Worker) -> None:
-        started.append(worker)
-        worker.spent = False
-        worker._pipe, theirs = Pipe()
-        threading.Thread(target=worker_pool._handle_all, args=(theirs, answer), daemon=True).start()
-
-    monkeypatch.setattr(worker_pool._Worker, "start", start)
-    monkeypatch.setattr(worker_pool._Worker, "alive", True)
-    monkeypatch.setattr(worker_pool._Worker, "kill", lambda worker: None)
-    with WorkerPool([WorkerSpec(1, "0", Path("log"))]) as workers:
-        grid = LocalGrid(workers.handle, run_immediately, {}, 1)
-        replies = grid.send_and_receive(ask(grid, [0]))
-        replaced = len(started) - 1
-    assert [reply.has_error() for reply in replies] == [fails]
-    assert replaced == int(fails and broken)
-    assert given_back == [1] * (fails and not broken)
 
 
 def test_failing_client_releases_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.deploy.superlink import Engine
-from pbfl_flwr.flower.engines import executors as worker_pool
+from pbfl_flwr.flower.engines import executors
 from pbfl_flwr.flower.engines.grid import federate, federate_app
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.models.build import SplitModel
@@ -125,7 +125,7 @@ def test_script_without_main_guard_is_explained(tmp_path: Path, monkeypatch: pyt
     )
     assert ended.returncode == 1
     *_, last = ended.stderr.strip().splitlines()
-    assert f"3 of 3 clients: {worker_pool.FAILED}" in last
+    assert f"3 of 3 clients: {executors.FAILED}" in last
     assert "a worker imports the script that starts it, and would start the run again" in ended.stderr
     assert "in use by another run" not in ended.stderr
 

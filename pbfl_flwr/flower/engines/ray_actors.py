@@ -1,0 +1,301 @@
+"""Workers that are Ray actors, spread over the nodes of a cluster or on a Ray of this run's own.
+
+Clients' states are in the run's directory, as with any engine. If not all nodes see it, each state travels with the
+messages of its client and the driver writes it, so that any node can run any client and a lost one loses nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+import ray
+from flwr.app import Context, Message, RecordDict
+from flwr.common import log
+from threadpoolctl import threadpool_limits
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.client.device import release_gpu_memory
+from pbfl_flwr.flower.engines.executors import Worker, WorkerDied
+from pbfl_flwr.flower.engines.placement import Machine, Resources, places
+from pbfl_flwr.runs.client_store import ClientStore
+from pbfl_flwr.util.atomic_files import make_directory, write_atomically
+
+DIED = "the Ray worker that ran it or its node died"
+RETRY_SECONDS = 10.0  # until a worker that did not start is tried again
+CONNECT_SECONDS = 10.0
+CHECK_SECONDS = 120.0  # for all nodes to import the package
+
+Files = dict[str, bytes]
+"""A client's state files by their paths below the directory of all states."""
+
+
+@contextmanager
+def connected(resources: Resources, cpus: int) -> Iterator[None]:
+    """Connect to the cluster, or start a Ray with this many CPUs and end it afterwards.
+
+    Raises:
+        PbflError: if there is no cluster at the address.
+    """
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    directory = tempfile.mkdtemp(
+        prefix="pbfl-", dir="/tmp" if os.name == "posix" else None
+    )  # for short sockets
+    if not resources.ray_address:
+        options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": directory}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1"
+    )  # hides GPUs from workers without a share
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        _need_answer(resources.ray_address)
+        ray.init(address=resources.ray_address or "local", **options)
+        signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
+        yield
+    except ConnectionError as error:  # with the address auto
+        raise PbflError(f"--ray-address {resources.ray_address}: no Ray cluster answers ({error})") from None
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _need_answer(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection(
+                (host, int(port)), CONNECT_SECONDS
+            ).close()  # Ray would try for many minutes
+        except OSError as error:
+            raise PbflError(f"--ray-address {address}: no Ray cluster answers ({error})") from None
+
+
+@contextmanager
+def ray_workers(resources: Resources, num_clients: int, states: Path) -> Iterator[list[Worker]]:
+    """Yield the workers of a run, not started yet, while connected to the cluster or a Ray of the run's own.
+
+    Args:
+        resources: of the workers.
+        num_clients: M.
+        states: directory of the clients' states.
+
+    Raises:
+        PbflError: as :func:`connected`, :func:`check_nodes` and :func:`pbfl_flwr.flower.engines.placement.places`.
+    """
+    cpus = 0 if resources.ray_address else _num_workers(resources, num_clients) * resources.cpus_per_client
+    with connected(resources, cpus):
+        travel = bool(resources.ray_address) and not check_nodes(states)
+        if travel:
+            log(INFO, "not all Ray nodes see %s: the clients' states travel with their messages", states)
+        count = _num_workers(resources, num_clients)
+        yield [RayWorker(resources, states if travel else None) for _ in range(count)]
+
+
+def _num_workers(resources: Resources, num_clients: int) -> int:
+    return min(num_clients, len(places(Machine.here(resources), resources)))
+
+
+def cluster(resources: Resources) -> Machine:
+    """Return the CPUs and GPUs of the whole cluster as one machine.
+
+    Raises:
+        PbflError: as :func:`connected`.
+    """
+    with nullcontext() if ray.is_initialized() else connected(resources, 0):
+        total = ray.cluster_resources()
+    return Machine(int(total.get("CPU", 0)), tuple(map(str, range(int(total.get("GPU", 0))))))
+
+
+def check_nodes(states: Path) -> bool:
+    """Check that all nodes of the cluster run the code of this process.
+
+    Args:
+        states: directory of the clients' states.
+
+    Returns:
+        Whether all of them see that directory.
+
+    Raises:
+        PbflError: naming the first node that has another pbfl-flwr or Flower, or none.
+    """
+    make_directory(states, private=True)
+    token = states / f".shared-{uuid.uuid4().hex}"
+    token.touch()
+    inspect = _inspector(str(token))
+    try:
+        expected, _ = inspect()
+        task = ray.remote(num_cpus=0, max_retries=0)(inspect)
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+        answers = {
+            name: task.options(scheduling_strategy=_on_node(node)).remote() for node, name in names.items()
+        }
+        shared = True
+        for name, answer in answers.items():
+            try:
+                version, visible = ray.get(answer, timeout=CHECK_SECONDS)
+            except ray.exceptions.RayError as error:
+                raise PbflError(f"Ray node {name} cannot run clients: {_last_line(error)}") from None
+            if version != expected:
+                raise PbflError(f"Ray node {name} has {version}, this machine {expected}: install the same")
+            shared = shared and visible
+        return shared
+    finally:
+        token.unlink()
+
+
+def _inspector(token: str) -> Callable[[], tuple[str, bool]]:
+    """Return a function that a node without the package can run, too, since Ray sends inner functions as code."""
+
+    def inspect() -> tuple[str, bool]:
+        import importlib.metadata
+        import os
+
+        try:
+            from pbfl_flwr.flower.code_version import code_version
+        except ImportError as error:
+            return f"no pbfl-flwr ({error})", False
+        version = f"pbfl-flwr {code_version()} and flwr {importlib.metadata.version('flwr')}"
+        return version, os.path.exists(token)
+
+    return inspect
+
+
+def _on_node(node: str) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+class RayWorker(Worker):
+    """An actor with its share of CPUs and GPUs, wherever the cluster has room for it.
+
+    Args:
+        resources: of the worker.
+        states: directory of the clients' states if they travel with the messages; None if the nodes see it.
+    """
+
+    def __init__(self, resources: Resources, states: Path | None) -> None:
+        self._states = states
+        self._make = ray.remote(_Actor).options(
+            num_cpus=resources.cpus_per_client,
+            num_gpus=resources.gpus_per_client,
+            scheduling_strategy="SPREAD",
+        )
+        self._arguments = (resources.cpus_per_client, resources.gpus_per_client, states is not None)
+
+    def start(self) -> None:
+        """Ask for an actor, which starts once there is room for it; one that is lost is replaced by a new one."""
+        self.spent = self._ended = False
+        self._actor: Any = self._make.remote(*self._arguments)
+
+    def when_ready(self, call: Callable[[], object]) -> None:
+        """Call a function once the actor runs; if it cannot start, ask for another one."""
+
+        def done(ready: Future[None]) -> None:
+            if self._ended:
+                return
+            if (error := ready.exception()) is None:
+                call()
+                return
+            log(WARNING, "a Ray worker did not start: %s", _last_line(error))
+            retry = threading.Timer(RETRY_SECONDS, self._start_again, (call,))
+            retry.daemon = True
+            retry.start()
+
+        self._actor.ready.remote().future().add_done_callback(done)
+
+    def _start_again(self, call: Callable[[], object]) -> None:
+        if not self._ended:
+            self.start()
+            self.when_ready(call)
+
+    def handle(self, message: Message, context: Context) -> Message:
+        """Run a client, return its reply and copy its Flower state into ``context``.
+
+        Raises:
+            WorkerDied: if the actor or its node died meanwhile.
+        """
+        client = int(context.node_config["partition-id"])
+        sent = _read(self._states, client) if self._states else {}
+        try:
+            answer = ray.get(self._actor.handle.remote(message, context, sent))
+        except ray.exceptions.RayActorError:
+            raise WorkerDied(DIED) from None
+        except ray.exceptions.RayError as error:
+            raise WorkerDied(f"the Ray worker that ran it failed: {_last_line(error)}") from None
+        reply: Message
+        reply, context.state, files, self.spent = answer
+        if self._states:
+            _write(self._states, files, replaced=sent)
+        return reply
+
+    def kill(self) -> None:
+        """End the actor at once."""
+        ray.kill(self._actor)
+
+    def end(self) -> None:
+        """End the actor, and do not replace it."""
+        self._ended = True
+        self.kill()
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[-1]
+
+
+def _read(states: Path, client: int) -> Files:
+    stem = ClientStore(states, "", client, "").path.stem
+    return {str(path.relative_to(states)): path.read_bytes() for path in sorted(states.glob(f"*/{stem}.*"))}
+
+
+def _write(states: Path, files: Mapping[str, bytes], *, replaced: Mapping[str, bytes]) -> None:
+    """Write the files that changed, and remove those that are no longer there."""
+    for name, data in files.items():
+        if replaced.get(name) != data:
+            make_directory((states / name).parent, private=True)
+            write_atomically(states / name, data, locked=True, private=True, flushed=False)
+    for name in replaced.keys() - files.keys():
+        (states / name).unlink()
+
+
+class _Actor:
+    """Runs clients in a worker process of Ray."""
+
+    def __init__(self, cpus: int, gpus: float, travelling: bool) -> None:
+        if not gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        threadpool_limits(cpus)
+        self._app = make_client_app()
+        self._scratch = tempfile.TemporaryDirectory(prefix="pbfl-") if travelling else None
+
+    def ready(self) -> None:
+        """Return once the actor runs."""
+
+    def handle(
+        self, message: Message, context: Context, sent: Files
+    ) -> tuple[Message, RecordDict, Files, bool]:
+        """Return a client's reply, its Flower state, its state files, and whether the GPU can no longer be used."""
+        if self._scratch is None:
+            reply, files = self._app(message, context), {}
+        else:
+            states = Path(self._scratch.name)
+            context.run_config["state-dir"] = str(states)
+            _write(states, sent, replaced={})
+            reply = self._app(message, context)
+            files = _read(states, int(context.node_config["partition-id"]))
+            for folder in states.iterdir():
+                shutil.rmtree(folder)
+        return reply, context.state, files, reply.has_error() and not release_gpu_memory()

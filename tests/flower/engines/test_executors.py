@@ -1,0 +1,165 @@
+"""The pool of workers: one that dies or hangs costs one reply; processes leave signals and output to their command."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from multiprocessing import Pipe
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+import torch
+from flwr.app import Context, Error, Message
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.flower.engines import executors
+from pbfl_flwr.flower.engines.executors import DIED, ProcessWorker, WorkerPool, WorkerSpec
+from pbfl_flwr.flower.engines.grid import LocalGrid, run_immediately
+from pbfl_flwr.runs.directory import RunDirectory
+from tests.flower.engines.test_grid import KEYS, ask, echo, said
+
+
+def processes(tmp_path: Path, count: int) -> list[ProcessWorker]:
+    return [ProcessWorker(WorkerSpec(1, "", tmp_path / "log")) for _ in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGSTOP")
+def test_hanging_worker_is_killed_when_its_client_is_asked_again(tmp_path: Path) -> None:
+    config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
+    with ThreadPoolExecutor(2) as threads, WorkerPool(processes(tmp_path, 2)) as pool:
+        grid = LocalGrid(pool.handle, threads.submit, config, 3, pool.give_up)
+        assert said(grid.send_and_receive(ask(grid, [0, 1]))) == [0, 1]
+        stopped = pool._free.get()
+        assert isinstance(stopped, ProcessWorker)
+        os.kill(stopped._process.pid or 0, signal.SIGSTOP)
+        pool._free, others = SimpleQueue(), pool._free
+        pool._free.put(stopped)
+        asked = ask(grid, [2])
+        assert grid.send_and_receive(asked, timeout=1) == []
+        pool._free.put(others.get())
+        assert said(grid.send_and_receive(ask(grid, [0]))) == [0], "the others go on"
+        assert said(grid.send_and_receive(ask(grid, [2, 1]))) == [2, 1]
+        wait([grid._replies[asked[0].metadata.message_id]], 60)
+        (given_up,) = grid.pull_messages([asked[0].metadata.message_id])
+        assert given_up.error.reason == DIED
+        assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
+def test_dying_worker_fails_one_reply_only(tmp_path: Path) -> None:
+    config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
+    workers = processes(tmp_path, 2)
+    with WorkerPool(workers) as pool:
+        grid = LocalGrid(pool.handle, run_immediately, config, 3)
+        os.kill(workers[0]._process.pid or 0, signal.SIGKILL)
+        replies = grid.send_and_receive(ask(grid, [0, 1, 2]))
+        started = [worker._process for worker in workers]
+    assert replies[0].error.reason == DIED
+    assert said(replies[1:]) == [1, 2], "one of them by the worker that took its place"
+    assert not any(process.is_alive() for process in started)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
+def test_workers_ignore_sigterm(tmp_path: Path) -> None:
+    """A cluster sends it to every process of a job at the end of its time; that is no client's failure."""
+    config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
+    workers = processes(tmp_path, 2)
+    with WorkerPool(workers) as pool:
+        grid = LocalGrid(pool.handle, run_immediately, config, 3)
+        for worker in workers:
+            worker._process.terminate()
+        assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
+def test_first_worker_ignores_sigterm_from_its_start() -> None:
+    """With it Python starts one of its own, after which it hears all signals again."""
+    lines = [
+        "import signal, sys",
+        "from multiprocessing import get_context",
+        "from pbfl_flwr.flower.engines.executors import _signals_blocked",
+        "process = get_context('spawn').Process(target=signal.raise_signal, args=(signal.SIGTERM,))",
+        "with _signals_blocked():",
+        "    process.start()",
+        "process.join()",
+        "sys.exit(process.exitcode)",
+    ]
+    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False, timeout=100).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="asks a shell")
+def test_workers_run_with_closed_standard_streams(tmp_path: Path) -> None:
+    keys = [part for key, value in KEYS.items() for part in ("--set", f"{key}={value}")]
+    options = ["--engine", "processes", "--workers", "2", "--run-dir", str(tmp_path / "run"), *keys]
+    command = [sys.executable, "-m", "pbfl_flwr.cli", "run", *options]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=300)
+    assert done.returncode == 0
+    assert [line.trained for line in RunDirectory(tmp_path / "run").round_records()] == [[0, 1, 2]] * 2
+
+
+def test_incomplete_pool_leaves_no_worker(tmp_path: Path) -> None:
+    ended: list[object] = []
+
+    class Starting(ProcessWorker):
+        def start(self) -> None:
+            if self._spec.cores == 2:
+                raise BlockingIOError("Resource temporarily unavailable")
+
+        def end(self) -> None:
+            ended.append(self)
+
+    log = tmp_path / "log"
+    workers = [Starting(WorkerSpec(cores, "", log)) for cores in (1, 2)]
+    with pytest.raises(BlockingIOError), WorkerPool(workers):
+        pass
+    assert len(ended) == 1
+
+
+@pytest.mark.parametrize(("fails", "broken"), [(False, True), (True, False), (True, True)])
+def test_worker_with_a_broken_gpu_is_replaced(
+    fails: bool, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within this process, on a card that is none; the memory of one that goes on is given back."""
+    given_back: list[int] = []
+
+    def wait_for_card() -> None:
+        if broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def answer(message: Message, context: Context) -> Message:
+        return (
+            Message(Error(code=1, reason="it failed"), reply_to=message) if fails else echo(message, context)
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait_for_card)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
+    started: list[ProcessWorker] = []
+
+    class InThread(ProcessWorker):
+        alive = True
+
+        def start(self) -> None:
+            started.append(self)
+            self.spent = False
+            self._pipe, child_end = Pipe()
+            threading.Thread(target=executors._handle_all, args=(child_end, answer), daemon=True).start()
+
+        def kill(self) -> None:
+            pass
+
+    with WorkerPool([InThread(WorkerSpec(1, "0", Path("log")))]) as workers:
+        grid = LocalGrid(workers.handle, run_immediately, {}, 1)
+        replies = grid.send_and_receive(ask(grid, [0]))
+        replaced = len(started) - 1
+    assert [reply.has_error() for reply in replies] == [fails]
+    assert replaced == int(fails and broken)
+    assert given_back == [1] * (fails and not broken)

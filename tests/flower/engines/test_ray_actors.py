@@ -1,0 +1,190 @@
+"""Ray actors: the results of the other engines on a Ray of the run's own and on a cluster, whose nodes may be lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Context, Message
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import code_version
+from pbfl_flwr.flower.deploy.processes import free_port
+from pbfl_flwr.flower.engines import ray_actors
+from pbfl_flwr.flower.engines.executors import Worker, WorkerDied, WorkerPool
+from pbfl_flwr.flower.engines.grid import LocalGrid, federate
+from pbfl_flwr.flower.engines.placement import Machine, Resources
+from pbfl_flwr.runs.directory import RunDirectory
+from tests.flower.engines.test_grid import KEYS, ask, echo, said
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+class Cluster:
+    """Two nodes with a CPU each on this machine."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self.port = directory, free_port()
+        head = ["--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={directory}"]
+        self.head = self._start("head", *head)
+        self._wait("head")
+        self.node = self._start("node", f"--address=127.0.0.1:{self.port}")
+        self._wait("node")
+        self.resources = Resources(engine="ray", ray_address=f"127.0.0.1:{self.port}")
+
+    def _start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+        with (self._directory / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(
+                [Path(sys.executable).parent / "ray", "start", "--block", "--num-cpus=1", *options],
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "RAY_USAGE_STATS_ENABLED": "0"},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _wait(self, name: str) -> None:
+        end = time.monotonic() + 120
+        while "Ray runtime started" not in (text := (self._directory / f"{name}.log").read_text()):
+            assert time.monotonic() < end, text
+            time.sleep(0.2)
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    two_nodes = Cluster(tmp_path_factory.mktemp("r"))
+    yield two_nodes
+    for process in (two_nodes.node, two_nodes.head):
+        if process.poll() is None:
+            two_nodes.kill(process)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The result hash of a run in one process."""
+    directory = tmp_path_factory.mktemp("expected")
+    federate(directory, {**KEYS, "keep-best": True}, 3, Resources(workers=1))
+    return RunDirectory(directory).result()
+
+
+class NeverReady(Worker):
+    def start(self) -> None:
+        pass
+
+    def when_ready(self, call: Any) -> None:
+        pass
+
+    def handle(self, message: Message, context: Context) -> Message:
+        raise WorkerDied("it was ended")
+
+    def kill(self) -> None:
+        pass
+
+
+class Echo(NeverReady):
+    def when_ready(self, call: Any) -> None:
+        call()
+
+    def handle(self, message: Message, context: Context) -> Message:
+        return echo(message, context)
+
+
+def test_a_worker_that_has_not_started_delays_neither_the_others_nor_the_end() -> None:
+    with ThreadPoolExecutor(2) as threads, WorkerPool([NeverReady(), Echo()]) as pool:
+        grid = LocalGrid(pool.handle, threads.submit, {}, 3)
+        assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
+        waiting = threads.submit(pool._free.get)
+        threads.submit(pool._free.get)
+    assert waiting.done()
+
+
+def test_a_node_without_the_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pbfl_flwr.flower.code_version", None)
+    version, visible = ray_actors._inspector("/")()
+    assert version.startswith("no pbfl-flwr (import of pbfl_flwr.flower.code_version halted")
+    assert not visible
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_ray_of_its_own_gives_the_same_results(expected: str, tmp_path: Path) -> None:
+    federate(tmp_path, {**KEYS, "keep-best": True}, 3, Resources(engine="ray", workers=2))
+    assert RunDirectory(tmp_path).result() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_cluster_gives_the_same_results(cluster: Cluster, expected: str, tmp_path: Path) -> None:
+    assert Machine.here(cluster.resources) == Machine(2)
+    federate(tmp_path, {**KEYS, "keep-best": True}, 3, cluster.resources)
+    assert RunDirectory(tmp_path).result() == expected
+    assert "travel" not in (tmp_path / "flower.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_states_travel_where_nodes_do_not_see_the_run_directory(
+    cluster: Cluster, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_actors, "check_nodes", lambda states: False)
+    keys: dict[str, Scalar] = {**KEYS, "keep-best": True}
+    federate(tmp_path, {**keys, "num-server-rounds": 1}, 3, cluster.resources)
+    federate(tmp_path, {**keys, "resume": True}, 3, cluster.resources)
+    assert RunDirectory(tmp_path).result() == expected
+    assert "the clients' states travel" in (tmp_path / "flower.log").read_text()
+    assert len(list((tmp_path / "clients").glob("*/client-*.safetensors"))) == 3
+    assert len(list((tmp_path / "clients").glob("*/client-*.best"))) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_names_a_node_with_another_version(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_version, "code_version", lambda: "0.0.1-other")
+    with pytest.raises(
+        PbflError, match=r"^Ray node \S+ has pbfl-flwr 0\.1\.0-\w+ and flwr .*, this machine pbfl"
+    ):
+        federate(tmp_path, KEYS, 3, cluster.resources)
+    assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_names_an_address_without_a_cluster(tmp_path: Path) -> None:
+    nobody = Resources(engine="ray", ray_address=f"127.0.0.1:{free_port()}")
+    with pytest.raises(PbflError, match=r"--ray-address 127\.0\.0\.1:\d+: no Ray cluster answers"):
+        federate(tmp_path, KEYS, 3, nobody)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("ray")
+def test_a_node_killed_in_a_round_costs_its_replies(cluster: Cluster, tmp_path: Path) -> None:
+    """The last one: it leaves the cluster with one node."""
+    keys: dict[str, Scalar] = {**KEYS, "models": "cnn4", "local-epochs": 30, "num-server-rounds": 4}
+
+    def kill_during_a_round() -> None:
+        while len(RunDirectory(tmp_path).round_records()) < 1:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        cluster.kill(cluster.node)
+
+    with ThreadPoolExecutor(1) as thread:
+        killed = thread.submit(kill_during_a_round)
+        federate(tmp_path, keys, 3, cluster.resources)
+        killed.result()
+    records = RunDirectory(tmp_path).round_records()
+    assert [record.round for record in records] == [1, 2, 3, 4]
+    assert records[-1].trained == [0, 1, 2]
+    assert {failure.reason for record in records for failure in record.failures} <= {ray_actors.DIED}
