@@ -50,37 +50,41 @@ def connected(resources: Resources, cpus: int) -> Iterator[None]:
         PbflError: if there is no cluster at the address.
     """
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    directory = tempfile.mkdtemp(
-        prefix="pbfl-", dir="/tmp" if os.name == "posix" else None
-    )  # for short sockets
+    # Short, since it contains Ray's sockets, whose paths are limited to about 100 characters.
+    scratch = tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None)
     if not resources.ray_address:
-        options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": directory}
+        options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": scratch}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1"
-    )  # hides GPUs from workers without a share
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # else Ray warns; _Actor hides GPUs itself
     handler = signal.getsignal(signal.SIGTERM)
     try:
         _need_answer(resources.ray_address)
-        ray.init(address=resources.ray_address or "local", **options)
-        signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
+        try:
+            ray.init(address=resources.ray_address or "local", **options)
+        except ConnectionError as error:  # there is none to be found by the address auto
+            raise _no_cluster(resources.ray_address, error) from None
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
         yield
-    except ConnectionError as error:  # with the address auto
-        raise PbflError(f"--ray-address {resources.ray_address}: no Ray cluster answers ({error})") from None
     finally:
         ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _need_answer(address: str) -> None:
+    """Check that something answers at HOST:PORT; Ray would try for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
         try:
-            socket.create_connection(
-                (host, int(port)), CONNECT_SECONDS
-            ).close()  # Ray would try for many minutes
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         except OSError as error:
-            raise PbflError(f"--ray-address {address}: no Ray cluster answers ({error})") from None
+            raise _no_cluster(address, error) from None
+
+
+def _no_cluster(address: str, error: OSError) -> PbflError:
+    return PbflError(f"--ray-address {address}: no Ray cluster answers ({error})")
 
 
 @contextmanager
@@ -138,12 +142,11 @@ def check_nodes(states: Path) -> bool:
     try:
         expected, _ = inspect()
         task = ray.remote(num_cpus=0, max_retries=0)(inspect)
-        names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
-        answers = {
-            name: task.options(scheduling_strategy=_on_node(node)).remote() for node, name in names.items()
-        }
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        answers = [task.options(scheduling_strategy=_on_node(node["NodeID"])).remote() for node in nodes]
         shared = True
-        for name, answer in answers.items():
+        for node, answer in zip(nodes, answers, strict=True):
+            name = node["NodeManagerHostname"]
             try:
                 version, visible = ray.get(answer, timeout=CHECK_SECONDS)
             except ray.exceptions.RayError as error:
