@@ -43,7 +43,16 @@ def main() -> int:
     samples: dict[str, list[tuple[int, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
-        command = [sys.executable, "-m", "pbfl_flwr.cli", "run", "--run-dir", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "pbfl_flwr.cli",
+            "run",
+            "--engine",
+            "flower",
+            "--run-dir",
+            str(folder),
+        ]
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -79,7 +79,7 @@ def run(
         ),
     ] = False,
 ) -> None:
-    """Run a simulated federation on this machine."""
+    """Run a simulated federation."""
     from pbfl_flwr.experiments.execute.runner import simulate
     from pbfl_flwr.experiments.plan import configuration
     from pbfl_flwr.experiments.show import show_run
