@@ -161,7 +161,7 @@ def test_a_run_says_how_many_threads_it_has(
 
     monkeypatch.setattr(runner, "Engine", Engine)
     monkeypatch.setattr(runner, "follow_run", lambda link, submit, *others: int(submit()))
-    runner.simulate(tmp_path, tmp_path / "run", keys, 2, 1, Resources(cpus_per_client=3), Console())
+    runner.simulate(tmp_path, tmp_path / "run", keys, 2, 1, Resources(3, engine="flower"), Console())
     assert handed == {"threads": threads, "run-dir": str(tmp_path / "run")}
 
 
