@@ -108,10 +108,10 @@ def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> Non
         (["--set", "device=cuda"], "--gpus-per-client"),
         (["--cpus-per-client", "5000"], "--cpus-per-client 5000"),
         (["--resume", "nowhere"], "no run.json"),
-        (["--set", "resume=true"], "names no run; allowed is --resume RUN"),
+        (["--set", "resume=true"], "names no run; give --resume RUN"),
         (["--resume", "nowhere", "--run-dir", "there"], "--resume and --run-dir"),
-        (["--run-dir", ""], "--run-dir '': allowed is a path, . for the current directory"),
-        (["--resume", ""], "--resume '': allowed is a path"),
+        (["--run-dir", ""], "--run-dir '': must be a path, . for the current directory"),
+        (["--resume", ""], "--resume '': must be a path"),
         (["--app", ".", "--engine", "flower"], "is not a checkout"),
         (["--app", "."], "--app: not used with --engine processes, whose clients run the installed package"),
         (["--ray-address", "auto"], "--ray-address: only with --engine ray, not processes"),
@@ -138,7 +138,7 @@ def test_what_cannot_run_is_one_line(arguments: list[str], said: str) -> None:
 def test_a_path_without_a_name_is_not_the_current_directory(words: list[str]) -> None:
     """``pbfl clean --yes "$DIR"`` with a variable that is not set."""
     result = pbfl(*words, "")
-    said = "error: '': allowed is a path, . for the current directory\n"
+    said = "error: '': must be a path, . for the current directory\n"
     assert (result.exit_code, result.stderr) == (2, said)
 
 

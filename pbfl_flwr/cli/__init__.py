@@ -56,8 +56,8 @@ def version(wanted: bool) -> None:
         from importlib.metadata import version as of
         from platform import python_version
 
-        found = ", ".join(f"{package} {of(package)}" for package in ("pbfl-flwr", "flwr", "torch"))
-        document(f"{found}, Python {python_version()}\n")
+        versions = ", ".join(f"{package} {of(package)}" for package in ("pbfl-flwr", "flwr", "torch"))
+        document(f"{versions}, Python {python_version()}\n")
         raise typer.Exit
 
 
@@ -114,6 +114,6 @@ def main() -> None:
     except ImportError as error:
         from pbfl_flwr.flower.flower_version import misfit
 
-        if (said := misfit(error)) is None:
+        if (reason := misfit(error)) is None:
             raise
-        sys.exit(f"error: {said}")
+        sys.exit(f"error: {reason}")

@@ -50,10 +50,10 @@ def clean(
     kinds: list[cleanup.Kind] = ["torn", *(kind for kind, wanted in asked.items() if wanted)]
     try:
         seconds = cleanup.parse_age(older_than)
-        found = list(cleanup.scan(directories or cleanup.default_directories()))
+        candidates = list(cleanup.scan(directories or cleanup.default_directories()))
         if cache or not directories:
-            found += cleanup.scan_cache()
-        to_remove, retained = cleanup.select(found, kinds, seconds, time.time())
+            candidates += cleanup.scan_cache()
+        to_remove, retained = cleanup.select(candidates, kinds, seconds, time.time())
         freed = 0
         for item in to_remove:
             size = item.size

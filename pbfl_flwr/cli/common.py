@@ -42,7 +42,7 @@ class _NonEmptyPath(click.Path):
     ) -> str | bytes | os.PathLike[str]:
         if not os.fspath(value):
             option = f"{param.opts[0]} " if isinstance(param, click.Option) else ""
-            raise error_exit(PbflError(f"{option}'': allowed is a path, . for the current directory"))
+            raise error_exit(PbflError(f"{option}'': must be a path, . for the current directory"))
         return super().convert(value, param, ctx)
 
 
@@ -188,7 +188,7 @@ def predictor(by: str) -> str:
     from pbfl_flwr.config import PREDICTORS
 
     if by and by not in PREDICTORS:
-        raise PbflError(f"--by {by}: allowed are {', '.join(PREDICTORS)}")
+        raise PbflError(f"--by {by}: must be one of {', '.join(PREDICTORS)}")
     return by
 
 

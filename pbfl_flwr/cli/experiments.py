@@ -110,7 +110,7 @@ def run(
                 return
         else:
             raise PbflError(
-                "--resume and --run-dir: a resumed run stays in its directory; allowed is one of the two"
+                "--resume and --run-dir: a resumed run stays in its directory; give one of the two"
             )
         partition = configuration.preflight(settings, resources)
         notes = configuration.config_warnings(settings, requested, partition)

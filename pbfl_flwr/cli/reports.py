@@ -40,8 +40,8 @@ def report(
 
     try:
         with reading(", ".join(map(str, runs))):
-            found, left_out = status.for_a_report(runs)
-            groups = results.load(found, allowed or (), predictor(by))
+            paths, left_out = status.for_a_report(runs)
+            groups = results.load(paths, allowed or (), predictor(by))
             written = reporting.write(groups, expanded(out).absolute(), png=png, svg=svg)
     except PbflError as error:
         raise error_exit(error, REFUSED) from None

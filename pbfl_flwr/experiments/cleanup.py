@@ -110,7 +110,7 @@ def parse_age(text: str) -> float:
         PbflError: if it is not of that form.
     """
     if (match := re.fullmatch(r"(\d{1,6})([mhdw])", text)) is None:
-        raise PbflError(f"--older-than {text}: allowed is a whole number with m, h, d or w, e.g. 30d")
+        raise PbflError(f"--older-than {text}: must be a whole number with m, h, d or w, e.g. 30d")
     return float(match[1]) * SECONDS[match[2]]
 
 
@@ -132,7 +132,7 @@ def scan(directories: Iterable[Path]) -> Iterator[Removable | Retained]:
     for directory in directories:
         if not directory.is_dir():
             raise PbflError(
-                f"'{directory}' is not a directory; allowed are runs, directories of runs, state directories"
+                f"'{directory}' is not a directory; needed are runs, directories of runs, state directories"
             )
         yield from _scan(directory, DEPTH)
 

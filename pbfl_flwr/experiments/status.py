@@ -311,7 +311,7 @@ def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
                 kinds = {"finished": runs, "unreadable": unreadable}
                 kinds.get(listed(run).state, unfinished).append(run)
         elif deeper := list(dict.fromkeys(str(run.parent) for run in runs_in(path, DEPTH))):
-            raise PbflError(f"'{path}' holds no run itself; allowed are: {', '.join(deeper)}")
+            raise PbflError(f"'{path}' holds no run itself; give one of: {', '.join(deeper)}")
         elif len(places) > 1 and path.exists():
             others.append(path)
         else:

@@ -97,25 +97,25 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    found = zlib.crc32(json.dumps(dict(metadata), sort_keys=True).encode())
+    checksum = zlib.crc32(json.dumps(dict(metadata), sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
-        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
-        found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, found)
-    return f"{found:08x}"
+        checksum = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), checksum)
+        checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, checksum)
+    return f"{checksum:08x}"
 
 
 def _shared_tensors(model: Mapping[str, Tensor], reply: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the tensors of a reply that are bit-identical to one of the model's: name -> name in the model."""
-    found = {}
+    names = {}
     for name, tensor in reply.items():
         parts = name.split(".")
         for start in range(len(parts)):
             model_name = ".".join(parts[start:])
             if model_name in model and _bits_are_equal(model[model_name], tensor):
-                found[name] = model_name
+                names[name] = model_name
                 break
-    return found
+    return names
 
 
 def _bits_are_equal(one: Tensor, other: Tensor) -> bool:
@@ -131,8 +131,8 @@ def kept_best(path: Path) -> dict[int, Path]:
         path: the client's file.
     """
     name = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(BEST)}")
-    found = {file: name.fullmatch(file.name) for file in path.parent.iterdir()}
-    return {int(match[1]): file for file, match in found.items() if match}
+    matches = {file: name.fullmatch(file.name) for file in path.parent.iterdir()}
+    return {int(match[1]): file for file, match in matches.items() if match}
 
 
 @dataclass(frozen=True)

@@ -67,5 +67,5 @@ class Card(BaseModel):
 
 def fault(error: ValidationError) -> str:
     """Return the first validation error of a card in one line."""
-    found = error.errors()[0]
-    return f"{'.'.join(map(str, found['loc'])) or 'card'}: {found['msg']}"
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc'])) or 'card'}: {problem['msg']}"

@@ -293,7 +293,7 @@ def test_ages_in_minutes_hours_days_and_weeks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--older-than", "soon"], "--older-than soon: allowed is a whole number with m, h, d or w"),
+        (["--older-than", "soon"], "--older-than soon: must be a whole number with m, h, d or w"),
         (["nowhere"], "'nowhere' is not a directory"),
     ],
 )

@@ -90,7 +90,7 @@ def test_runs_of_another_comparison_take_other_common_keys(tmp_path: Path) -> No
     ("text", "said"),
     [
         ('runs-of = "all-methods-cifar10"', "which has no [runs.<label>] tables"),
-        ('runs-of = "prototype-family-cifar10"\n[runs.A]\nmethod = "local"', "allowed is one of the two"),
+        ('runs-of = "prototype-family-cifar10"\n[runs.A]\nmethod = "local"', "give one of the two"),
         ('runs-of = "nothing"', "nothing"),
         ("[common]", "no [runs.<label>] table"),
     ],
@@ -147,11 +147,11 @@ def test_every_bad_key_of_every_run_is_named_at_once(file: Path, tmp_path: Path)
         ("[common]\nseed = 1", "has no \\[runs"),
         ("[other]\na = 1", "unknown key 'other'"),
         ("x =", "is not TOML"),
-        ("common = 3\n[runs.A]", "common = 3: allowed is a table"),
-        ("runs = 3", "runs = 3: allowed is a table"),
-        ("[runs]\nA = 3", "A = 3: allowed is a table"),
-        ('[runs."../esc/A"]\nseed = 1', "label '../esc/A': allowed is a directory name, without /"),
-        ('[runs.".."]\nseed = 1', "label '..': allowed is a directory name, without /"),
+        ("common = 3\n[runs.A]", "common = 3: must be a table"),
+        ("runs = 3", "runs = 3: must be a table"),
+        ("[runs]\nA = 3", "A = 3: must be a table"),
+        ('[runs."../esc/A"]\nseed = 1', "label '../esc/A': must be a directory name, without /"),
+        ('[runs.".."]\nseed = 1', "label '..': must be a directory name, without /"),
         ("title = 'K\xe4se'", "is not TOML: byte 10 is not UTF-8"),
     ],
 )
@@ -163,19 +163,19 @@ def test_files_that_are_no_comparison(text: str, reason: str, tmp_path: Path) ->
 
 
 def test_only_and_seeds_are_checked(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(PbflError, match="--only C: allowed are A, B"):
+    with pytest.raises(PbflError, match="--only C: must be one of A, B"):
         compare.plan(compare.read(str(file))[1], [], [], ["C"], tmp_path)
     for wrong in ("1,x", "-1", "0-", "1-2-3", "0:2"):
-        with pytest.raises(PbflError, match=f"--seeds {wrong}: allowed are whole numbers"):
+        with pytest.raises(PbflError, match=f"--seeds {wrong}: must be whole numbers"):
             compare.parse_numbers("--seeds", wrong)
     for wrong in ("2-0", "0-99999999999"):
-        with pytest.raises(PbflError, match=f"--seeds {wrong}: allowed is a range"):
+        with pytest.raises(PbflError, match=f"--seeds {wrong}: must be a range"):
             compare.parse_numbers("--seeds", wrong)
     assert compare.parse_numbers("--seeds", "0, 2") == [0, 2]
     assert compare.parse_numbers("--seeds", "0-2,5 - 6") == [0, 1, 2, 5, 6]
     with pytest.raises(PbflError, match="1 is given twice"):
         compare.parse_numbers("--seeds", "0-2,1")
-    said = "--seeds 0,1,00: 0 is given twice; allowed is each number once"
+    said = "--seeds 0,1,00: 0 is given twice; give each number once"
     with pytest.raises(PbflError, match=said):  # the same run would count as two seeds
         compare.parse_numbers("--seeds", "0,1,00")
 
@@ -187,9 +187,11 @@ def test_labels_may_be_written_without_capitals() -> None:
         "FedTGP",
         "local",
     ]
-    with pytest.raises(PbflError, match=r"--only LOCAL: did you mean local or Local[?] Allowed are FedProto"):
+    with pytest.raises(
+        PbflError, match=r"--only LOCAL: did you mean local or Local[?] Must be one of FedProto"
+    ):
         compare.match_names("--only", ["LOCAL"], labels)
-    with pytest.raises(PbflError, match=r"--only fedpoto: did you mean FedProto[?] Allowed are"):
+    with pytest.raises(PbflError, match=r"--only fedpoto: did you mean FedProto[?] Must be one of"):
         compare.match_names("--only", ["fedpoto"], labels)
 
 
@@ -221,7 +223,7 @@ def test_a_run_that_is_refused_stops_nobody_and_is_in_no_table(file: Path, tmp_p
 
     said = several.run_in_turn(planned, start)
     assert said[0].startswith("A, seed 0: ")
-    assert "was run with data-dir = /old; allowed are" in said[0]
+    assert "was run with data-dir = /old; give" in said[0]
     assert said[1].startswith("A, seed 1: ")
     assert "is damaged" in said[1]
     assert said[2:] == ["B, seed 0: in use by another run"]
@@ -236,7 +238,7 @@ def test_a_longer_run_is_not_taken_for_the_one_that_is_asked_for(file: Path, tmp
     write_run(second.directory, lines[:2], **{**second.requested.values, "num-server-rounds": 3})
     said = several.run_in_turn([first, second], lambda requested, directory: 0)
     assert [line.rsplit(": ", 1)[0] for line in said] == ["A, seed 0", "B, seed 0"]
-    assert all("was run with num-server-rounds = 3, not 2; allowed are at least as many" in s for s in said)
+    assert all("was run with num-server-rounds = 3, not 2; give at least as many" in s for s in said)
     assert compare.finished_groups([first, second]) == []
     assert compare.finished_groups([first, second]) == []
     longer = compare.plan(compare.read(str(file))[1], ["num-server-rounds=3"], [], ["A"], tmp_path)
@@ -276,7 +278,7 @@ def test_a_run_that_patience_ended_is_finished_for_who_asks_with_the_same_patien
     with pytest.raises(PbflError, match="was run with num-server-rounds = 9, not 2"):
         compare.check_finished(shorter)
     (other,) = compare.plan(sections, ["num-server-rounds=9", "patience=3"], [0], ["A"], tmp_path)
-    with pytest.raises(PbflError, match="was run with patience = 2; allowed are the same keys"):
+    with pytest.raises(PbflError, match="was run with patience = 2; give the same keys"):
         compare.check_finished(other)
 
 
@@ -508,7 +510,7 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
     assert [line.split(",")[1] for line in (out / "table.csv").read_text().splitlines()[1:]] == ["global"] * 3
     result = pbfl(*words, "--by", "nobody")
     assert result.exit_code == 2
-    assert result.stderr == "error: --by nobody: allowed are head, global, global-local, local, etf\n"
+    assert result.stderr == "error: --by nobody: must be one of head, global, global-local, local, etf\n"
 
 
 def test_the_command_refuses_before_it_starts(file: Path, tmp_path: Path) -> None:

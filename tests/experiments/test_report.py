@@ -153,7 +153,7 @@ def test_a_directory_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert f"left out, not a run: {mine / 'table.md'}\n" in result.stdout
     for words, said in (
         ([mine / "table.md", mine / "table.md"], "no finished run to report; left out, not a run: "),
-        (["runs"], "'runs' holds no run itself; allowed are: runs/mine"),
+        (["runs"], "'runs' holds no run itself; give one of: runs/mine"),
         ([mine / "C-seed0", tmp_path / "nowhere"], "nowhere' is not a run directory"),
     ):
         result = pbfl("report", *words)

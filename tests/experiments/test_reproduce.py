@@ -134,8 +134,8 @@ def test_blocks_are_chosen_by_dataset_and_name(paper: reproduce.Reproduction) ->
     assert reproduce.chosen(paper, "digits", []) == ["one"]
     assert reproduce.chosen(paper, None, ["two"]) == ["two"]
     for dataset, names, said in [
-        ("mnist", [], "--dataset mnist: allowed are digits, fashion-mnist"),
-        (None, ["three"], "--block three: allowed are one, two"),
+        ("mnist", [], "--dataset mnist: must be one of digits, fashion-mnist"),
+        (None, ["three"], "--block three: must be one of one, two"),
         ("digits", ["two"], "none of the blocks two"),
     ]:
         with pytest.raises(PbflError, match=said):
@@ -151,7 +151,7 @@ def test_blocks_are_chosen_by_dataset_and_name(paper: reproduce.Reproduction) ->
         (("runs.B.cps-dim = 3", "runs.C.cps-dim = 3"), "blocks.two.runs.C: unknown run"),
         (('hardware = "a computer"', ""), "hardware: Field required"),
         (('round = "best"', 'round = "worst"'), "round: Input should be"),
-        (("seeds = [0, 1]", "seeds = [0, 1, 0]"), "0 is given twice; allowed is each seed once"),
+        (("seeds = [0, 1]", "seeds = [0, 1, 0]"), "0 is given twice; give each seed once"),
     ],
 )
 def test_files_that_are_no_reproduction(change: tuple[str, str], said: str, tmp_path: Path) -> None:

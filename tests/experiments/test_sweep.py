@@ -82,14 +82,14 @@ def test_labels_can_name_directories_and_differ() -> None:
     [
         (["cps-dim=25"], "no key has several values"),
         ([], "no key has several values"),
-        (["cps-dim"], "--set cps-dim: allowed is key=value"),
-        (["=1,2"], "--set =1,2: allowed is key=value"),
-        (["seed=-1,0"], "--set seed=-1,0: allowed are whole numbers from 0"),
-        (["seed=true,false"], "--set seed=True,False: allowed are whole numbers from 0"),
-        (["seed=0,x"], "--set seed=0,x: allowed are whole numbers from 0"),
-        (["seed=0,1,0"], "--set seed=0,1,0: 0 is given twice; allowed is each value once"),
+        (["cps-dim"], "--set cps-dim: must be key=value"),
+        (["=1,2"], "--set =1,2: must be key=value"),
+        (["seed=-1,0"], "--set seed=-1,0: must be whole numbers from 0"),
+        (["seed=true,false"], "--set seed=True,False: must be whole numbers from 0"),
+        (["seed=0,x"], "--set seed=0,x: must be whole numbers from 0"),
+        (["seed=0,1,0"], "--set seed=0,1,0: 0 is given twice; give each value once"),
         (["learning-rate=0.1, 1, 1.0"], "--set learning-rate=0.1, 1, 1.0: 1.0 is given twice"),
-        (["cps-dim=[[1], [2]]"], "allowed is a value, or values separated by commas"),
+        (["cps-dim=[[1], [2]]"], "must be a value, or values separated by commas"),
     ],
 )
 def test_what_is_no_sweep(assignments: list[str], said: str) -> None:
@@ -100,7 +100,7 @@ def test_what_is_no_sweep(assignments: list[str], said: str) -> None:
 
 def test_a_preset_with_a_list_is_no_preset_here_either(tmp_path: Path) -> None:
     (tmp_path / "listed.toml").write_text('models = ["cnn4"]\n')
-    with pytest.raises(PbflError, match=r"models = \['cnn4'\]: allowed is one number, true, false or text"):
+    with pytest.raises(PbflError, match=r"models = \['cnn4'\]: must be one number, true, false or text"):
         sweep.read(str(tmp_path / "listed.toml"), ["seed=0,1"])
 
 
@@ -308,7 +308,7 @@ def test_a_finished_run_with_other_keys_is_not_taken_for_this_one(tmp_path: Path
     write_run(run.directory, [entry(1, 0.5, 0.5)])  # two clients, d = 4
     (failed,) = several.run_in_parallel([run], [Slot(1)], lambda run, slot: ["false"], quiet())
     assert failed.startswith("all, seed 0: ")
-    assert "all-seed0 was run with num-clients = 2, feature-dim = 4; allowed are" in failed
+    assert "all-seed0 was run with num-clients = 2, feature-dim = 4; give" in failed
 
 
 def test_the_table(tmp_path: Path) -> None:

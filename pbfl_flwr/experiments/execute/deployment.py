@@ -106,8 +106,8 @@ def resumed(run: Path, assignments: Iterable[str]) -> Plan:
         raise PbflError(
             f"'{directory}' was not made by pbfl deploy local: it has no {NODES}; try pbfl run --resume"
         )
-    kept = read_object(file)
-    nodes, secure = kept.get("nodes"), kept.get("secure")
+    content = read_object(file)
+    nodes, secure = content.get("nodes"), content.get("secure")
     if (
         not isinstance(nodes, list)
         or not all(isinstance(node, dict) and "client-id" in node for node in nodes)
@@ -134,8 +134,8 @@ def start(app: Path, plan: Plan, console: Console) -> int:
     Raises:
         PbflError: if Flower cannot be started, refuses the run, or a SuperNode ends before the first round.
     """
-    kept = {"nodes": list(plan.nodes), "secure": plan.secure}
-    write_atomically(plan.run_dir / NODES, (json.dumps(kept, indent=1) + "\n").encode())
+    content = {"nodes": list(plan.nodes), "secure": plan.secure}
+    write_atomically(plan.run_dir / NODES, (json.dumps(content, indent=1) + "\n").encode())
     guard = "TLS, SuperNode authentication" if plan.secure else "insecure"
     deployment = Deployment(
         plan.run_dir, plan.nodes, secure=plan.secure, tell=lambda line: say(console, line, "yellow")
@@ -154,13 +154,13 @@ def start(app: Path, plan: Plan, console: Console) -> int:
 
 def _check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> None:
     """Check every SuperNode's configuration, its own data, and that its model accepts this data."""
-    for index, (own, node) in enumerate(zip(check(settings, nodes), nodes, strict=True)):
+    for index, (node_settings, node) in enumerate(zip(check(settings, nodes), nodes, strict=True)):
         if "data-path" not in node:
             continue
         files = node.get("data-client", node["client-id"])
         try:
-            data = own_data(own.data, files if isinstance(files, int) else None)
-            check_models(own.models.models, data.task(own.models.feature_dim))
+            data = own_data(node_settings.data, files if isinstance(files, int) else None)
+            check_models(node_settings.models.models, data.task(node_settings.models.feature_dim))
         except PbflError as error:
             raise PbflError(f"--node {index}: {error}") from None
     if not any("data-path" in node or "model" in node for node in nodes):

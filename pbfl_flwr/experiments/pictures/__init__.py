@@ -68,9 +68,9 @@ def draw(groups: Sequence[Group]) -> list[Section]:
     sections = []
     with rc_context(RC):
         for title, kinds in SECTIONS.items():
-            found = [item for kind in kinds for item in kind(groups)]
-            pictures = tuple(item for item in found if isinstance(item, Picture))
-            reasons = dict.fromkeys(str(item) for item in found if not isinstance(item, Picture))
+            drawn = [item for kind in kinds for item in kind(groups)]
+            pictures = tuple(item for item in drawn if isinstance(item, Picture))
+            reasons = dict.fromkeys(str(item) for item in drawn if not isinstance(item, Picture))
             sections.append(Section(title, pictures, tuple(reasons)))
     return sections
 

@@ -38,17 +38,17 @@ def optimum(num_rows: int, dim: int) -> tuple[float, float] | None:
 
 def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield distances and energy over the iterations of the last round's alignment."""
-    found: list[tuple[Group, Trajectory]] = []
+    trajectories: list[tuple[Group, Trajectory]] = []
     for group in groups:
         try:
-            found.append((group, alignment_trajectory(group.first)))
+            trajectories.append((group, alignment_trajectory(group.first)))
         except NotAvailable as error:
             yield NotAvailable(f"{group.label}: {error}")
-    if not found:
+    if not trajectories:
         return
     figure, (axes,) = canvas(3.0)
-    said = []
-    for number, (group, trajectory) in enumerate(found):
+    summaries = []
+    for number, (group, trajectory) in enumerate(trajectories):
         steps = range(len(trajectory.steps))
         mean = [at.mean_distance for at in trajectory.steps]
         axes.plot(steps, mean, label=group.label, markevery=marker_interval(len(mean)), **curve_style(number))
@@ -57,7 +57,7 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         )
         axes.fill_between(steps, low, high, color=curve_style(number)["color"], alpha=0.18, linewidth=0)
         before, after = (least_angle(trajectory.steps[at].min_distance) for at in (0, -1))
-        said.append(f"{group.label}: least angle from {before:.0f}° to {after:.0f}°")
+        summaries.append(f"{group.label}: least angle from {before:.0f}° to {after:.0f}°")
         best = optimum(trajectory.num_rows, task_of(group.first).feature_dim)
         if best is not None:
             axes.axhline(best[1], color=GRID, linewidth=1.2, zorder=0)
@@ -68,12 +68,12 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         "Distances of prototypes during alignment",
         "Mean pairwise distance in the last round, recomputed from the server's aggregate; band: minimum to maximum. "
         "Grey: the regular simplex, which is optimal.",
-        f"Curves over iterations. {'; '.join(said)}.",
+        f"Curves over iterations. {'; '.join(summaries)}.",
         figure,
     )
     figure, (axes,) = canvas(3.0)
-    said = []
-    for number, (group, trajectory) in enumerate(found):
+    summaries = []
+    for number, (group, trajectory) in enumerate(trajectories):
         best = optimum(trajectory.num_rows, task_of(group.first).feature_dim)
         floor = best[0] if best is not None else min(at.energy for at in trajectory.steps)
         gaps = [at.energy - floor for at in trajectory.steps]
@@ -85,7 +85,7 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
             markevery=marker_interval(len(gaps)),
             **curve_style(number),
         )
-        said.append(f"{group.label} from {gaps[0]:.2g} to {gaps[-1]:.2g}")
+        summaries.append(f"{group.label} from {gaps[0]:.2g} to {gaps[-1]:.2g}")
     curve_axes(axes, "iteration", "energy above the optimum", whole=True)
     logarithmic(axes.yaxis)
     legend_below(figure, axes)
@@ -94,7 +94,7 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         "Thomson energy during alignment",
         "Σ ln(1/distance) over all pairs minus that of the regular simplex (if K > d + 1: minus the lowest value "
         "reached), last round.",
-        f"Curves over iterations, logarithmic: {'; '.join(said)}.",
+        f"Curves over iterations, logarithmic: {'; '.join(summaries)}.",
         figure,
     )
 
@@ -102,7 +102,7 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
 def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield the number of iterations and the smallest angles of every round's alignment."""
     figure, (above, below) = canvas(4.2, rows=2)
-    said = []
+    summaries = []
     for number, group in enumerate(groups):
         entries = [
             (
@@ -126,11 +126,11 @@ def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         style = {**curve_style(number), "linestyle": "-"}
         below.plot(rounds, angles["after"], markevery=every, **style)
         below.plot(rounds, angles["before"], markevery=every, **{**style, "linestyle": ":"})
-        said.append(
+        summaries.append(
             f"{group.label}: {steps[0]:.0f} iterations in the first round, {steps[-1]:.0f} in the last; least angle "
             f"{angles['before'][-1]:.0f}° before, {angles['after'][-1]:.0f}° after the last"
         )
-    if not said:
+    if not summaries:
         return
     curve_axes(above, "round", "iterations", whole=True)
     curve_axes(below, "round", "least angle (degrees)", whole=True)
@@ -142,6 +142,6 @@ def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         "Alignment over rounds",
         "Above: iterations until the solver stopped. Below: the smallest angle between two prototypes, dotted before "
         "and solid after alignment.",
-        f"Curves over rounds. {'; '.join(said)}.",
+        f"Curves over rounds. {'; '.join(summaries)}.",
         figure,
     )

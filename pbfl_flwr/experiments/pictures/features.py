@@ -86,16 +86,16 @@ def feature_planes(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
 
 
 def _prototype_plane(run: FinishedRun, label: str, number: int) -> Picture:
-    found = global_prototypes(run)
+    prototypes = global_prototypes(run)
     scale = target_scale(run)
     figure, (axes,) = canvas(3.6)
-    for k in found.present.nonzero().flatten().tolist():
-        x, y = (scale * found.values[k]).tolist()
+    for k in prototypes.present.nonzero().flatten().tolist():
+        x, y = (scale * prototypes.values[k]).tolist()
         axes.plot([0, x], [0, y], color=_colour(k), linestyle="--", linewidth=1.4)
     means = [saved_class_means(state) for _, state in client_states(run)]
-    points = torch.cat([values[held] for values, held in means])
-    labels = torch.cat([held.nonzero().flatten() for _, held in means])
-    near = max(_reach([points]), 1.2 * float((scale * found.values).norm(dim=1).max()))
+    points = torch.cat([values[present] for values, present in means])
+    labels = torch.cat([present.nonzero().flatten() for _, present in means])
+    near = max(_reach([points]), 1.2 * float((scale * prototypes.values).norm(dim=1).max()))
     inside = points.norm(dim=1) <= near
     _points(axes, points[inside], labels[inside], run.label_names, size=16)
     title = f"Prototypes in the plane of features: {label}"
@@ -106,7 +106,7 @@ def _prototype_plane(run: FinishedRun, label: str, number: int) -> Picture:
         f"prototype-plane-{number}",
         title,
         f"Dashed: global prototypes{times}. Points: class means of {len(means)} clients.{outside}",
-        f"Plane with {found.num_present} global prototypes as lines from the origin and local ones as points.",
+        f"Plane with {prototypes.num_present} global prototypes as lines from the origin and local ones as points.",
         figure,
     )
 
@@ -118,21 +118,21 @@ def _client_planes(run: FinishedRun, label: str, number: int) -> Iterator[Pictur
         if client not in chosen:
             continue
         model, data = network(run, client, state), data_of(run, client)
-        kept = _some(len(data.test))
+        samples = _some(len(data.test))
         with torch.no_grad():
-            features = model.features(data.prepare(data.test.inputs[kept]))
-        values, held = saved_class_means(state)
+            features = model.features(data.prepare(data.test.inputs[samples]))
+        values, present = saved_class_means(state)
         figure, (axes,) = canvas(3.6)
-        for k in held.nonzero().flatten().tolist():
+        for k in present.nonzero().flatten().tolist():
             axes.plot([0, float(values[k, 0])], [0, float(values[k, 1])], color=_colour(k), linewidth=1.4)
-        _points(axes, features, data.test.labels[kept], run.label_names)
+        _points(axes, features, data.test.labels[samples], run.label_names)
         title = f"Features of client {client}: {label}"
         _plane(figure, axes, "feature 1", "feature 2", run.label_names)
         yield titled_picture(
             f"features-{number}-{client}",
             title,
-            f"Lines: the client's own class means. Points: {len(kept)} of its {len(data.test)} test samples.",
-            f"Plane with {int(held.sum())} class means as lines and test samples as points.",
+            f"Lines: the client's own class means. Points: {len(samples)} of its {len(data.test)} test samples.",
+            f"Plane with {int(present.sum())} class means as lines and test samples as points.",
             figure,
         )
 
@@ -147,9 +147,9 @@ def _some(count: int) -> Tensor:
 
 
 def _points(axes: Axes, points: Tensor, labels: Tensor, names: Sequence[str], size: float = 7) -> None:
-    kept = _some(len(labels))
-    xy: NDArray[np.float64] = points[kept].double().numpy()
-    classes = labels[kept].numpy()
+    chosen = _some(len(labels))
+    xy: NDArray[np.float64] = points[chosen].double().numpy()
+    classes = labels[chosen].numpy()
     known = set(axes.get_legend_handles_labels()[1])
     for k in np.unique(classes):
         name = shortened(names[k])

@@ -66,15 +66,15 @@ def layer_distances(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]
     """Yield for every run each client's layer distances to the mean over clients with the same architecture."""
     for number, group in enumerate(groups):
         try:
-            found = _distances(group.first)
+            distances = _distances(group.first)
         except NotAvailable as error:
             yield NotAvailable(f"{group.label}: {error}")
             continue
-        deepest = max(len(layers) for layers in found.values())
-        order = sorted(found, key=lambda client: (_architecture(group.first, client), client))
+        deepest = max(len(layers) for layers in distances.values())
+        order = sorted(distances, key=lambda client: (_architecture(group.first, client), client))
         matrix = np.full((deepest, len(order)), np.nan)
         for column, client in enumerate(order):
-            matrix[: len(found[client]), column] = found[client]
+            matrix[: len(distances[client]), column] = distances[client]
         figure, (axes,) = canvas()
         heatmap(
             axes,
@@ -159,18 +159,18 @@ def _distances(run: FinishedRun) -> dict[int, list[float]]:
         total.clients += 1
         for name, weight in weights.items():
             total.tensors[name] += weight
-    found = {}
+    distances = {}
     for client, state in client_states(run):
         total = sums[_architecture(run, client)]
         if total.clients > 1:
             means = {name: tensor / total.clients for name, tensor in total.tensors.items()}
-            found[client] = [
+            distances[client] = [
                 float((weight - means[name]).norm() / means[name].norm().clamp(min=1e-12))
                 for name, weight in _matrices(state.model).items()
             ]
-    if not found:
+    if not distances:
         raise NotAvailable("no two clients have the same architecture")
-    return found
+    return distances
 
 
 def _matrices(model: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,8 +23,10 @@ def local_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         except NotAvailable as error:
             yield NotAvailable(f"{group.label}: {error}")
             continue
-        held = np.sum([sent.present.numpy() for sent in locals_.values()], axis=0) * globals_.present.numpy()
-        chosen = int(held.argmax())
+        holders = (
+            np.sum([sent.present.numpy() for sent in locals_.values()], axis=0) * globals_.present.numpy()
+        )
+        chosen = int(holders.argmax())
         rows = np.array(
             [sent.values[chosen].numpy() for sent in locals_.values()] + [globals_.values[chosen].numpy()]
         )
@@ -45,7 +47,7 @@ def local_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
             title,
             f"L: a client's last upload, G: the global prototype. {HOW} The class is the one that most clients hold.",
             f"Heatmap of {len(locals_)} local prototypes and the global one in {rows.shape[1]} dimensions; "
-            f"{held[chosen]} clients hold the class; {zero:.0%} of the global prototype is zero.",
+            f"{holders[chosen]} clients hold the class; {zero:.0%} of the global prototype is zero.",
             figure,
         )
 
@@ -54,11 +56,11 @@ def global_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]
     """Yield a heatmap of all global prototypes for every run."""
     for number, group in enumerate(groups):
         try:
-            found = global_prototypes(group.first)
+            prototypes = global_prototypes(group.first)
         except NotAvailable as error:
             yield NotAvailable(f"{group.label}: {error}")
             continue
-        values = found.values.numpy()
+        values = prototypes.values.numpy()
         figure, (axes,) = canvas()
         heatmap(
             axes,
@@ -73,8 +75,8 @@ def global_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]
             f"global-prototypes-{number}",
             title,
             f"After the last round. {HOW}",
-            f"Heatmap of {found.num_present} prototypes in {values.shape[1]} dimensions; "
-            f"{_zero_share(values[found.present.numpy()]):.0%} of the values are zero.",
+            f"Heatmap of {prototypes.num_present} prototypes in {values.shape[1]} dimensions; "
+            f"{_zero_share(values[prototypes.present.numpy()]):.0%} of the values are zero.",
             figure,
         )
 

@@ -25,16 +25,16 @@ from pbfl_flwr.experiments.results import Group
 
 def similarities(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the cosine similarities (K, K) between rows (K, d), with NaN on the diagonal."""
-    found: NDArray[np.float64] = cosine_similarity(values)
-    np.fill_diagonal(found, np.nan)
-    return found
+    similarities: NDArray[np.float64] = cosine_similarity(values)
+    np.fill_diagonal(similarities, np.nan)
+    return similarities
 
 
 def distances(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the Euclidean distances (K, K) between rows (K, d), with NaN on the diagonal."""
-    found: NDArray[np.float64] = euclidean_distances(values)
-    np.fill_diagonal(found, np.nan)
-    return found
+    distances: NDArray[np.float64] = euclidean_distances(values)
+    np.fill_diagonal(distances, np.nan)
+    return distances
 
 
 def margins(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -82,20 +82,20 @@ def matrices(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
 
 def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield two pictures with all runs: each class's mean similarity to the others, and its normalised margin."""
-    found: list[tuple[Group, NDArray[np.float64], list[str]]] = []
+    rows: list[tuple[Group, NDArray[np.float64], list[str]]] = []
     for group in groups:
         try:
-            found.append((group, *_present(group)))
+            rows.append((group, *_present(group)))
         except NotAvailable as error:
             yield NotAvailable(f"{group.label}: {error}")
-    if not found:
+    if not rows:
         return
-    longest = max((labels for _, _, labels in found), key=len)
-    shared = all(labels == longest for _, _, labels in found)
+    longest = max((labels for _, _, labels in rows), key=len)
+    shared = all(labels == longest for _, _, labels in rows)
     names = longest if shared else [str(number) for number in range(len(longest))]
     figure, (axes,) = canvas()
-    said = []
-    for number, (group, values, _) in enumerate(found):
+    summaries = []
+    for number, (group, values, _) in enumerate(rows):
         cosine = similarities(values)
         mean = np.nanmean(cosine, axis=1)
         axes.plot(range(len(mean)), mean, label=group.label, **curve_style(number))
@@ -103,7 +103,7 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         axes.fill_between(
             range(len(mean)), low, high, color=curve_style(number)["color"], alpha=0.15, linewidth=0
         )
-        said.append(f"{group.label} {mean.mean():.2f}")
+        summaries.append(f"{group.label} {mean.mean():.2f}")
     curve_axes(axes, "class", "cosine similarity to the others")
     class_axis(axes, names)
     legend_below(figure, axes)
@@ -112,15 +112,15 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         "Similarity of each global prototype to the others",
         "Mean cosine similarity of a class's prototype to all others; band: minimum to maximum. Lower is better "
         "separated.",
-        f"Curves over classes; means: {', '.join(said)}.",
+        f"Curves over classes; means: {', '.join(summaries)}.",
         figure,
     )
     figure, (axes,) = canvas()
-    said = []
-    for number, (group, values, _) in enumerate(found):
+    summaries = []
+    for number, (group, values, _) in enumerate(rows):
         margin = margins(values)
         axes.plot(range(len(margin)), margin, label=group.label, **curve_style(number))
-        said.append(f"{group.label} {margin.min():.2f}")
+        summaries.append(f"{group.label} {margin.min():.2f}")
     curve_axes(axes, "class", "margin / largest margin")
     class_axis(axes, names)
     axes.set_ylim(0, 1.05)
@@ -130,7 +130,7 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         "Normalised margin of each global prototype",
         "Distance to the nearest other prototype, relative to the largest such distance of the run: evenly spread if "
         "all are near 1.",
-        f"Curves over classes; smallest: {', '.join(said)}.",
+        f"Curves over classes; smallest: {', '.join(summaries)}.",
         figure,
     )
 
@@ -141,9 +141,9 @@ def _present(group: Group) -> tuple[NDArray[np.float64], list[str]]:
     Raises:
         NotAvailable: if there are fewer than two, or as in :func:`global_prototypes`.
     """
-    found = global_prototypes(group.first)
-    if found.num_present < 2:
+    prototypes = global_prototypes(group.first)
+    if prototypes.num_present < 2:
         raise NotAvailable("fewer than two classes have a prototype")
-    present = found.present.numpy()
+    present = prototypes.present.numpy()
     names = [name for name, there in zip(group.first.label_names, present, strict=True) if there]
-    return found.values.numpy()[present].astype(float), names
+    return prototypes.values.numpy()[present].astype(float), names

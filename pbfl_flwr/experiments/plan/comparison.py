@@ -76,10 +76,10 @@ def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
     content = configuration.read_toml("comparison", name, FOLDER)
     if unknown := set(content) - {"title", "common", "runs", "runs-of"}:
         raise PbflError(
-            f"comparison '{name}': unknown key '{min(unknown)}'; allowed are title, common, runs and runs-of"
+            f"comparison '{name}': unknown key '{min(unknown)}'; must be title, common, runs or runs-of"
         )
     if "runs" in content and "runs-of" in content:
-        raise PbflError(f"comparison '{name}': has runs and runs-of; allowed is one of the two")
+        raise PbflError(f"comparison '{name}': has runs and runs-of; give one of the two")
     other = content.get("runs-of")
     runs = _labelled(content, name) if other is None else _runs_of(str(other), name)
     if not runs:
@@ -102,7 +102,7 @@ def _tables(content: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
     """Return the value of a key that must be a table; an empty one if the key is missing."""
     table = content.get(part, {})
     if not isinstance(table, dict):
-        raise PbflError(f"comparison '{name}': {part} = {table!r}: allowed is a table")
+        raise PbflError(f"comparison '{name}': {part} = {table!r}: must be a table")
     return table
 
 
@@ -112,7 +112,7 @@ def _labelled(content: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]
     for label in runs:
         if not label or label in (".", "..") or set(label) & set("/\\\0"):
             raise PbflError(
-                f"comparison '{name}': label {label!r}: allowed is a directory name, without / and \\"
+                f"comparison '{name}': label {label!r}: must be a directory name, without / and \\"
             )
     return {label: _tables(runs, label, name) for label in runs}
 
@@ -144,7 +144,7 @@ def plan(
             continue
         own_seed = assigned.values.get("seed", keys.get("seed", 0))
         if not seeds and (isinstance(own_seed, bool) or not isinstance(own_seed, int)):
-            problems.append(f"{label}: seed = {own_seed!r}: allowed is a whole number from 0")
+            problems.append(f"{label}: seed = {own_seed!r}: must be a whole number from 0")
             continue
         for seed in seeds or [int(own_seed)]:
             values = configuration.absolute({**keys, **assigned.values, "seed": seed})
@@ -223,8 +223,8 @@ def match_names(option: str, words: Sequence[str], known: Iterable[str]) -> list
             close = alike or [
                 folded[name] for name in difflib.get_close_matches(word.casefold(), folded, n=1)
             ]
-            hint = f"did you mean {' or '.join(close)}? Allowed" if close else "allowed"
-            raise PbflError(f"{option} {word}: {hint} are {', '.join(names)}")
+            hint = f"did you mean {' or '.join(close)}? Must be one of" if close else "must be one of"
+            raise PbflError(f"{option} {word}: {hint} {', '.join(names)}")
         labels.append(word if word in names else alike[0])
     return labels
 
@@ -239,16 +239,16 @@ def parse_numbers(option: str, text: str) -> list[int]:
     for part in filter(None, map(str.strip, text.split(","))):
         if (ends := re.fullmatch(r"(\d{1,15})(?:\s*-\s*(\d{1,15}))?", part)) is None:
             raise PbflError(
-                f"{option} {text}: allowed are whole numbers from 0, separated by commas, or a range like 0-2"
+                f"{option} {text}: must be whole numbers from 0, separated by commas, or a range like 0-2"
             )
         first, last = int(ends[1]), int(ends[2] or ends[1])
         if not first <= last < first + LONGEST_RANGE:
             raise PbflError(
-                f"{option} {text}: allowed is a range of up to {LONGEST_RANGE} numbers, in ascending order"
+                f"{option} {text}: must be a range of up to {LONGEST_RANGE} numbers, in ascending order"
             )
         numbers += range(first, last + 1)
     if again := duplicates(numbers):
-        raise PbflError(f"{option} {text}: {again[0]} is given twice; allowed is each number once")
+        raise PbflError(f"{option} {text}: {again[0]} is given twice; give each number once")
     return numbers
 
 
@@ -281,7 +281,7 @@ def check_finished(run: Planned) -> bool:
     then = made.relevant() | {"patience": made.run.patience}
     if odd := [f"{key} = {value}" for key, value in then.items() if now.get(key) != value]:
         raise PbflError(
-            f"{run.directory} was run with {', '.join(odd)}; allowed are the same keys, or another --out"
+            f"{run.directory} was run with {', '.join(odd)}; give the same keys, or another --out"
         )
     rounds, until = wanted.run.num_server_rounds, made.run.num_server_rounds
     if about.ended_after is not None and about.ended_after <= rounds:
@@ -290,7 +290,7 @@ def check_finished(run: Planned) -> bool:
     done = len(directory.round_records())
     if done >= rounds and until > rounds:
         raise PbflError(
-            f"{run.directory} was run with num-server-rounds = {until}, not {rounds}; allowed are at least as many "
+            f"{run.directory} was run with num-server-rounds = {until}, not {rounds}; give at least as many "
             "rounds, or another --out"
         )
     new_client_rounds = wanted.run.new_client_rounds if wanted.run.new_clients else 0

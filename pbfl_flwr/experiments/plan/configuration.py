@@ -62,18 +62,18 @@ def gather(preset: str | None, assignments: Iterable[str]) -> RequestedKeys:
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
-            problems.append(f"--set {assignment}: allowed is key=value, e.g. --set num-server-rounds=5")
+            problems.append(f"--set {assignment}: must be key=value, e.g. --set num-server-rounds=5")
             continue
         requested[key.strip()] = value(text.strip())
     values: dict[str, Scalar] = {}
     for key, content in requested.items():
         if not isinstance(content, bool | int | float | str):
-            problems.append(f"{key} = {content!r}: allowed is one number, true, false or text")
+            problems.append(f"{key} = {content!r}: must be one number, true, false or text")
         else:
             values[key] = content
     if values.get("resume") is True:
         problems.append(
-            "resume = true: names no run; allowed is --resume RUN (compare, sweep and reproduce resume automatically)"
+            "resume = true: names no run; give --resume RUN (compare, sweep and reproduce resume automatically)"
         )
     return RequestedKeys(absolute(values), tuple(problems))
 
@@ -204,12 +204,13 @@ def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> Re
             f"{key} = {value}" for key, value in requested.values.items() if now.get(key) != then.get(key)
         ]
         raise PbflError(
-            f"{', '.join(different)}: changes the results of the resumed run; allowed are {', '.join(CHANGEABLE)}"
+            f"{', '.join(different)}: changes the results of the resumed run; only these may change: "
+            f"{', '.join(CHANGEABLE)}"
         )
     rounds = wanted.run.num_server_rounds
     if (done := len(RunDirectory(run).round_records())) > rounds:
         raise PbflError(
-            f"num-server-rounds = {rounds}: the run has {done} rounds already; allowed is {done} or more"
+            f"num-server-rounds = {rounds}: the run has {done} rounds already; must be {done} or more"
         )
     return changed
 
@@ -343,7 +344,7 @@ def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
         read = partial(files("pbfl_flwr").joinpath(folder, f"{name}.toml").read_text, encoding="utf-8")
     else:
         allowed = ", ".join(shipped(folder))
-        raise PbflError(f"{kind} '{name}': no such file; allowed is a TOML file or one of {allowed}")
+        raise PbflError(f"{kind} '{name}': no such file; must be a TOML file or one of {allowed}")
     try:
         return tomllib.loads(read())
     except UnicodeDecodeError as error:

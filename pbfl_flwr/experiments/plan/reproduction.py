@@ -62,7 +62,7 @@ Cell = Annotated[list[Percent], Field(max_length=2)]
 
 def _each_once(seeds: list[int]) -> list[int]:
     if again := duplicates(seeds):
-        raise ValueError(f"{again[0]} is given twice; allowed is each seed once")
+        raise ValueError(f"{again[0]} is given twice; give each seed once")
     return seeds
 
 
@@ -172,7 +172,7 @@ def _block(file: _File, keys: Mapping[str, Any], name: str, block: str, number: 
     if unknown := set(within) - set(file.runs):
         raise PbflError(
             f"reproduction '{name}': blocks.{block}.runs.{min(unknown)}: unknown run; "
-            f"allowed are {', '.join(file.runs)}"
+            f"must be one of {', '.join(file.runs)}"
         )
     runs = {
         label: {
@@ -201,7 +201,7 @@ def chosen(paper: Reproduction, dataset: str | None, names: Sequence[str]) -> li
     names = match_names("--block", names, paper.blocks)
     datasets = {name: str(next(iter(block.runs.values()))["dataset"]) for name, block in paper.blocks.items()}
     if dataset is not None and dataset not in datasets.values():
-        raise PbflError(f"--dataset {dataset}: allowed are {', '.join(dict.fromkeys(datasets.values()))}")
+        raise PbflError(f"--dataset {dataset}: must be one of {', '.join(dict.fromkeys(datasets.values()))}")
     chosen = [
         name
         for name in paper.blocks

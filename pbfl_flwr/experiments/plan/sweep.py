@@ -63,13 +63,13 @@ def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
-            raise PbflError(f"--set {assignment}: allowed is key=value or key=value,value")
+            raise PbflError(f"--set {assignment}: must be key=value or key=value,value")
         requested_values[key.strip()] = listed(key.strip(), text.strip())
         if again := duplicates(requested_values[key.strip()]):
-            raise PbflError(f"--set {assignment}: {again[0]} is given twice; allowed is each value once")
+            raise PbflError(f"--set {assignment}: {again[0]} is given twice; give each value once")
     seeds = requested_values.pop("seed", [base.get("seed", 0)])
     if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds):
-        raise PbflError(f"--set seed={','.join(map(str, seeds))}: allowed are whole numbers from 0")
+        raise PbflError(f"--set seed={','.join(map(str, seeds))}: must be whole numbers from 0")
     swept = [key for key, values in requested_values.items() if len(values) > 1]
     if not swept and len(seeds) < 2:
         raise PbflError(
@@ -98,7 +98,7 @@ def listed(key: str, text: str) -> list[Scalar]:
     parsed = value if isinstance(value, list) else [value]
     values = [item for item in parsed if isinstance(item, bool | int | float | str)]
     if not values or len(values) < len(parsed):
-        raise PbflError(f"--set {key}={text}: allowed is a value, or values separated by commas")
+        raise PbflError(f"--set {key}={text}: must be a value, or values separated by commas")
     return values
 
 

@@ -228,7 +228,7 @@ def run_here(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, reso
     """
     if (configured := config.get("num-clients", num_clients)) != num_clients:
         raise PbflError(
-            f"num-clients = {configured}, but the federation has {num_clients} clients: allowed is the same number"
+            f"num-clients = {configured}, but the federation has {num_clients} clients: must be the same number"
         )
     if resources.engine != "ray":
         specs = worker_specs(resources, num_clients, run_dir / LOG)
@@ -310,8 +310,8 @@ def worker_specs(resources: Resources, num_clients: int, log: Path) -> list[Work
     Raises:
         PbflError: as :func:`pbfl_flwr.flower.engines.placement.places`.
     """
-    found = places(Machine.here(resources), resources)
-    return [WorkerSpec(resources.cpus_per_client, gpus, log) for gpus in found[:num_clients]]
+    shares = places(Machine.here(resources), resources)
+    return [WorkerSpec(resources.cpus_per_client, gpus, log) for gpus in shares[:num_clients]]
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def places(machine: Machine, requested: Resources) -> list[str]:
     """
     if requested.workers is None and requested.cpus_per_client > machine.cpus:
         raise PbflError(
-            f"--cpus-per-client {requested.cpus_per_client}: allowed is up to {machine.cpus}, the CPUs here"
+            f"--cpus-per-client {requested.cpus_per_client}: must be at most {machine.cpus}, the CPUs here"
         )
     workers = requested.workers or machine.cpus // requested.cpus_per_client
     if not requested.gpus_per_client:
@@ -169,13 +169,13 @@ def _units(cards: Sequence[str], share: float) -> tuple[list[str], int]:
     """Return units of GPUs, each a GPU or as many as a worker needs, and how many workers fit on a unit."""
     if not (SMALLEST_SHARE <= share < 1 or (share >= 1 and share % 1 == 0)):
         raise PbflError(
-            f"--gpus-per-client {share:g}: allowed are 0, a share of one GPU from {SMALLEST_SHARE:g} on, or a whole "
+            f"--gpus-per-client {share:g}: must be 0, a share of one GPU from {SMALLEST_SHARE:g} on, or a whole "
             "number of GPUs"
         )
     if not cards:
         raise PbflError(f"--gpus-per-client {share:g}: torch sees no CUDA device here; pbfl doctor says more")
     if share > len(cards):
-        raise PbflError(f"--gpus-per-client {share:g}: allowed is up to {len(cards)}, the CUDA devices here")
+        raise PbflError(f"--gpus-per-client {share:g}: must be at most {len(cards)}, the CUDA devices here")
     if share < 1:
         return list(cards), int(1 / share + ROUNDING)
     size = int(share)

@@ -205,7 +205,7 @@ def test_accepts_numbers_of_numpy() -> None:
 
 def test_rejects_contradicting_numbers_of_clients(tmp_path: Path) -> None:
     with pytest.raises(
-        PbflError, match="num-clients = 3, but the federation has 4 clients: allowed is the same number"
+        PbflError, match="num-clients = 3, but the federation has 4 clients: must be the same number"
     ):
         federate(tmp_path / "other", KEYS, 4, Resources(workers=1))
     assert not (tmp_path / "other").exists()

@@ -53,18 +53,18 @@ def test_places_of_workers(cpus: int, cards: tuple[str, ...], wishes: Resources,
 @pytest.mark.parametrize(
     ("cards", "wishes", "said"),
     [
-        ((), Resources(5), "--cpus-per-client 5: allowed is up to 4, the CPUs here"),
+        ((), Resources(5), "--cpus-per-client 5: must be at most 4, the CPUs here"),
         (
             (),
             Resources(1, 0.25),
             "--gpus-per-client 0.25: torch sees no CUDA device here; pbfl doctor says more",
         ),
-        (ONE, Resources(1, 2), "--gpus-per-client 2: allowed is up to 1, the CUDA devices here"),
+        (ONE, Resources(1, 2), "--gpus-per-client 2: must be at most 1, the CUDA devices here"),
         *(
             (
                 TWO,
                 Resources(1, share),
-                f"--gpus-per-client {share:g}: allowed are 0, a share of one GPU from",
+                f"--gpus-per-client {share:g}: must be 0, a share of one GPU from",
             )
             for share in (1.5, 1e-5, -1.0, float("nan"), float("inf"))
         ),
@@ -170,7 +170,7 @@ def test_mentions_an_idle_gpu(
 def test_commands_reject_too_many_gpus_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cards(monkeypatch, 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    said = "error: --gpus-per-client 2: allowed is up to 1, the CUDA devices here\n"
+    said = "error: --gpus-per-client 2: must be at most 1, the CUDA devices here\n"
     for command in (["run", "--run-dir"], ["sweep", "--set", "seed=0,1", "--parallel", "2", "--out"]):
         result = pbfl(*command, tmp_path / "out", "--gpus-per-client", "2")
         assert (result.exit_code, result.stderr) == (2, said)
@@ -181,7 +181,7 @@ def test_counts_cpus_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("joblib.cpu_count", lambda: 2)
     settings = configuration.check(configuration.RequestedKeys({}))
-    with pytest.raises(PbflError, match="--cpus-per-client 4: allowed is up to 2, the CPUs here"):
+    with pytest.raises(PbflError, match="--cpus-per-client 4: must be at most 2, the CPUs here"):
         configuration.preflight(settings, Resources(4))
 
 
