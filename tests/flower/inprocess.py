@@ -254,6 +254,7 @@ class InProcessGrid(LocalGrid):
         self.app, self.config, self.node_configs = app, dict(config), node_configs
         self.partitions = list(partitions if partitions is not None else range(num_clients))
         self.nodes = list(nodes or (FIRST_NODE + 13 * n for n in range(len(self.partitions))))
+        self.online: Callable[[], Iterable[int]] = lambda: self.nodes  # those that are connected
         self.order = None if order is None else random.Random(order)
         self.faults = dict(faults or {})
         self.clock, self.seconds = clock or Clock(), seconds
@@ -265,7 +266,7 @@ class InProcessGrid(LocalGrid):
         self._due: dict[str, float] = {}  # message id -> when its reply is there
 
     def get_node_ids(self) -> Iterable[int]:
-        return list(self.nodes)
+        return list(self.online())
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         sent = list(messages)

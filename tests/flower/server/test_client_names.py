@@ -189,13 +189,13 @@ def test_resumed_run_continues_without_missing_clients(tmp_path: Path) -> None:
     assert back[2].trained == [0, 1, 2]
 
 
-def test_unknown_node_does_not_shorten_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_node_does_not_shorten_the_waiting(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "c", "d")
     run(tmp_path, nodes, num_server_rounds=1).run()
     came = [nodes[0], *sites(tmp_path, "b"), nodes[2], nodes[1]]
     fed = run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True)
-    online, poll = [*fed.grid.get_node_ids()], count()
-    monkeypatch.setattr(fed.grid, "get_node_ids", lambda: online if next(poll) > 1 else online[:3])
+    online, poll = fed.grid.nodes, count()
+    fed.grid.online = lambda: online if next(poll) > 1 else online[:3]
     line = fed.run().strategy.history[1]
     assert (line.trained, line.failures) == ([0, 1, 2], [])
     assert f"a new node is not used: client-id b on node {online[1]} is not part of this run" in line.warnings

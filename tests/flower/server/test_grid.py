@@ -41,6 +41,7 @@ class SlowGrid(InProcessGrid):
         super().__init__(self.reply, {}, nodes=list(seconds), partitions=list(seconds), clock=clock)
         self.faults = {(node, number): self.slowly for node in seconds for number in (0, 3)}
         self.joined, self.pulls = seconds, 0
+        self.online = lambda: [node for node, joined in seconds.items() if joined <= clock.now]
         self.pull_interval: float | None = None
         self.pushed: list[tuple[float, list[int]]] = []
 
@@ -50,9 +51,6 @@ class SlowGrid(InProcessGrid):
 
     def slowly(self, message: Message, answer: Answer) -> Delayed:
         return Delayed(answer(), self.joined[message.metadata.dst_node_id])
-
-    def get_node_ids(self) -> list[int]:
-        return [node for node, seconds in self.joined.items() if seconds <= self.clock.now]
 
     def push_messages(self, messages: Iterable[Message]) -> list[Any]:
         sent = list(messages)

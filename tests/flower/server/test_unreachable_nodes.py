@@ -1,6 +1,7 @@
 """Nodes that the server loses all at once, as when its own link is down for a minute: the round is asked again."""
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -117,19 +118,11 @@ def test_repeated_round_ages_classes_once(tmp_path: Path) -> None:
     assert [(line.ages or [])[6] for line in run.strategy.history] == [0, 1]  # client 3 alone holds it
 
 
-def test_waits_for_nodes_that_were_gone_before_the_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client fails, so that the server looks for its nodes; just then none is there."""
+def test_waits_for_nodes_that_were_gone_before_the_round(tmp_path: Path) -> None:
+    """A client fails, so that the server looks for its nodes; just then none is connected."""
     fed = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
-    grid, nodes, poll = fed.grid, fed.grid.nodes, 0
-
-    def online() -> list[int]:
-        nonlocal poll
-        poll += 1
-        return [] if poll == 2 else list(nodes)  # the first look is the handshake's
-
-    monkeypatch.setattr(grid, "get_node_ids", online)
+    poll = count(1)  # the first one is the handshake's
+    fed.grid.online = lambda: [] if next(poll) == 2 else fed.grid.nodes
     run = fed.run()
     assert [line.trained for line in run.strategy.history] == [
         [0, 2, 3, 4],
