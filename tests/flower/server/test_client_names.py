@@ -94,14 +94,15 @@ def test_records_and_tables_hold_names(tmp_path: Path) -> None:
     text = StringIO()
     show_run(tmp_path / "run", Console(width=200, file=text))
     shown = text.getvalue()
-    rows = [line.split() for line in shown.splitlines() if line.split()[1:2] == ["cnn4"]]
-    assert [(row[0], row[2], row[4]) for row in rows] == [
-        ("Ada", "18", "2"),
-        ("bob.3", "18", "2"),
-        ("zoe", "18", "1"),  # failed in the second round
+    rows = [line.split() for line in shown.splitlines() if line.split()[2:3] == ["cnn4"]]
+    assert [row[:2] + row[4:5] for row in rows] == [
+        ["0", "Ada", "18"],
+        ["1", "bob.3", "18"],
+        ["2", "zoe", "18"],
     ]
     columns = [json.loads(line) for line in (tmp_path / "run/clients.jsonl").read_text().splitlines()]
     assert columns[0]["name"] == ["Ada", "bob.3", "zoe"]
+    assert (columns[1]["name"], columns[1]["participations"]) == (["Ada", "bob.3"], [2, 2])
     assert sorted(path.name for path in (tmp_path / "state").rglob("*.safetensors")) == [
         "named-Ada.safetensors",
         "named-bob.3.safetensors",
