@@ -58,7 +58,7 @@ def wide(width: int) -> object:
 
 def test_models_and_data_may_change_between_runs(tmp_path: Path, cell: ModuleType) -> None:
     """A cell is changed and run again: the next run trains the new network on the new data."""
-    file, found = tmp_path / "own.npz", []
+    file, results = tmp_path / "own.npz", []
     for width, classes in ((4, 2), (6, 2), (6, 3)):
         rows = np.arange(120)
         np.savez(file, x=np.float32(rows[:, None] % [2, 3, 5]), y=rows % classes)
@@ -67,9 +67,9 @@ def test_models_and_data_may_change_between_runs(tmp_path: Path, cell: ModuleTyp
         run = RunDirectory(tmp_path / f"{width}-{classes}")
         federate(run.path, keys, 3, Resources(workers=1))
         (client, *_) = run.record().clients
-        found.append((client.parameters[0], client.task.num_classes, run.partition().data))
-    assert [(body, classes) for body, classes, _ in found] == [(56, 2), (80, 2), (80, 3)]
-    assert found[0][2] == found[1][2] != found[2][2]
+        results.append((client.parameters[0], client.task.num_classes, run.partition().data))
+    assert [(body, classes) for body, classes, _ in results] == [(56, 2), (80, 2), (80, 3)]
+    assert results[0][2] == results[1][2] != results[2][2]
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -220,5 +220,5 @@ def test_relative_parts_of_pythonpath_become_absolute(
     """A file beside the notebook, with PYTHONPATH=. and Flower's engine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "docs/examples", "/else"]))
-    found = Engine(tmp_path / "run")._environment()["PYTHONPATH"].split(os.pathsep)
-    assert found == [str(tmp_path), str(tmp_path / "docs" / "examples"), "/else"]
+    result = Engine(tmp_path / "run")._environment()["PYTHONPATH"].split(os.pathsep)
+    assert result == [str(tmp_path), str(tmp_path / "docs" / "examples"), "/else"]

@@ -51,7 +51,7 @@ def test_places_of_workers(cpus: int, cards: tuple[str, ...], wishes: Resources,
 
 
 @pytest.mark.parametrize(
-    ("cards", "wishes", "said"),
+    ("cards", "wishes", "message"),
     [
         ((), Resources(5), "--cpus-per-client 5: must be at most 4, the CPUs here"),
         (
@@ -70,10 +70,10 @@ def test_places_of_workers(cpus: int, cards: tuple[str, ...], wishes: Resources,
         ),
     ],
 )
-def test_rejects_impossible_resources(cards: tuple[str, ...], wishes: Resources, said: str) -> None:
+def test_rejects_impossible_resources(cards: tuple[str, ...], wishes: Resources, message: str) -> None:
     with pytest.raises(PbflError) as caught:
         places(Machine(4, cards), wishes)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
@@ -114,9 +114,9 @@ def test_no_gpu_is_assigned_twice(share: float) -> None:
                 taken: Counter[str] = Counter()
                 for slot in slots(machine, wishes, runs):
                     seen = Machine(16, tuple(slot.cards.split(",")))
-                    found = places(seen, replace(wishes, workers=slot.workers))
-                    assert len(found) == slot.workers >= 1
-                    for place in found:
+                    result = places(seen, replace(wishes, workers=slot.workers))
+                    assert len(result) == slot.workers >= 1
+                    for place in result:
                         cards = place.split(",")
                         assert len(cards) == max(1, share)
                         taken.update(dict.fromkeys(cards, share if share < 1 else 1.0))
@@ -157,23 +157,23 @@ def test_gpu_that_torch_cannot_use_does_not_count(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("count", "share", "device", "said"),
+    ("count", "share", "device", "mentioned"),
     [(1, 0.0, "auto", True), (0, 0.0, "auto", False), (1, 0.5, "auto", False), (1, 0.0, "cpu", False)],
 )
 def test_mentions_an_idle_gpu(
-    count: int, share: float, device: str, said: bool, monkeypatch: pytest.MonkeyPatch
+    count: int, share: float, device: str, mentioned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_cards(monkeypatch, count)
-    assert ("--gpus-per-client 0.25" in idle_cards(Resources(1, share), device)) is said
+    assert ("--gpus-per-client 0.25" in idle_cards(Resources(1, share), device)) is mentioned
 
 
 def test_commands_reject_too_many_gpus_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cards(monkeypatch, 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    said = "error: --gpus-per-client 2: must be at most 1, the CUDA devices here\n"
+    message = "error: --gpus-per-client 2: must be at most 1, the CUDA devices here\n"
     for command in (["run", "--run-dir"], ["sweep", "--set", "seed=0,1", "--parallel", "2", "--out"]):
         result = pbfl(*command, tmp_path / "out", "--gpus-per-client", "2")
-        assert (result.exit_code, result.stderr) == (2, said)
+        assert (result.exit_code, result.stderr) == (2, message)
     assert not (tmp_path / "out").exists()
 
 
