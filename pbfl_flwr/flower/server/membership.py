@@ -346,9 +346,10 @@ def _handshake_until_present(
         if not new:
             return clients, failed
         new_clients, new_failed = send_handshake(grid, new, experiment, timeout)
-        # Others may have reconnected elsewhere.
-        clients = [client for client in clients if client.node in nodes]
-        clients, failed = clients + new_clients, failed | new_failed
+        # Others may have reconnected elsewhere; a node that was lost during the handshake may come back under its id.
+        connected = set(grid.get_node_ids()) if new_failed else set(nodes)
+        clients = [client for client in clients if client.node in nodes] + new_clients
+        failed = {node: reason for node, reason in (failed | new_failed).items() if node in connected}
         if set(labels) <= {client.label for client in clients}:
             return clients, failed
 

@@ -570,3 +570,20 @@ def test_device_restarted_during_resume_is_one_client(
     roster, strange = returning.resumed_handshake(nobody, recorded, "e", 1.0, 1.0, 2)
     assert {client: at.node for client, at in roster.clients.items()} == {0: 21, 1: 22}
     assert strange == []
+
+
+def test_resume_asks_a_node_lost_during_the_handshake_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Connected:
+        def get_node_ids(self) -> list[int]:
+            return [11]  # after the first handshake, in which node 12 was lost
+
+    replies = iter([([member(0, 11)], {12: "Error: Node Unavailable"}), ([member(1, 12)], {})])
+    monkeypatch.setattr(returning, "send_handshake", lambda *_: next(replies))
+    monkeypatch.setattr(returning, "wait_for_nodes", lambda *_, **__: [11, 12])
+    grid: Any = Connected()
+    recorded = [member(client, 1) for client in (0, 1)]
+    roster, refused = returning.resumed_handshake(grid, recorded, "e", 1.0, 1.0, 2)
+    assert {client: at.node for client, at in roster.clients.items()} == {0: 11, 1: 12}
+    assert refused == []
