@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,8 +32,8 @@ MARKS = {
 }
 
 
-def resident_mb(root: int) -> dict[str, float]:
-    """Return role -> resident MiB of the largest process of that role below ``root``."""
+def processes_below(root: int, roles: Mapping[str, str]) -> list[tuple[int, str, float]]:
+    """Return (process id, role, resident MiB) of the processes below ``root`` that have a role."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -43,17 +44,25 @@ def resident_mb(root: int) -> dict[str, float]:
     below = {root}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-    found: dict[str, float] = {}
+    processes = []
     for pid in below:
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().split()
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         except OSError:
             continue
-        name = next((name for mark, name in MARKS.items() if any(mark in word for word in words)), "")
-        if name:
-            found[name] = max(found.get(name, 0.0), pages * 4096 / 2**20)
-    return found
+        role = next((role for mark, role in roles.items() if any(mark in word for word in words)), "")
+        if role:
+            processes.append((pid, role, pages * 4096 / 2**20))
+    return processes
+
+
+def resident_mb(root: int) -> dict[str, float]:
+    """Return role -> resident MiB of the largest process of that role below ``root``."""
+    largest: dict[str, float] = {}
+    for _, role, size in processes_below(root, MARKS):
+        largest[role] = max(largest.get(role, 0.0), size)
+    return largest
 
 
 def run(folder: Path, clients: int, rounds: int, *options: str) -> dict[str, Any]:
