@@ -1,4 +1,4 @@
-"""Metric sinks beside the run's own JSONL: TensorBoard, Weights & Biases, MLflow. Server side only.
+"""Metric sinks beside the run's own JSONL: TensorBoard, Weights & Biases, MLflow, Prometheus. Server side only.
 
 A sink is one module with a function ``open_sink(run_dir, about) -> Sink`` and one entry of :data:`SINKS`. The JSONL is
 the record and sinks are copies for convenience, so a sink that fails during a run is dropped with a warning.
@@ -7,6 +7,7 @@ the record and sinks are copies for convenience, so a sink that fails during a r
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -58,6 +59,14 @@ SINKS: dict[str, Entry] = {
     "tensorboard": Entry("pbfl_flwr.sinks.tensorboard", "tensorboard", "tensorboard"),
     "wandb": Entry("pbfl_flwr.sinks.weights_and_biases", "wandb", "wandb"),
     "mlflow": Entry("pbfl_flwr.sinks.mlflow_store", "mlflow", "mlflow"),
+    "prometheus": Entry("pbfl_flwr.sinks.prometheus", "prometheus_client", "prometheus"),
+}
+
+KINDS = {  # of failures, by what their reason begins with; any other is an "error"
+    "upload rejected": "rejected",
+    "no answer": "timeout",
+    "its node is not connected": "disconnected",
+    "Error: Node Unavailable": "disconnected",
 }
 
 
@@ -161,6 +170,8 @@ def steps(record: RoundRecord) -> list[tuple[int, Metrics]]:
         (record.round, "gpu-mb", record.gpu_mb or None),
         (record.round, "trained", len(record.trained)),
         (record.round, "failures", len(record.failures)),
+        (record.round, "failures-by-kind", Counter(kind_of(failure.reason) for failure in record.failures)),
+        (record.round, "joined", len(record.joined) or None),
     ]
     if record.final is not None:
         entries.append((record.round, "accuracy", record.final.accuracy))
@@ -169,6 +180,11 @@ def steps(record: RoundRecord) -> list[tuple[int, Metrics]]:
     for step, name, value in entries:
         by_step.setdefault(step, {}).update(_flat(name, value))
     return sorted((step, metrics) for step, metrics in by_step.items() if metrics)
+
+
+def kind_of(reason: str) -> str:
+    """Return the kind of a failure: "rejected", "timeout", "disconnected" or "error"."""
+    return next((kind for start, kind in KINDS.items() if reason.startswith(start)), "error")
 
 
 def new_client_step(record: NewClientsRecord) -> tuple[int, Metrics]:

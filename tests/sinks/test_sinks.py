@@ -6,11 +6,13 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
 from pbfl_flwr import sinks
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import NewClientsRecord
 from tests.flower.inprocess import federation
@@ -98,7 +100,7 @@ def test_unknown_sinks_and_missing_libraries_are_named_before_anything_starts(
         sinks.check("tensorboard, paper,wandb")
     lines = str(caught.value).splitlines()
     assert "tensorboard is not installed on the server; pip install 'pbfl-flwr[tensorboard]'" in lines[0]
-    assert "unknown sink 'paper'; must be one of tensorboard, wandb, mlflow" in lines[1]
+    assert "unknown sink 'paper'; must be one of tensorboard, wandb, mlflow, prometheus" in lines[1]
     assert "pbfl-flwr[wandb]" in lines[2]
     with pytest.raises(PbflError, match="mlflow is not installed"):
         run(tmp_path, "mlflow")
@@ -183,6 +185,55 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(history) == 3
     assert found.data.params["learning-rate"] == "0.01"
     assert found.info.status == "FINISHED"
+
+
+def test_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    scraped: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+
+    def scrape(sink: Any) -> None:
+        text = urlopen(f"http://127.0.0.1:{sink.port}/metrics").read().decode()
+        for family in text_string_to_metric_families(text):
+            scraped.update({(one.name, frozenset(one.labels.items())): one.value for one in family.samples})
+        close(sink)
+
+    module = pytest.importorskip("pbfl_flwr.sinks.prometheus").Prometheus
+    close = module.close
+    monkeypatch.setattr(module, "close", scrape)
+    monkeypatch.setenv("PBFL_PROMETHEUS", "127.0.0.1:0")
+    run_dir = run(tmp_path, "prometheus")
+    records = RunDirectory(run_dir).round_records()
+
+    def value(name: str, /, **labels: str) -> float:
+        return scraped[name, frozenset({"run": run_dir.name, **labels}.items())]
+
+    assert value("pbfl_round") == 2
+    assert value("pbfl_clients_online") == 2
+    assert value("pbfl_accuracy", predictor="head", statistic="weighted") == pytest.approx(
+        accuracies(run_dir)[2]
+    )
+    total = sum(record.bytes_up.total for record in records)
+    assert value("pbfl_bytes_total", direction="up", part="total") == total
+    assert value("pbfl_seconds", part="clients/fit") == pytest.approx(records[-1].seconds.clients["fit"])
+    assert value("pbfl_figure", name="trained") == 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("upload rejected: 'rows' holds NaN or infinity", "rejected"),
+        ("no answer within 3 s", "timeout"),
+        (NOT_CONNECTED, "disconnected"),
+        ("Error: Node Unavailable, its heartbeats ended", "disconnected"),
+        ("boom", "error"),
+    ],
+)
+def test_failures_are_counted_by_kind(reason: str, kind: str) -> None:
+    (record,) = rounds_of(entry(3, 0.5, 0.25, failures=[{"client": 1, "reason": reason}]))
+    ((_, metrics),) = sinks.steps(record)
+    assert metrics[f"failures-by-kind/{kind}"] == metrics["failures"] == 1
 
 
 def leveldb_records(data: bytes) -> Iterator[bytes]:

@@ -1,0 +1,84 @@
+"""Prometheus: figures of the last finished round under ``http://ADDRESS/metrics``, as long as the server's half runs.
+
+ADDRESS is PBFL_PROMETHEUS in the environment of the server's process, by default 127.0.0.1:9464. Counters start at 0
+again when a run is resumed, which Prometheus expects of them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+from pbfl_flwr.runs.records import RunRecord
+from pbfl_flwr.sinks import Metrics
+
+
+class Prometheus:
+    """An HTTP endpoint with a run's metrics.
+
+    Args:
+        run: value of the label ``run``.
+        num_clients: at the start.
+        address: HOST:PORT.
+    """
+
+    def __init__(self, run: str, num_clients: int, address: str) -> None:
+        self._run, self._clients = run, num_clients
+        registry = CollectorRegistry()
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"pbfl_{name}", text, ("run", *labels), registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"pbfl_{name}", text, ("run", *labels), registry=registry)
+
+        self._round = gauge("round", "Last finished round")
+        self._online = gauge(
+            "clients_online", "Clients without those that were not connected in the last round"
+        )
+        self._figures = gauge("figure", "Any other figure of the last round", "name")
+        self._accuracy = gauge("accuracy", "Accuracy over clients", "predictor", "statistic")
+        self._seconds = gauge("seconds", "Seconds of the last round, by part", "part")
+        self._counters = {
+            "bytes": counter("bytes", "Bytes of messages", "direction", "part"),
+            "failures-by-kind": counter("failures", "Clients that did not complete their task", "kind"),
+        }
+        host, _, port = address.rpartition(":")
+        self._server, self._thread = start_http_server(int(port), host, registry)
+
+    @property
+    def port(self) -> int:
+        """Port of the endpoint."""
+        return self._server.server_port
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Set the gauges and add to the counters."""
+        for name, value in metrics.items():
+            family, _, rest = name.partition("/")
+            if family in self._counters:
+                self._counters[family].labels(self._run, *rest.split("/")).inc(value)
+            elif family == "accuracy":
+                self._accuracy.labels(self._run, *rest.split("/")).set(value)
+            elif family == "seconds":
+                self._seconds.labels(self._run, rest).set(value)
+            else:
+                self._figures.labels(self._run, name).set(value)
+        if "trained" in metrics:  # not if these are only accuracies of the round before
+            self._clients += int(metrics.get("joined", 0))
+            disconnected = metrics.get("failures-by-kind/disconnected", 0.0)
+            self._round.labels(self._run).set(step)
+            self._online.labels(self._run).set(self._clients - disconnected)
+
+    def close(self) -> None:
+        """Close the endpoint."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def open_sink(run_dir: Path, about: RunRecord) -> Prometheus:
+    """Return the run's endpoint."""
+    address = os.environ.get("PBFL_PROMETHEUS", "127.0.0.1:9464")
+    return Prometheus(run_dir.name, len(about.clients), address)
