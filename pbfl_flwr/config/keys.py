@@ -114,6 +114,12 @@ class RunSettings(Group):
         le=2048,
         description="largest reply of a client in MiB; larger ones are rejected without being parsed",
     )
+    max_size_ratio: float = Field(
+        100.0,
+        ge=0,
+        description="largest ratio of an upload's rows or tensors to the median of the round's uploads (ten times that "
+        "for what grows with the number of samples); larger uploads are rejected; 0: off",
+    )
     round_timeout: float = Field(
         3600.0, gt=0, le=31_536_000, description="seconds the server waits for a round's replies"
     )
@@ -137,8 +143,8 @@ class RunSettings(Group):
     resume: bool = Field(False, description="continue after the last round stored in run-dir")
     sinks: str = Field(
         "",
-        description="where metrics go in addition to the JSONL: a comma list of tensorboard, wandb and mlflow; "
-        "each needs its extra",
+        description="where metrics go in addition to the JSONL: a comma list of tensorboard, wandb, mlflow and "
+        "prometheus; each needs its extra",
     )
 
     @property

@@ -43,4 +43,8 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
             f"method = '{spec}': {method.up.__name__} lacks the attribute reveals = (...), which says what an "
             "upload reveals"
         )
+    if not hasattr(method.up, "sizes"):
+        raise PbflError(
+            f"method = '{spec}': {method.up.__name__} lacks the method sizes(), which says how large an upload is"
+        )
     return method

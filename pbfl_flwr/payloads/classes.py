@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -13,6 +14,7 @@ from pbfl_flwr.payloads.contract import (
     MAX_COUNT,
     MAX_MAGNITUDE,
     RejectedPayload,
+    Sizes,
     floats,
     integers,
     no_others,
@@ -140,6 +142,12 @@ class Prototypes:
         present = self.present & (self.values != 0).any(dim=1)
         labels: list[int] = present.nonzero().flatten().tolist()
         return labels
+
+    def sizes(self) -> Sizes:
+        """Return the size of every present row, and the larger of n_i and the sum of the n_ij."""
+        rows = torch.linalg.vector_norm(self.values, dim=1) / math.sqrt(self.values.shape[1])
+        samples = max(self.num_examples or 0, 0 if self.counts is None else int(self.counts.sum()))
+        return Sizes(dict(enumerate(rows.tolist())), samples=samples)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -21,6 +21,21 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 class RejectedPayload(ValueError):
     """A payload that must not be used; the message names the first fault found."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the numbers of an upload are; see :mod:`pbfl_flwr.payloads.plausibility`.
+
+    Attributes:
+        rows: class -> root mean square of what was sent for it.
+        tensors: name -> root mean square of a tensor that does not belong to a class.
+        samples: number of samples that the upload claims, 0 if it claims none.
+    """
+
+    rows: Mapping[int, float] = field(default_factory=dict)
+    tensors: Mapping[str, float] = field(default_factory=dict)
+    samples: int = 0
 
 
 class Payload(Protocol):
@@ -53,6 +68,10 @@ class Upload(Payload, Protocol):
         """Return the classes present in this upload, ascending; None if it is not organised by class."""
         ...
 
+    def sizes(self) -> Sizes:
+        """Return how large its numbers are, to be compared with those of the other clients."""
+        ...
+
 
 @dataclass(frozen=True)
 class Nothing:
@@ -78,6 +97,15 @@ class Nothing:
     def classes(self, task: Task) -> None:
         """Return None: nothing is sent."""
         return None
+
+    def sizes(self) -> Sizes:
+        """Return no sizes."""
+        return Sizes()
+
+
+def root_mean_square(tensor: Tensor) -> float:
+    """Return the root mean square of a tensor's elements, 0 if it has none."""
+    return float(torch.linalg.vector_norm(tensor)) / math.sqrt(max(1, tensor.numel()))
 
 
 def joined(**parts: Payload) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
@@ -13,11 +14,13 @@ from pbfl_flwr.payloads.classes import Prototypes
 from pbfl_flwr.payloads.contract import (
     MAX_MAGNITUDE,
     RejectedPayload,
+    Sizes,
     floats,
     joined,
     no_others,
     num_examples_of,
     part_of,
+    root_mean_square,
     whole_numbers,
 )
 from pbfl_flwr.payloads.reveals import TOTAL, WEIGHTS, Reveal, unprotected
@@ -59,6 +62,11 @@ class Weights:
         """Return None: weights are not organised by class."""
         return None
 
+    def sizes(self) -> Sizes:
+        """Return the size of every tensor, and n_i."""
+        sizes = {name: root_mean_square(tensor) for name, tensor in self.tensors.items()}
+        return Sizes(tensors=sizes, samples=self.num_examples)
+
 
 @dataclass(frozen=True)
 class WeightsAndPrototypes:
@@ -96,6 +104,11 @@ class WeightsAndPrototypes:
     def classes(self, task: Task) -> list[int]:
         """Return the classes that have a prototype; see :meth:`Prototypes.classes`."""
         return self.prototypes.classes(task)
+
+    def sizes(self) -> Sizes:
+        """Return the sizes of both, and the larger number of samples."""
+        weights, prototypes = self.weights.sizes(), self.prototypes.sizes()
+        return Sizes(prototypes.rows, weights.tensors, max(weights.samples, prototypes.samples))
 
 
 @dataclass(frozen=True)
@@ -185,6 +198,15 @@ class LowRank:
     def classes(self, task: Task) -> None:
         """Return None: weights are not organised by class."""
         return None
+
+    def sizes(self) -> Sizes:
+        """Return the size of every dense tensor and of every product of factors, and n_i."""
+        sizes = {name: root_mean_square(tensor) for name, tensor in self.dense.items()}
+        for name, factors in self.factors.items():  # the norm of a product is that of its singular values
+            sizes[name] = float(torch.linalg.vector_norm(factors.sigma)) / math.sqrt(
+                max(1, math.prod(factors.shape))
+            )
+        return Sizes(tensors=sizes, samples=self.num_examples)
 
 
 def _factors(tensors: Mapping[str, Tensor], name: str) -> Factors:

@@ -36,7 +36,7 @@ from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.payloads import Payload
+from pbfl_flwr.payloads import Upload
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Record, RoundRecord
@@ -375,9 +375,10 @@ def handshake_reply(client: int, task: Task) -> dict[str, Any]:
     }
 
 
-def reply_of(payload: Payload, report: Report | None = None) -> RecordDict:
+def reply_of(payload: Upload, report: Report | None = None) -> RecordDict:
     """Return the content of a client's reply."""
-    sent = report or Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0})
+    samples = payload.sizes().samples or 10
+    sent = report or Report(samples, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0})
     return wire.content(wire.encode(payload), sent.to_record())
 
 

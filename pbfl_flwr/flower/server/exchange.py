@@ -27,6 +27,8 @@ from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, RejectedPayload, Upload
+from pbfl_flwr.payloads.contract import Sizes
+from pbfl_flwr.payloads.plausibility import NO_LIMITS, Plausibility
 from pbfl_flwr.runs.records import LateUpload
 from pbfl_flwr.task import Task
 
@@ -315,6 +317,19 @@ class _Reader:
             return _RejectedReply(f"upload rejected: {rejection_reason(error)}", traffic)
 
 
+@dataclass(frozen=True)
+class _Accepted:
+    """A valid upload: its encoding, the payload unless the method streams, and what the outcome needs of it."""
+
+    encoded: ArrayRecord
+    payload: Payload | None
+    age: int
+    scalars: int
+    classes: list[int] | None
+    sizes: Sizes
+    reported: int
+
+
 @dataclass
 class _Intake:
     """Sorts decoded replies into uploads to aggregate, failures, and late uploads.
@@ -324,6 +339,7 @@ class _Intake:
         task: what all clients agree on.
         streams: whether uploads are decoded again during aggregation instead of being kept.
         stale_weight: base of a late upload's weight; 0 excludes late uploads.
+        plausibility: limits that apply once all uploads are known.
         outcome: the result so far.
     """
 
@@ -331,10 +347,9 @@ class _Intake:
     task: Task
     streams: bool
     stale_weight: float
+    plausibility: Plausibility
     outcome: Outcome = field(default_factory=Outcome)
-    _uploads: dict[int, Payload] = field(default_factory=dict)
-    _records: dict[int, ArrayRecord] = field(default_factory=dict)
-    _current: set[int] = field(default_factory=set)  # classes with an upload of this round
+    _accepted: dict[int, _Accepted] = field(default_factory=dict)
 
     def add(self, client: int, reply: Message, content: _ValidReply | _RejectedReply) -> None:
         """Add a reply that arrived in time; it may hold the client's upload of an earlier round."""
@@ -347,7 +362,7 @@ class _Intake:
         if content.upload is None or uploaded == number:
             outcome.reports[client] = content.report
             if content.upload is not None:
-                self._accept(client, reply, content.upload, 0)
+                self._accept(client, reply, content.report, content.upload, 0)
         elif self.stale_weight == 0 or uploaded > number:
             outcome.failures[client] = f"sent its upload of round {uploaded} instead of round {number}"
         else:
@@ -366,26 +381,47 @@ class _Intake:
         self._accept_late(overdue.client, reply, content, min(uploaded, overdue.round))
 
     def close(self, kind: type[Payload]) -> None:
-        """Set the outcome's uploads, of type ``kind``, in ascending client order."""
+        """Drop implausible uploads; set the outcome's uploads, of type ``kind``, in ascending client order."""
+        self._drop_implausible()
+        outcome, uploads = self.outcome, dict(sorted(self._accepted.items()))
+        for upload in uploads.values():
+            outcome.scalars_up += upload.scalars
+            if upload.classes is not None:
+                ages = outcome.classes = outcome.classes or {}
+                ages.update({label: min(upload.age, ages.get(label, upload.age)) for label in upload.classes})
         if self.streams:
-            self.outcome.uploads = Uploads(self._records, kind, self.task)
+            records = {client: upload.encoded for client, upload in uploads.items()}
+            outcome.uploads = Uploads(records, kind, self.task)
         else:
-            self.outcome.uploads = dict(sorted(self._uploads.items()))
+            outcome.uploads = {client: u.payload for client, u in uploads.items() if u.payload is not None}
+
+    def _drop_implausible(self) -> None:
+        outcome, accepted = self.outcome, self._accepted
+        sizes = {client: upload.sizes for client, upload in accepted.items()}
+        reported = {client: upload.reported for client, upload in accepted.items()}
+        for client, fault in self.plausibility.implausible(sizes, reported).items():
+            reason = f"upload rejected: {fault}"
+            if accepted.pop(client).age:
+                outcome.late[client] = outcome.late[client].model_copy(
+                    update={"weight": 0.0, "reason": reason}
+                )
+            else:
+                del outcome.reports[client]
+                outcome.failures[client] = reason
 
     def _count(self, client: int, traffic: Traffic) -> None:
         self.outcome.up[client] = self.outcome.up.get(client, Traffic()) + traffic
 
-    def _accept(self, client: int, reply: Message, upload: Upload, age: int) -> None:
-        outcome, current = self.outcome, self._current
-        outcome.scalars_up += upload.scalars()
-        if len(current) < self.task.num_classes and (present := upload.classes(self.task)) is not None:
-            ages = outcome.classes = outcome.classes or {}
-            ages.update({label: age for label in present if ages.get(label, age + 1) > age})
-            current.update(present if age == 0 else ())
-        if self.streams:
-            self._records[client] = wire.payload_in(reply.content)
-        else:
-            self._uploads[client] = upload
+    def _accept(self, client: int, reply: Message, report: Report, upload: Upload, age: int) -> None:
+        self._accepted[client] = _Accepted(
+            wire.payload_in(reply.content),
+            None if self.streams else upload,
+            age,
+            upload.scalars(),
+            upload.classes(self.task),
+            upload.sizes(),
+            report.num_train,
+        )
 
     def _accept_late(
         self, client: int, reply: Message, content: _ValidReply | _RejectedReply, server_round: int
@@ -400,7 +436,7 @@ class _Intake:
         else:
             weight, reason = self.stale_weight**age, ""
             if content.upload is not None:
-                self._accept(client, reply, content.upload, age)
+                self._accept(client, reply, content.report, content.upload, age)
         late = LateUpload(client=client, round=server_round, weight=weight, reason=reason)
         outcome.late.setdefault(client, late)
 
@@ -422,6 +458,7 @@ def read(
     late: Sequence[LateReply] = (),
     stale_weight: float = 0.0,
     classes: int = 0,
+    plausibility: Plausibility = NO_LIMITS,
 ) -> Outcome:
     """Decode and validate every reply; an invalid one only affects its own client.
 
@@ -438,9 +475,10 @@ def read(
         late: late replies to earlier rounds, newest first.
         stale_weight: 0 excludes uploads of earlier rounds.
         classes: K if reports must have counts by class; 0 ignores such counts.
+        plausibility: limits of the uploads' sizes, by default none.
     """
     reader = _Reader(method, state, task, max_bytes, classes)
-    intake = _Intake(phase, task, method.streams(), stale_weight)
+    intake = _Intake(phase, task, method.streams(), stale_weight, plausibility)
     by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
     # All sizes are determined before decoding starts: alternating between both tasks is slower (instruction cache).
     sizes = {client: reader.weigh(reply) for client, reply in by_client.items()}

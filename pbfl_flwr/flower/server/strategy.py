@@ -44,7 +44,9 @@ from pbfl_flwr.flower.server.rounds import Exchange, FinishedRound, RoundSummary
 from pbfl_flwr.method import Method, Moment, Round, resolved_moment
 from pbfl_flwr.methods import build_method, check_method
 from pbfl_flwr.payloads import Payload
+from pbfl_flwr.payloads.plausibility import NO_LIMITS, Plausibility
 from pbfl_flwr.prototypes.attacks import malicious
+from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.early_stopping import (
     Score,
@@ -358,11 +360,19 @@ class MethodStrategy(Strategy):
             clients.overdue.add(phase.unanswered(replies))
             counted = classes_counted(self.settings.evaluation, task)
             used, weight = (late, run.stale_weight) if regular else ([], 0.0)
-            outcome = read(replies, phase, self.method, state, task, max_bytes, used, weight, counted)
+            limits = self._plausibility() if regular else NO_LIMITS
+            outcome = read(replies, phase, self.method, state, task, max_bytes, used, weight, counted, limits)
         clients.failed = frozenset(outcome.failures)
         exchange = Exchange(phase, replies, late, outcome)
         recorder.log_exchange(exchange)
         return exchange
+
+    def _plausibility(self) -> Plausibility:
+        """Return the limits of uploads' sizes."""
+        privacy, method = self.settings.privacy, self.method
+        scaled = isinstance(method, Pipeline) and method.release.scaled
+        exact = privacy.client_report == "full" and privacy.count_bucket == "off"
+        return Plausibility(self.settings.run.max_size_ratio, scaled, exact)
 
     @property
     def _task(self) -> Task:

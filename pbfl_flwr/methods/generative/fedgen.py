@@ -44,7 +44,7 @@ from pbfl_flwr.methods.generative.generators import (
 )
 from pbfl_flwr.methods.sharing import answer, check_heads, initial, receive
 from pbfl_flwr.models.build import architectures
-from pbfl_flwr.payloads import Reveal, Weights, class_counts, joined, part_of
+from pbfl_flwr.payloads import Reveal, Sizes, Weights, class_counts, joined, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import complete_batches, fit, forward
 
@@ -97,6 +97,11 @@ class LabelledHead:
     def classes(self, task: Task) -> None:
         """Return None: the head is not organised by class."""
         return None
+
+    def sizes(self) -> Sizes:
+        """Return the head's sizes, and the larger of n_i and the sum of the n_ij."""
+        head = self.weights.sizes()
+        return replace(head, samples=max(head.samples, int(self.label_counts.sum())))
 
 
 @dataclass(frozen=True)

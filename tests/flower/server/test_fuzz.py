@@ -25,7 +25,7 @@ from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.methods.gfpl.payload import Mixtures
-from pbfl_flwr.payloads import Payload, Prototypes, Weights
+from pbfl_flwr.payloads import Prototypes, Upload, Weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.memory import peak_memory
 from tests.flower.inprocess import Fault, InProcessGrid, reply_of, same_tensors, scripted, silent
@@ -61,7 +61,7 @@ def mixtures(seed: int) -> Mixtures:
     )
 
 
-METHODS: dict[str, tuple[dict[str, Scalar], Callable[[MethodStrategy, int], Payload]]] = {
+METHODS: dict[str, tuple[dict[str, Scalar], Callable[[MethodStrategy, int], Upload]]] = {
     "mean": ({"method": "fedproto"}, lambda s, i: table(i)),
     "weighted": ({"method": "fedproto", "aggregation": "weighted"}, lambda s, i: table(i, counts=True)),
     "ppa": ({"method": "fedproto", "aggregation": "ppa"}, lambda s, i: table(i, total=True)),

@@ -1,0 +1,104 @@
+"""Which uploads are too large to be honest: rows, tensors and counts, with few and with many clients."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pbfl_flwr.payloads.contract import Sizes
+from pbfl_flwr.payloads.plausibility import LARGEST, NO_LIMITS, Plausibility
+
+LIMITS = Plausibility(100.0, counted=True)
+REPORTED = dict.fromkeys(range(6), 50)
+
+
+def implausible(*sizes: Sizes, limits: Plausibility = LIMITS) -> dict[int, str]:
+    return limits.implausible(dict(enumerate(sizes)), REPORTED)
+
+
+def rows(*values: float) -> Sizes:
+    """A value for every class; 0 for one that the client does not hold."""
+    return Sizes({label: value for label, value in enumerate(values) if value})
+
+
+def test_names_the_row_that_is_far_above_the_median_of_its_class() -> None:
+    assert implausible(rows(1, 2), rows(2, 2), rows(3, 201), rows(2, 199)) == {
+        2: "its row of class 1 has the size 201, it must be at most 200 (max-size-ratio)"
+    }
+
+
+def test_compares_a_class_of_few_clients_with_the_other_classes() -> None:
+    assert list(implausible(rows(2), rows(2), rows(2, 0, 500), rows(0, 30))) == [2]
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_one_of_three_clients_cannot_make_the_others_implausible(size: float) -> None:
+    assert set(implausible(rows(1, 5), rows(2, 3), rows(size, size))) <= {2}
+
+
+def test_vanishing_features_of_most_clients_leave_the_others_plausible() -> None:
+    assert implausible(rows(1e-9), rows(1e-9), rows(1e-9), rows(9)) == {}
+
+
+def test_two_clients_have_an_absolute_bound() -> None:
+    assert implausible(rows(1), rows(LARGEST)) == {}
+    assert list(implausible(rows(1), rows(LARGEST * 1.1))) == [1]
+
+
+def test_compares_every_tensor_with_itself() -> None:
+    sizes = [Sizes(tensors={"body": 1.0, "bias": bias}) for bias in (0.0, 0.2, 0.3, 90.0)]
+    assert list(implausible(*sizes)) == [3]
+
+
+def test_more_samples_than_reported_are_implausible_unless_the_report_is_inexact() -> None:
+    sizes = [Sizes(samples=n) for n in (50, 51)]
+    assert implausible(*sizes) == {1: "it counts 51 samples, its report 50"}
+    assert implausible(*sizes, limits=Plausibility(100.0)) == {}
+
+
+def test_more_than_a_thousand_times_the_usual_number_of_samples_is_implausible() -> None:
+    most, more = ([Sizes(samples=n) for n in (20, 30, 40, n)] for n in (30_000, 30_001))
+    assert implausible(*most, limits=Plausibility(100.0)) == {}
+    assert list(implausible(*more, limits=Plausibility(100.0))) == [3]
+
+
+def test_of_rows_scaled_by_counts_only_the_sums_are_compared() -> None:
+    scaled = Plausibility(100.0, scaled=True)
+    uneven = [rows(500, 1), rows(1, 500), rows(1, 499), rows(2, 400)]
+    assert implausible(*uneven, limits=scaled) == {}
+    assert list(implausible(*uneven, rows(1, 600_000), limits=scaled)) == [4]
+
+
+def test_a_ratio_of_zero_accepts_everything() -> None:
+    assert NO_LIMITS.implausible({0: rows(1e30), 1: Sizes(samples=9)}, {0: 0, 1: 0}) == {}
+
+
+SIZES = st.floats(0, 1e38, allow_subnormal=True)
+ANYTHING = st.builds(
+    Sizes,
+    st.dictionaries(st.integers(0, 3), SIZES, max_size=4),
+    st.dictionaries(st.sampled_from(["a", "b"]), SIZES, max_size=2),
+    st.integers(0, 2**40),
+)
+HONEST = st.builds(
+    Sizes,
+    st.dictionaries(st.integers(0, 3), st.floats(0.5, 20), min_size=1, max_size=4),
+    st.fixed_dictionaries({"a": st.floats(0.1, 3), "b": st.floats(0, 0.5)}),
+    st.integers(1, 50),
+)
+
+
+@given(st.lists(HONEST, min_size=4, max_size=4), ANYTHING, st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_whatever_one_of_five_sends_the_others_stay_and_it_is_bounded(
+    honest: list[Sizes], anything: Sizes, scaled: bool
+) -> None:
+    limits = Plausibility(100.0, scaled, counted=True)
+    found = implausible(*honest, anything, limits=limits)
+    assert set(found) <= {4}
+    if not found:
+        most = max(max(size.rows.values()) for size in honest)
+        assert anything.samples <= 50
+        assert max(anything.tensors.values(), default=0) <= 100 * max(size.tensors["a"] for size in honest)
+        largest_sum = max(sum(size.rows.values()) for size in honest)
+        bound = 1000 * largest_sum if scaled else 100 * most
+        assert max(anything.rows.values(), default=0) <= bound
