@@ -227,6 +227,7 @@ class ManagedSuperLink(ABC):
 
     def _environment(self) -> dict[str, str]:
         loopback = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
+        # Flower starts a Ray of its own here; a running one would refuse its num-cpus.
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         if path := environment.get("PYTHONPATH"):  # child processes have another working directory
             environment["PYTHONPATH"] = os.pathsep.join(
