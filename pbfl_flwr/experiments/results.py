@@ -530,16 +530,6 @@ def changed_files(records: Sequence[FinishedRun]) -> str:
     return ", ".join([*data, *(f"weights of {name}" for name in changed_weights(records))])
 
 
-def changed_lines(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a sentence on the rows whose runs differ in data or pretrained weights; empty if there are none.
-
-    Args:
-        rows: (label, result of :func:`changed_files`).
-    """
-    texts = [f"{label} ({what})" for label, what in rows if what]
-    return [f"Runs of one row that differ in more than the seed: {'; '.join(texts)}."] if texts else []
-
-
 def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[str, float]:
     """Return client name -> mean last accuracy over these runs, for the clients that all of them scored."""
     each = [
