@@ -50,6 +50,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import RoundRecord
+from pbfl_flwr.util.atomic_files import DamagedState
 
 ROOT = Path(__file__).parents[1]
 NODES = 5
@@ -278,7 +279,8 @@ class Disturbed:
     def _observe(self, done: int) -> None:
         for client in range(NODES):
             for file in (self.run_dir / "clients" / f"node-{client}").rglob("client-*.safetensors"):
-                self.trained.add((client, int(load_tensors(file)[1]["round"])))
+                with contextlib.suppress(DamagedState):  # it was replaced meanwhile
+                    self.trained.add((client, int(load_tensors(file)[1]["round"])))
         if time.monotonic() - self._sampled >= SAMPLE_SECONDS:
             self._sampled = time.monotonic()
             largest: dict[str, float] = {}

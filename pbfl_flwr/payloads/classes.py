@@ -139,7 +139,7 @@ class Prototypes:
 
     def classes(self, task: Task) -> list[int]:
         """Return the classes with a row that is not zero; dense uploads have zero rows for absent classes."""
-        present = self.present & (self.values != 0).any(dim=1)
+        present = self.present & self.values.any(dim=1)
         labels: list[int] = present.nonzero().flatten().tolist()
         return labels
 
