@@ -101,7 +101,7 @@ def examine(targets: CheckTargets) -> list[Finding]:
     findings = check_versions()
     findings += check_connection(targets)
     if targets.state_dir is not None:
-        findings += [*check_state_dir(targets.state_dir), check_home()]
+        findings += [check_state_dir(targets.state_dir), check_home()]
     return [*findings, check_memory(), check_gpu(targets.device)]
 
 
@@ -259,7 +259,7 @@ def check_home() -> Finding:
     return Finding(what, status, refused, f"{data} cannot be decoded into it: set PBFL_HOME to another place")
 
 
-def check_state_dir(directory: Path) -> list[Finding]:
+def check_state_dir(directory: Path) -> Finding:
     """Check that the state directory can be written, and its free space."""
     what = "state-dir"
     directory = expanded(directory)
@@ -268,20 +268,15 @@ def check_state_dir(directory: Path) -> list[Finding]:
         advice = f"give it to the user who runs the SuperNode: install -d -o USER {directory}"
         if existing.is_symlink():
             advice = f"it is a link to {os.readlink(existing)}: is the disk there mounted?"
-        return [Finding(what, Status.FAILED, refused, advice)]
+        return Finding(what, Status.FAILED, refused, advice)
     free = shutil.disk_usage(existing).free
     message = f"{_where(directory, existing)}, {free / 1e9:.1f} GB free"
     if free < FULL_DISK:
-        return [
-            Finding(
-                what, Status.FAILED, message, "free space: a client's state takes a few times its network"
-            )
-        ]
+        advice = "free space: a client's state takes a few times its network"
+        return Finding(what, Status.FAILED, message, advice)
     if free < LOW_DISK:
-        return [
-            Finding(what, Status.WARNING, message, "free space: data caches and logs are stored there too")
-        ]
-    return [Finding(what, Status.OK, message)]
+        return Finding(what, Status.WARNING, message, "free space: data caches and logs are stored there too")
+    return Finding(what, Status.OK, message)
 
 
 def _nearest_existing(directory: Path) -> Path:

@@ -133,12 +133,10 @@ class ManagedSuperLink(ABC):
 
     # Processes ----------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def _prepare(self) -> None:
+    def _prepare(self) -> None:  # noqa: B027 - optional
         """Make files that the SuperLink needs before it starts."""
 
-    @abstractmethod
-    def _complete(self) -> None:
+    def _complete(self) -> None:  # noqa: B027 - optional
         """Start further processes once the SuperLink is ready."""
 
     @abstractmethod
@@ -272,9 +270,3 @@ class Engine(ManagedSuperLink):
 
     def _options(self, address: str) -> list[str]:
         return ["--insecure", "--simulation"]
-
-    def _prepare(self) -> None:
-        """Nothing to do, since there are no TLS and no keys."""
-
-    def _complete(self) -> None:
-        """Nothing to do, since the simulation engine makes its own nodes."""

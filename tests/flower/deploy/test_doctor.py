@@ -132,7 +132,7 @@ def test_reports_old_driver(wanted: str, status: Status, monkeypatch: pytest.Mon
 
 
 def test_checks_state_directory_and_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (finding,) = doctor.check_state_dir(tmp_path / "new" / "state")
+    finding = doctor.check_state_dir(tmp_path / "new" / "state")
     assert "can be made" in finding.message
     assert not (tmp_path / "new").exists()
 
@@ -141,22 +141,22 @@ def test_checks_state_directory_and_free_space(tmp_path: Path, monkeypatch: pyte
 
     for free, status in ((5e9, Status.OK), (5e8, Status.WARNING), (5e6, Status.FAILED)):
         monkeypatch.setattr(shutil, "disk_usage", usage(free))
-        assert doctor.check_state_dir(tmp_path)[0].status is status
+        assert doctor.check_state_dir(tmp_path).status is status
     (tmp_path / "file").touch()
-    (finding,) = doctor.check_state_dir(tmp_path / "file" / "state")
+    finding = doctor.check_state_dir(tmp_path / "file" / "state")
     assert finding.status is Status.FAILED
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links are POSIX's")
 def test_resolves_links_and_home_of_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "state").symlink_to(tmp_path / "usb" / "state")
-    (finding,) = doctor.check_state_dir(tmp_path / "state")
+    finding = doctor.check_state_dir(tmp_path / "state")
     assert finding.status is Status.FAILED
     assert finding.advice == f"it is a link to {tmp_path / 'usb' / 'state'}: is the disk there mounted?"
     monkeypatch.setenv("HOME", str(tmp_path / "pi"))
     assert (
         f"{tmp_path / 'pi' / 'state'} can be made in {tmp_path}"
-        in doctor.check_state_dir(Path("~/state"))[0].message
+        in doctor.check_state_dir(Path("~/state")).message
     )
 
 
@@ -176,7 +176,7 @@ def test_reports_unwritable_state_directory(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "stat", look)
     monkeypatch.setattr(os, "lstat", lambda path, **more: look(path, **more, follow_symlinks=False))
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", write)
-    (finding,) = doctor.check_state_dir(tmp_path / "state")
+    finding = doctor.check_state_dir(tmp_path / "state")
     assert finding.status is Status.FAILED
     assert finding.message == f"{tmp_path} cannot be written (Permission denied)"
 
