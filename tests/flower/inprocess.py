@@ -192,15 +192,6 @@ def altered(change: Callable[[RecordDict], RecordDict | None]) -> Fault:
     return fault
 
 
-def upload(tensors: Mapping[str, Tensor]) -> Fault:
-    """The upload is replaced by these tensors, encoded as ours are."""
-
-    def change(content: RecordDict) -> None:
-        content[wire.PAYLOAD] = wire.encode_tensors(tensors)
-
-    return altered(change)
-
-
 # The grid ---------------------------------------------------------------------------------------------------
 
 
