@@ -70,7 +70,7 @@ def test_decoded_once_and_read_back_as_a_memory_map(source, home):
     ]
 
 
-def test_a_changed_source_is_decoded_anew(source):
+def test_decodes_a_changed_source_again(source):
     decode = Decoder()
     cache.cached("set", [source], decode)
     source.write_bytes(b"123456789")  # another size
@@ -159,14 +159,14 @@ def test_an_entry_is_on_the_disk_before_it_has_its_name(source, monkeypatch):
     assert len(cache.cached("set", [source], Decoder()).labels) == 4
 
 
-def test_a_source_that_is_not_there_is_named(source):
+def test_rejects_a_missing_source(source):
     link = source.with_name("link.bin")
     link.symlink_to(source.with_name("nowhere.bin"))
     with pytest.raises(PbflError, match=r"link\.bin cannot be read \(No such file or directory\)"):
         cache.cached("set", [source, link], Decoder())
 
 
-def test_a_full_disk_is_said_before_anything_is_written(source):
+def test_rejects_a_full_disk_before_writing(source):
     def huge(allocate: cache.Allocate) -> Pool:
         inputs = allocate((10**12, 10**4), np.uint8)
         return Pool(inputs, np.zeros(10**12, np.int64), ("a", "b"), 1)
@@ -197,7 +197,7 @@ def test_a_shard_of_neighbouring_rows_is_not_a_copy(source):
     assert cache.cached("set", [source], Decoder()).inputs[1].tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
-def test_a_name_that_is_no_utf8_is_a_name(tmp_path: Path) -> None:
+def test_reads_paths_that_are_not_utf8(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.bin"))
     try:
         path.write_bytes(b"1234")

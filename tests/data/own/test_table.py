@@ -114,21 +114,21 @@ def test_a_client_column_gives_natural_clients(tmp_path: Path) -> None:
         ('a,label\n"1,x\n', "is not a readable table"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_rejects_wrong_tables(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(PbflError) as error:
         load_pool(settings(write(tmp_path, text)))
     assert said in str(error.value)
     assert str(tmp_path / "t.csv") in str(error.value)
 
 
-def test_a_fault_far_down_is_found(tmp_path: Path) -> None:
+def test_names_the_row_of_a_fault_far_down(tmp_path: Path) -> None:
     rows = [f"{i},{i % 2}" for i in range(9000)]
     rows[8500] = "?,1"
     with pytest.raises(PbflError, match="row 8501, column 'a'"):
         load_pool(settings(write(tmp_path, "\n".join(["a,label", *rows]))))
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_rejects_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b"a,label\n\xff\xfe,1\n")
     with pytest.raises(PbflError, match="is not a readable table"):
         load_pool(settings(tmp_path / "t.csv"))

@@ -143,7 +143,7 @@ def test_way_shot_deals_small_classes_among_their_holders(pool_of):
         ({"dataset": "xyzzy"}, 5, "unknown dataset 'xyzzy'; must be one of digits, spiral"),
     ],
 )
-def test_settings_that_do_not_fit_are_one_clear_line(change, clients, message):
+def test_rejects_settings_that_do_not_fit(change, clients, message):
     with pytest.raises(PbflError, match=message) as caught:
         check_data(DataSettings(**change), clients)
     assert "\n" not in str(caught.value)

@@ -76,7 +76,7 @@ GOOD = "text,label\nrain,a\nsun,b\n"
         ("text,label\n", WORDS, {}, "has no rows"),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_rejects_wrong_content(
     tmp_path: Path, table: str, words: tuple[str, ...] | None, keys: dict[str, str], said: str
 ) -> None:
     file = tmp_path / "t.csv"
@@ -86,7 +86,7 @@ def test_what_is_wrong_is_said(
         load_pool(settings(file, known, **keys))
 
 
-def test_only_texts_take_a_vocabulary_and_it_must_be_there(tmp_path: Path) -> None:
+def test_rejects_a_missing_or_unused_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(GOOD, encoding="utf-8")
     with pytest.raises(PbflError, match="is not a file"):
         load_pool(settings(tmp_path / "t.csv", tmp_path / "nowhere.txt"))
@@ -94,7 +94,7 @@ def test_only_texts_take_a_vocabulary_and_it_must_be_there(tmp_path: Path) -> No
         load_pool(DataSettings(vocabulary=str(vocabulary(tmp_path / "words.txt"))))
 
 
-def test_the_command_makes_one_and_check_data_uses_it(tmp_path: Path) -> None:
+def test_vocabulary_command(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(GOOD * 1 + "rain and rain,a\nsun,b\n" * 4, encoding="utf-8")
     (tmp_path / "more.txt").write_text("sun sun sun sun\nsun sun\n", encoding="utf-8")
     out = tmp_path / "words.txt"
@@ -161,7 +161,7 @@ def test_devices_with_texts_of_their_own_learn_together(tmp_path: Path) -> None:
     assert strategy.history[-1].accuracy["head"].weighted > 0.8
 
 
-def test_another_vocabulary_does_not_fit(tmp_path: Path) -> None:
+def test_rejects_devices_with_different_vocabularies(tmp_path: Path) -> None:
     nodes = devices(tmp_path)
     nodes[2]["vocabulary"] = str(vocabulary(tmp_path / "other.txt", (*WORDS[:-1], "snow")))
     strategy = MethodStrategy(parse(CONFIG, SECTIONS))
@@ -174,6 +174,6 @@ def test_a_devices_vocabulary_is_an_absolute_path(tmp_path: Path) -> None:
     nodes[0]["vocabulary"] = "words.txt"
     strategy = MethodStrategy(parse(CONFIG, SECTIONS))
     with pytest.raises(
-        (PbflError, RunEnded), match=r"vocabulary = 'words\.txt' in --node-config: allowed is an absolute"
+        (PbflError, RunEnded), match=r"vocabulary = 'words\.txt' in --node-config: must be an absolute"
     ):
         strategy.start(InProcessGrid(make_client_app(), CONFIG, 3, node_configs=nodes))

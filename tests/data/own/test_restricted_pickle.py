@@ -18,7 +18,7 @@ from pbfl_flwr.errors import PbflError
 
 HEADER = np.lib.format.magic(1, 0) + (118).to_bytes(2, "little")
 HEADER += "{'descr': '|O', 'fortran_order': False, 'shape': (), }".ljust(117).encode() + b"\n"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # Of {"x": np.asfortranarray(np.arange(6, dtype="f4").reshape(2, 3)), "y": np.array([2, 1])}, by np.savez_compressed.
 BY_NUMPY_1_26 = (

@@ -77,7 +77,7 @@ def test_what_is_exported_comes_back_identical(tmp_path, dataset):
         export_pfl_directory(part, pool, tmp_path / "out")
 
 
-def test_lists_and_other_bytes_are_numbers_as_well(directory):
+def test_reads_lists_and_big_endian_numbers(directory):
     rows = [[k, k + 0.5] for k in range(6)]
     values = np.array(rows)
     for x, y in ((rows, [0, 1, 2] * 2), (values.astype(">f8"), np.array([0, 1, 2] * 2, ">i2"))):
@@ -176,7 +176,7 @@ def test_refuses_a_pickle_that_runs_code(directory, tmp_path, protocol, inside):
         (lambda d: (d / "config.json").write_text("[" * 100_000), "must be JSON with"),
     ],
 )
-def test_a_damaged_directory_is_named(directory, damage, message):
+def test_rejects_a_damaged_folder(directory, damage, message):
     damage(directory)
     with pytest.raises(PbflError, match=message):
         load_pool(DataSettings(dataset="pflib", data_dir=str(directory)))

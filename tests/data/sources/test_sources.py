@@ -1,5 +1,4 @@
 import gzip
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -7,13 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
 from scipy.io import savemat
 from torchvision import datasets
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import DATASETS, check_data, client_data, load_pool
-from pbfl_flwr.data.own.image_folder import one_image
 from pbfl_flwr.data.sources import idx_files
 from pbfl_flwr.errors import PbflError
 
@@ -101,7 +98,7 @@ def test_fashion_mnist_is_found_where_debian_puts_it(tmp_path, write_idx, monkey
     assert str(debian) not in str(error.value)
 
 
-def test_a_gzipped_file_that_would_fill_the_memory(tmp_path, write_idx, monkeypatch):
+def test_rejects_a_gzipped_file_larger_than_the_memory(tmp_path, write_idx, monkeypatch):
     write_mnist(tmp_path, write_idx)
     broken = tmp_path / "t10k-images-idx3-ubyte"
     (tmp_path / f"{broken.name}.gz").write_bytes(gzip.compress(broken.read_bytes() + bytes(2**23)))
@@ -113,7 +110,7 @@ def test_a_gzipped_file_that_would_fill_the_memory(tmp_path, write_idx, monkeypa
         load_pool(DataSettings(dataset="mnist", data_dir=str(tmp_path)))  # and no more of the 8 is unpacked
 
 
-def test_a_truncated_idx_file_is_named(tmp_path, write_idx):
+def test_rejects_a_truncated_idx_file(tmp_path, write_idx):
     write_mnist(tmp_path, write_idx)
     broken = tmp_path / "t10k-images-idx3-ubyte"
     broken.write_bytes(broken.read_bytes()[:500])
@@ -282,167 +279,6 @@ def test_tiny_imagenet_in_its_own_layout(tmp_path, write_image):
     (base / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn99\n")
     with pytest.raises(PbflError, match=r"val_annotations\.txt, line 1"):
         load_pool(DataSettings(dataset="tiny-imagenet", data_dir=str(base)))
-
-
-def test_an_image_folder_without_a_test_part_and_with_odd_sizes(tmp_path, write_image):
-    write_image(tmp_path / "cat" / "a.png", (1, 2, 3), (6, 4))
-    write_image(tmp_path / "cat" / "b.png", 50, (12, 12))  # grey, other size
-    write_image(tmp_path / "dog" / "c.png", (7, 8, 9), (6, 4))
-    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
-    assert pool.inputs.shape == (3, 3, 4, 6)
-    assert pool.inputs[1, :, 0, 0].tolist() == [50, 50, 50]
-    assert pool.num_train == 3
-    assert pool.label_names == ("cat", "dog")
-    part = check_data(DataSettings(dataset="image-folder", data_dir=str(tmp_path), partition="iid"), 3)
-    assert part.notes == ("1 of 3 images were resized to 6x4, the size of the first image",)
-
-
-def test_what_begins_with_a_dot_is_neither_class_nor_image(tmp_path, write_image):
-    folder = tmp_path / ".data" / "photos"  # above the folder it does not count
-    for name in ("cat/a.png", "cat/.thumbs/a.png", "dog/b.png", ".git/c.png"):
-        write_image(folder / name, 3)
-    (folder / "dog" / "._b.png").write_bytes(b"what macOS writes beside a picture")
-    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(folder)))
-    assert (pool.label_names, pool.labels.tolist()) == (("cat", "dog"), [0, 1])
-    assert [note.partition(" files ignored")[0] for note in pool.notes] == ["2"]
-
-
-def test_folders_with_the_name_of_a_class_in_another_form(tmp_path, write_image):
-    for path in ("set/Ka\u0308fer/a.png", "set/Kuh /b.png"):
-        write_image(tmp_path / path, 3)
-    settings = DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set"))
-    pool = load_pool(settings)
-    assert (pool.label_names, pool.labels.tolist()) == (("Kuh", "K\u00e4fer"), [1, 0])
-    pool = load_pool(settings.model_copy(update={"labels": "K\u00e4fer,Hund,Kuh"}))
-    assert pool.labels.tolist() == [0, 2]
-    write_image(tmp_path / "set/K\u00e4fer/a.png", 3)
-    with pytest.raises(PbflError, match="two folders of the class 'K\u00e4fer'"):
-        load_pool(settings.model_copy(update={"input_shape": "3,8,8"}))  # what was loaded is kept
-
-
-def test_a_folder_whose_name_is_no_text(tmp_path, write_image):
-    for name in (b"K\xe4fer", b"Katze"):
-        write_image(tmp_path / os.fsdecode(name) / "a.png", 3)
-    with pytest.raises(PbflError, match=r"class 'K\\udce4fer' is not UTF-8; rename it"):
-        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
-
-
-def test_parts_of_a_set_are_no_classes(tmp_path, write_image):
-    for path in ("cased/Train/cat/a.png", "cased/Train/dog/a.png", "cased/Test/cat/a.png"):
-        write_image(tmp_path / path, 3)
-    with pytest.raises(
-        PbflError, match=r"holds Test, Train, which would become the classes; must be train/<class>"
-    ):
-        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "cased")))
-    for path in ("set/train/cat/a.png", "set/train/dog/a.png", "set/val/cat/a.png", "set/.git/a.png"):
-        write_image(tmp_path / path, 3)
-    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set")))
-    assert (len(pool.labels), pool.notes) == (2, ("folders ignored next to train and test: val",))
-
-
-def test_images_behind_a_link_count_as_all_others(tmp_path, write_image):
-    for path in ("set/cat/0.png", "set/dog/0.png", "scans/0.png", "scans/1.png"):
-        write_image(tmp_path / path, 3)
-    (tmp_path / "scans" / "notes.txt").write_text("no image")
-    (tmp_path / "set" / "cat" / "more").symlink_to(tmp_path / "scans")
-    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set")))
-    assert pool.labels.tolist() == [0, 0, 0, 1]
-    assert [note.partition(" files ignored")[0] for note in pool.notes] == ["1"]
-
-
-def test_an_image_folder_that_cannot_be_used_says_why(tmp_path, write_image):
-    def load(path: Path) -> None:
-        load_pool(DataSettings(dataset="image-folder", data_dir=str(path)))
-
-    with pytest.raises(PbflError, match="does not exist"):
-        load(tmp_path / "nowhere")
-    (tmp_path / "ok.npz").write_bytes(b"")
-    with pytest.raises(PbflError, match=r"ok\.npz is a file; it should be a folder with train/<class>/"):
-        load(tmp_path / "ok.npz")
-    (tmp_path / "none").mkdir()
-    with pytest.raises(PbflError, match="should hold <class>/"):
-        load(tmp_path / "none")
-    write_image(tmp_path / "a" / "train" / "cat" / "0.png", 3)
-    write_image(tmp_path / "a" / "train" / "dog" / "0.png", 3)
-    write_image(tmp_path / "a" / "test" / "cow" / "0.png", 3)
-    with pytest.raises(PbflError, match="classes that train/ lacks: \\['cow'\\]"):
-        load(tmp_path / "a")
-    write_image(tmp_path / "b" / "cat" / "0.png", 3)
-    write_image(tmp_path / "b" / "dog" / "0.png", 3)
-    (tmp_path / "b" / "dog" / "1.png").write_bytes(b"no image")
-    with pytest.raises(PbflError, match=r"1\.png is not a readable image"):
-        load(tmp_path / "b")
-
-
-@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.webp"])
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_photographs_are_turned_as_they_were_held(tmp_path, name, orientation):
-    light = np.zeros((16, 32, 3), dtype=np.uint8)  # as it is to be seen: light at the top on the left
-    light[:8, :8] = 255
-    stored = {
-        1: light, 2: light[:, ::-1], 3: light[::-1, ::-1], 4: light[::-1],
-        5: light.transpose(1, 0, 2), 6: np.rot90(light), 7: np.rot90(light.transpose(1, 0, 2), 2),
-        8: np.rot90(light, -1),
-    }[orientation]  # fmt: skip
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = orientation
-    for label in ("cat", "dog"):
-        (tmp_path / label).mkdir()
-        Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / label / name, exif=exif)
-    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
-    assert pool.input_shape == (3, 16, 32)
-    assert (
-        np.abs(pool.inputs[0].transpose(1, 2, 0).astype(int) - light).mean() < 8
-    )  # JPEG and WEBP lose a little
-    image = one_image(tmp_path / "cat" / name, 3, (32, 16))  # as predict reads it
-    assert np.array_equal(image, pool.inputs[0])
-
-
-def test_a_damaged_exif_says_nothing(tmp_path):
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    for label in ("cat", "dog"):
-        (tmp_path / label).mkdir()
-        path = tmp_path / label / "a.webp"
-        Image.new("RGB", (8, 4)).save(path, exif=exif)
-        content = path.read_bytes()
-        path.write_bytes(content.replace(b"MM\0*", b"ZZ\0*"))
-        assert path.read_bytes() != content
-    assert load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path))).input_shape == (3, 4, 8)
-
-
-@pytest.mark.filterwarnings("error")
-def test_colours_of_a_palette_with_transparent_ones(tmp_path):
-    for label in ("cat", "dog"):
-        (tmp_path / label).mkdir()
-        image = Image.new("P", (2, 1))
-        image.putpalette([10, 20, 30, 40, 50, 60])
-        image.putpixel((1, 0), 1)
-        image.save(tmp_path / label / "a.png", transparency=b"\0\x80")
-    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
-    assert pool.inputs[0, :, 0].T.tolist() == [[10, 20, 30], [40, 50, 60]]
-
-
-@pytest.mark.parametrize("name", ["0.png", "0.tif"])
-def test_of_16_bits_a_channel_the_high_byte_is_taken(tmp_path, name):
-    values = np.array([[0, 255, 256], [1000, 60_000, 65_535]], dtype=np.uint16)
-    for label in ("healthy", "ill"):
-        (tmp_path / "scans" / label).mkdir(parents=True)
-        Image.fromarray(values).save(tmp_path / "scans" / label / name)
-    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "scans")))
-    expected = [[0, 0, 1], [3, 234, 255]]
-    assert pool.inputs.tolist() == [[expected] * 3] * 2
-    alone = one_image(tmp_path / "scans" / "ill" / name, 1, (3, 2))  # what predict reads
-    assert alone.tolist() == [expected]
-
-
-@pytest.mark.parametrize(("mode", "dtype"), [("I", np.int32), ("F", np.float32)])
-def test_pictures_of_no_known_range_are_refused(tmp_path, mode, dtype):
-    for label in ("healthy", "ill"):
-        (tmp_path / "scans" / label).mkdir(parents=True)
-        Image.fromarray(np.full((2, 2), 1000, dtype)).save(tmp_path / "scans" / label / "0.tif")
-    with pytest.raises(PbflError, match=rf"0\.tif is an image of mode {mode}, whose value range is unknown"):
-        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "scans")))
 
 
 def test_datasets_that_need_a_path_say_so():

@@ -384,14 +384,14 @@ def test_external_model_by_module_and_function(external: str) -> None:
         ),
     ],
 )
-def test_external_models_that_do_not_answer(external: str, spec: str, message: str) -> None:
+def test_rejects_invalid_external_models(external: str, spec: str, message: str) -> None:
     with pytest.raises(PbflError, match=message.replace("{}", external)) as caught:
         check_models(spec.format(external), TASK)
     assert spec.format(external) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_what_an_external_model_refuses_itself_is_passed_on(external: str) -> None:
+def test_passes_on_what_an_external_model_refuses(external: str) -> None:
     with pytest.raises(PbflError, match=r"^I want colours$"):
         build_model(f"{external}:says", TASK, seed=0)
 

@@ -87,18 +87,18 @@ def test_bytes_are_images(save):
         ),
     ],
 )
-def test_what_is_wrong_is_said(save, arrays, message):
+def test_rejects_wrong_content(save, arrays, message):
     with pytest.raises(PbflError, match=message):
         check_data(save(**arrays), 1)
 
 
-def test_a_file_that_is_no_archive_is_named(tmp_path):
+def test_rejects_a_file_that_is_no_archive(tmp_path):
     (tmp_path / "set.npz").write_bytes(b"not a zip")
     with pytest.raises(PbflError, match=r"set.npz is not a readable .npz file"):
         load_pool(DataSettings(dataset="npz", data_dir=str(tmp_path / "set.npz")))
 
 
-def test_an_array_that_says_it_is_larger_than_any_memory(tmp_path: Path) -> None:
+def test_rejects_an_array_larger_than_any_memory(tmp_path: Path) -> None:
     header = np.lib.format.magic(1, 0) + (118).to_bytes(2, "little")
     header += (
         f"{{'descr': '<f8', 'fortran_order': False, 'shape': ({10**15},), }}".ljust(117).encode() + b"\n"
@@ -141,7 +141,7 @@ def test_other_samples_have_another_fingerprint() -> None:
     assert replace(pool, inputs=inputs.copy()).fingerprint() == pool.fingerprint()
 
 
-def test_a_flipped_byte_is_one_line_wherever_it_is(tmp_path: Path) -> None:
+def test_survives_any_flipped_byte(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     file = tmp_path / "set.npz"
     np.savez_compressed(file, x=rng.random((50, 8)).astype(np.float32), y=np.arange(50) % 3)

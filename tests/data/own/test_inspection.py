@@ -43,7 +43,7 @@ def photos(tmp_path: Path, write_image: Callable[..., None]) -> Path:
     return tmp_path / "photos"
 
 
-def test_kinds(tmp_path: Path) -> None:
+def test_detects_the_kind_of_data(tmp_path: Path) -> None:
     assert [kind_of(Path(name)) for name in ("a.npz", "a.CSV", "a.tsv", "a.parquet")] == [
         "npz",
         *["table"] * 3,
@@ -89,7 +89,7 @@ def test_images_are_brought_to_a_shape(photos: Path) -> None:
         load_pool(found.model_copy(update={"input_shape": "4,5"}))
 
 
-def test_arrays_with_names_and_with_gaps(tmp_path: Path) -> None:
+def test_reads_class_names_and_gaps_of_arrays(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.zeros((3, 2)), y=np.array(["emu", "cat", "emu"]))
     found = DataSettings(dataset="npz", data_dir=str(tmp_path / "a.npz"))
     assert load_pool(found).label_names == ("cat", "emu")
@@ -114,18 +114,18 @@ def test_any_dataset_can_be_renumbered_but_not_reshaped() -> None:
 
 
 @pytest.mark.parametrize("labels", ["a", "a,,b", "a,b,a", "x\n"])
-def test_lists_of_names_that_are_none(labels: str) -> None:
+def test_rejects_invalid_lists_of_names(labels: str) -> None:
     with pytest.raises(PbflError, match=r"labels = .*: must be empty, or 2 to 10000 different names"):
         parse({"labels": labels})
 
 
 @pytest.mark.parametrize("shape", ["0,2", "a", "1,2,3,4,5", "1, 2", "-1"])
-def test_shapes_that_are_none(shape: str) -> None:
+def test_rejects_invalid_shapes(shape: str) -> None:
     with pytest.raises(PbflError, match=r"input-shape = .*: must be empty, or 1 to 4 whole numbers"):
         parse({"input-shape": shape})
 
 
-def test_a_file_of_names(tmp_path: Path) -> None:
+def test_reads_class_names_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_text("\ufeffDermatofibroma, benign\r\n\r\nNevus\r\n", encoding="utf-8")
     text = read_names(tmp_path / "labels.txt")
     assert DataSettings(labels=text).classes == ("Dermatofibroma, benign", "Nevus")
@@ -169,13 +169,13 @@ def test_the_numbers_of_a_pflib_folder_are_places_in_the_names_for_everybody(tmp
         load_pool(found.model_copy(update={"labels": "a,b"}))
 
 
-def test_a_picture_that_would_fill_the_memory(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_an_image_larger_than_the_memory(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 20)
     with pytest.raises(PbflError, match=r"0\.png is not a readable image: Image size \(60 pixels\) exceeds"):
         load_pool(DataSettings(dataset="image-folder", data_dir=str(photos)))
 
 
-def test_a_file_that_would_fill_the_memory(tmp_path: Path) -> None:
+def test_rejects_a_file_larger_than_the_memory(tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="holds 1,099,511,627,776 MiB, more than this machine's memory"):
         check_memory(2**60, tmp_path / "a.npz")
 
@@ -183,7 +183,7 @@ def test_a_file_that_would_fill_the_memory(tmp_path: Path) -> None:
 # check-data -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_said_of_a_table(tmp_path: Path) -> None:
+def test_inspects_a_table(tmp_path: Path) -> None:
     rows = [
         "age,bp,always,label",
         *(f"{20 + i},{0.1 * i},5,{'ill' if i % 4 else 'well'}" for i in range(40)),
@@ -204,7 +204,7 @@ def test_what_is_said_of_a_table(tmp_path: Path) -> None:
     assert "1 of 3 values of an input are the same in every sample" in text
 
 
-def test_windows_whose_times_and_channels_were_mixed_up_are_warned_of(tmp_path: Path) -> None:
+def test_warns_of_windows_with_swapped_axes(tmp_path: Path) -> None:
     waves = np.sin(np.arange(64) * 0.2 + np.arange(20 * 3).reshape(20, 3, 1) * 1.7).astype(np.float32)
     readings = waves.transpose(0, 2, 1)
     noise = np.random.default_rng(0).normal(size=(20, 3, 64))
@@ -239,7 +239,7 @@ def test_windows_whose_times_and_channels_were_mixed_up_are_warned_of(tmp_path: 
     assert (code, found["input_shape"], found["refused"][:15]) == (2, [64, 3], "model 'har-cnn'")
 
 
-def test_pictures_as_numbers_with_their_channels_last_are_warned_of(tmp_path: Path) -> None:
+def test_warns_of_float_images_with_channels_last(tmp_path: Path) -> None:
     values = np.random.default_rng(0).random((8, 6 * 6 * 3))
     shapes = {"last": (6, 6, 3), "grey": (6, 6, 1), "first": (3, 6, 6), "windows": (3, 36, 1)}
     warned = set()
@@ -254,7 +254,7 @@ def test_pictures_as_numbers_with_their_channels_last_are_warned_of(tmp_path: Pa
     assert warned == {"last", "grey"}
 
 
-def test_pictures_without_anything_to_see_are_warned_of(tmp_path: Path) -> None:
+def test_warns_of_constant_images(tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 256, (12, 4, 4), dtype=np.uint8)
     x[6:] = 255
     np.savez(tmp_path / "half.npz", x=x, y=np.repeat(["ant", "bee"], 6))
@@ -299,7 +299,7 @@ def call(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_the_command(tmp_path: Path, photos: Path) -> None:
+def test_check_data_command(tmp_path: Path, photos: Path) -> None:
     code, text = call(str(photos), "--labels", "ant,cat,emu", "--input-shape", "1,16,16", "--model", "cnn2")
     assert code == 0, text
     assert f"data-path='{photos}' labels='ant,cat,emu' input-shape='1,16,16'" in text.replace("\n", "")
@@ -319,7 +319,7 @@ def test_the_command(tmp_path: Path, photos: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["plain.csv", "two words.csv", "Anna's.csv", 'the "new".csv', "$HOME.csv", "it's `a` \\ $b.csv"]
 )
-def test_the_keys_can_be_pasted(tmp_path: Path, name: str) -> None:
+def test_printed_keys_can_be_pasted(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text("a,label\n1,x\n2,y\n")
     code, text = call(str(path), "--label-column", "label")
@@ -330,14 +330,14 @@ def test_the_keys_can_be_pasted(tmp_path: Path, name: str) -> None:
     assert node_config(printed[1]) == parse_config_args(printed[1:]) == said
 
 
-def test_keys_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+def test_names_keys_that_cannot_be_written(tmp_path: Path) -> None:
     (path := tmp_path / 'Anna\'s "own".csv').write_text("a,label\n1,x\n2,y\n")
     code, text = call(str(path))
     assert (code, "--node-config cannot contain data-path = " in text) == (0, True)
     assert "client-id" not in text
 
 
-def test_it_needs_neither_flower_nor_ray(tmp_path: Path) -> None:
+def test_check_data_imports_neither_flower_nor_ray(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,label\n1,x\n2,y\n")
     script = (
         "import sys; from typer.testing import CliRunner; from pbfl_flwr.cli import app\n"
