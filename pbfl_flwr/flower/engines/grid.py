@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -33,7 +33,13 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import forget, make_client_app
 from pbfl_flwr.flower.client.device import as_worker
 from pbfl_flwr.flower.deploy.superlink import LOG
-from pbfl_flwr.flower.engines.executors import ProcessWorker, WorkerPool, WorkerSpec, check_not_importing
+from pbfl_flwr.flower.engines.executors import (
+    ProcessWorker,
+    Worker,
+    WorkerPool,
+    WorkerSpec,
+    check_not_importing,
+)
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.flower.server.app import serve
 from pbfl_flwr.flower.server.grid import (
@@ -248,20 +254,27 @@ def run_here(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, reso
 
             states = Path(str(config.get("state-dir") or run_dir / "clients"))
             workers = stack.enter_context(ray_workers(resources, num_clients, states))
+            grid = stack.enter_context(_pooled(workers, keys, num_clients))
+        elif len(specs) > 1:
+            stack.enter_context(_environment(specs[0]))
+            grid = stack.enter_context(_pooled([*map(ProcessWorker, specs)], keys, num_clients))
         else:
             stack.enter_context(_environment(specs[0]))
-            workers = [ProcessWorker(spec) for spec in specs]
-        if resources.engine != "ray" and len(workers) == 1:
             stack.enter_context(as_worker(specs[0].cores))
             stack.enter_context(threadpool_limits(specs[0].cores))
             grid = LocalGrid(in_this_process(), run_immediately, keys, num_clients)
-        else:
-            threads = stack.enter_context(ThreadPoolExecutor(len(workers)))
-            # Closed first, so that no thread waits for a worker.
-            pool = stack.enter_context(WorkerPool(workers))
-            stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-            grid = LocalGrid(pool.handle, threads.submit, keys, num_clients, pool.give_up)
         serve(grid, keys, RUN_ID)
+
+
+@contextmanager
+def _pooled(workers: Sequence[Worker], config: Mapping[str, Scalar], num_clients: int) -> Iterator[LocalGrid]:
+    """Yield a grid each of whose messages runs on the next free worker."""
+    # The pool is closed first, so that no thread waits for a worker.
+    with ThreadPoolExecutor(len(workers)) as threads, WorkerPool(workers) as pool:
+        try:
+            yield LocalGrid(pool.handle, threads.submit, config, num_clients, pool.give_up)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:

@@ -24,6 +24,7 @@ from pbfl_flwr.flower.engines.placement import Machine, Resources
 from pbfl_flwr.runs.directory import RunDirectory
 from tests.flower.engines.test_grid import KEYS, ask, echo, said
 
+pytestmark = pytest.mark.timeout(600)
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -168,7 +169,6 @@ def test_names_an_address_without_a_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.xdist_group("ray")
 def test_a_node_killed_in_a_round_costs_its_replies(cluster: Cluster, tmp_path: Path) -> None:
     """The last one: it leaves the cluster with one node."""
