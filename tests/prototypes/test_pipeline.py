@@ -35,32 +35,32 @@ N = {i: sum(n) for i, n in COUNTS.items()}  # 6, 13, 9
 
 
 def method(name: str = "fedproto", **keys: Scalar) -> Pipeline:
-    given = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
-    found = build_method(parse({"method": name, "feature-dim": 8, **given}, SECTIONS))
-    assert isinstance(found, Pipeline)
-    return found
+    dotted = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
+    pipeline = build_method(parse({"method": name, "feature-dim": 8, **dotted}, SECTIONS))
+    assert isinstance(pipeline, Pipeline)
+    return pipeline
 
 
 def uploads(width: int = 8, scaled: bool = False, total: bool = False) -> dict[int, Prototypes]:
     """The clients' means (or n_ij times them), 1, 9 and 2 samples of class 1."""
-    found = {}
-    for i, held in HELD.items():
+    sent = {}
+    for i, classes in HELD.items():
         values = torch.zeros(4, width)
         rows = torch.randn(2, width, generator=torch.Generator().manual_seed(i))
-        values[held] = rows * torch.tensor(COUNTS[i])[:, None] if scaled else rows
+        values[classes] = rows * torch.tensor(COUNTS[i])[:, None] if scaled else rows
         present = torch.zeros(4, dtype=torch.bool)
-        present[held] = True
-        found[i] = Prototypes(values, present, None, N[i] if total else None)
-    return found
+        present[classes] = True
+        sent[i] = Prototypes(values, present, None, N[i] if total else None)
+    return sent
 
 
 def round_info(number: int = 1) -> Round:
     return Round(number, TASK, num_clients=3, seed=0)
 
 
-def run(found: Pipeline, sent: dict[int, Prototypes]) -> Prototypes:
-    state = found.aggregate(found.init(TASK, 0), sent, round_info())
-    return found.broadcast(state, 0)
+def run(pipeline: Pipeline, sent: dict[int, Prototypes]) -> Prototypes:
+    state = pipeline.aggregate(pipeline.init(TASK, 0), sent, round_info())
+    return pipeline.broadcast(state, 0)
 
 
 def test_stages_are_keys_with_auto_resolved() -> None:
@@ -104,16 +104,16 @@ def test_every_combination_runs(tmp_path: Path, base: str, cps: bool, ppa: bool,
     }
     if base == "fedtgp":
         keys["fedtgp.server-epochs"] = 3
-    found = federation(tmp_path, base, num_clients=3, **keys).run()
-    history, state = found.strategy.history, found.strategy.state
+    played = federation(tmp_path, base, num_clients=3, **keys).run()
+    history, state = played.strategy.history, played.strategy.state
     assert [line.failures for line in history] == [[], []]
     assert (history[1].client_metrics["loss.regularizer"] or 0) > 0
     assert "loss.regularizer" not in history[0].client_metrics
     width = 16 if cps else 64
-    held = [3, 1, 4]  # classes 0, 1, 2; 0; 1, 3, 4, 5
+    class_counts = [3, 1, 4]  # classes 0, 1, 2; 0; 1, 3, 4, 5
     assert state.broadcast.values.shape == (10, width)
     assert state.broadcast.present.tolist() == [True] * 6 + [False] * 4
-    assert plain(history[1].scalars) == {"up": sum(held) * width, "down": 3 * 6 * width}
+    assert plain(history[1].scalars) == {"up": sum(class_counts) * width, "down": 3 * 6 * width}
     assert (state.broadcast.num_examples is None) or ppa
     assert ("server-loss" in history[1].server_metrics) == (base == "fedtgp")
 
@@ -121,16 +121,16 @@ def test_every_combination_runs(tmp_path: Path, base: str, cps: bool, ppa: bool,
 @pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
 def test_tinyproto_on_both_bases(tmp_path: Path, base: str) -> None:
     keys: dict[str, Any] = {"tinyproto.base": base, "tinyproto.server-epochs": 3, "cps_dim": 16}
-    found = federation(tmp_path, "tinyproto", num_clients=3, **keys).run()
-    assert [line.failures for line in found.strategy.history] == [[], []]
-    assert found.strategy.primary_predictor == "local"
-    assert (found.strategy.state.trained is not None) == (base == "fedtgp")
+    played = federation(tmp_path, "tinyproto", num_clients=3, **keys).run()
+    assert [line.failures for line in played.strategy.history] == [[], []]
+    assert played.strategy.primary_predictor == "local"
+    assert (played.strategy.state.trained is not None) == (base == "fedtgp")
 
 
 def test_settings_change_what_they_name(tmp_path: Path) -> None:
     def state(name: str, **keys: Any) -> Tensor:
-        found = federation(tmp_path / name, "fedproto", num_clients=3, num_server_rounds=3, **keys).run()
-        values: Tensor = found.strategy.state.combined.values
+        played = federation(tmp_path / name, "fedproto", num_clients=3, num_server_rounds=3, **keys).run()
+        values: Tensor = played.strategy.state.combined.values
         return values
 
     base = state("base")
@@ -156,9 +156,9 @@ def class_means(network: SplitModel, shard: Shard, samples: int) -> Tensor:
 
 def test_prototypes_of_the_network_before_or_after_its_training() -> None:
     for collect in ("before", "post"):
-        found, one = method(collect=collect), client()
+        pipeline, one = method(collect=collect), client()
         fresh = build_model("cnn2", TASK, 0)
-        sent = found.local_update(one, Prototypes.empty(4, 8)).payload
+        sent = pipeline.local_update(one, Prototypes.empty(4, 8)).payload
         expected = class_means(fresh if collect == "before" else one.model, one.data.train, 5)
         assert torch.allclose(sent.values[:2], expected, atol=1e-6), collect
     assert not torch.allclose(class_means(fresh, one.data.train, 5), expected, atol=1e-6)
@@ -168,10 +168,10 @@ def test_of_all_epochs_or_the_last_one_only() -> None:
     """The epochs' order is drawn alike, so what two epochs have seen is what one has and what the second adds."""
 
     def sent(collect: str, epochs: int) -> Tensor:
-        given = parse({"batch-size": 2, "local-epochs": epochs}).training
+        training = parse({"batch-size": 2, "local-epochs": epochs}).training
         torch.manual_seed(0)  # of dropout
         update = method(collect=collect, min_class_count=1).local_update(
-            replace(client(), training=given), Prototypes.empty(4, 8)
+            replace(client(), training=training), Prototypes.empty(4, 8)
         )
         return update.payload.values[:2]
 
@@ -184,8 +184,8 @@ def test_of_all_epochs_or_the_last_one_only() -> None:
 def test_the_last_samples_that_are_never_trained_on_are_not_collected_either() -> None:
     # 3 + 2 samples in batches of 2: the fifth, of class 1, is left out where drop-last is "always"
     for protocol, samples in (("htfl", 4), ("clean", 5)):
-        given = parse({"protocol": protocol, "batch-size": 2}).training
-        one = replace(client(), training=given)
+        training = parse({"protocol": protocol, "batch-size": 2}).training
+        one = replace(client(), training=training)
         sent = method(collect="before", min_class_count=1).local_update(one, Prototypes.empty(4, 8)).payload
         expected = class_means(build_model("cnn2", TASK, 0), one.data.train, samples)
         assert torch.allclose(sent.values[:2], expected, atol=1e-6), protocol
@@ -225,8 +225,8 @@ def test_ppa_with_a_known_total_takes_the_share_that_answered() -> None:
 @pytest.mark.parametrize(("form", "divisor"), [("aps-sum", [1, 1, 1, 1]), ("aps-mean", [1, 3, 1, 1])])
 def test_aps_sums_or_averages_and_the_client_scales(form: str, divisor: list[int]) -> None:
     sent = uploads(scaled=True, total=True)
-    found = method(aggregation=form)
-    down = run(found, sent)
+    pipeline = method(aggregation=form)
+    down = run(pipeline, sent)
     total = summed(sent) / np.array(divisor)[:, None]
     np.testing.assert_allclose(down.values, total, atol=1e-5)
     assert down.num_examples == 28
@@ -259,21 +259,21 @@ def test_aps_sums_or_averages_and_the_client_scales(form: str, divisor: list[int
 def test_the_upload_that_stands_for_a_sum_gives_what_all_give(
     keys: dict[str, Any], factor: Callable[[list[int]], float] | None, answering: list[int]
 ) -> None:
-    found = method(**keys)
+    pipeline = method(**keys)
     sent = {i: up for i, up in uploads(scaled=True, total=True).items() if i in answering}
     rows, held = torch.from_numpy(summed(sent)), torch.stack([up.present for up in sent.values()]).sum(0)
     total = sums.Total(rows, held, sum(N[i] for i in sent), len(sent))
-    alone = run(found, {0: found.summed(total, 3)})
+    alone = run(pipeline, {0: pipeline.summed(total, 3)})
     expected = rows * factor(answering) if factor else rows / held.clamp_min(1)[:, None]
     assert torch.equal(alone.present, held > 0)
-    if not found.stages.sends_total:
+    if not pipeline.stages.sends_total:
         sent = {i: replace(up, num_examples=None) for i, up in sent.items()}
-    together = run(found, sent)
+    together = run(pipeline, sent)
     np.testing.assert_allclose(together.values, expected, rtol=1e-6)
     # What clients make of both is the same: μ·c_j where they scale, by an n that is whole.
     mine = client()
     torch.testing.assert_close(
-        found._targets(mine, alone), found._targets(mine, together), rtol=1e-6, atol=1e-7
+        pipeline._targets(mine, alone), pipeline._targets(mine, together), rtol=1e-6, atol=1e-7
     )
 
 
@@ -294,8 +294,8 @@ def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form:
     # class 1 is seen in round 1 only: μ·c_1 is 0.9·(4/100)·50 = 1.8 then and after rounds over 1,000 and 200 samples;
     # of a mean, n is that of all three clients, of whom one answers: 0.6
     size = {"aps-sum": 1.8, "aps-mean": 0.6}[form]
-    found, mine = method(aggregation=form), client()
-    state = found.init(TASK, 0)
+    pipeline, mine = method(aggregation=form), client()
+    state = pipeline.init(TASK, 0)
     for number, n in ((1, 100), (2, 1000), (3, 200)):
         sent = {0: one(0, n // 2, n)}
         if number == 1:
@@ -304,8 +304,8 @@ def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form:
                     sent[0].values + one(1, 50, n).values, torch.tensor([True, True, False, False]), None, n
                 )
             }
-        state = found.aggregate(state, sent, round_info(number))
-        targets = found._targets(mine, found.broadcast(state, 0))
+        state = pipeline.aggregate(state, sent, round_info(number))
+        targets = pipeline._targets(mine, pipeline.broadcast(state, 0))
         torch.testing.assert_close(targets[:2], torch.full((2, 8), size))
     assert state.ages.tolist()[:2] == [0, 2]
 
@@ -313,41 +313,41 @@ def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form:
 @pytest.mark.parametrize(("form", "size"), [("aps-sum", 0.9), ("aps-mean", 0.3)])
 def test_prototypes_are_of_one_size_whoever_answers(form: str, size: float) -> None:
     # three clients of 10 samples of every class, K = 4: μ = 0.9·4/120, Σ n_ij = 30 and their mean 10
-    found, mine = method(aggregation=form), client()
+    pipeline, mine = method(aggregation=form), client()
     everything = Prototypes(torch.full((4, 8), 10.0), torch.ones(4, dtype=torch.bool), None, 40)
     for answered in (3, 2, 1):
-        down = run(found, dict.fromkeys(range(answered), everything))
-        torch.testing.assert_close(found._targets(mine, down), torch.full((4, 8), size))
+        down = run(pipeline, dict.fromkeys(range(answered), everything))
+        torch.testing.assert_close(pipeline._targets(mine, down), torch.full((4, 8), size))
 
 
 @pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
 def test_a_scale_that_is_a_number_is_for_all_clients(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # μ = 0.1, three clients of 10 samples: μ·Σ = 3; two of them answer: 0.1·20·3/2 = 3 as well
-    found, mine = method("tinyproto", tinyproto__base=base, aps_scale=0.1, cps_dim=0), client()
+    pipeline, mine = method("tinyproto", tinyproto__base=base, aps_scale=0.1, cps_dim=0), client()
     vectors: list[Tensor] = []
     if base == "fedtgp":
-        import pbfl_flwr.prototypes.pipeline as room
+        import pbfl_flwr.prototypes.pipeline as module
 
         def train(state: Any, given: Tensor, *others: Any, **named: Any) -> Any:
             vectors.append(given)
             return train_prototypes(state, given, *others, **named)
 
-        monkeypatch.setattr(room, "train_prototypes", train)
+        monkeypatch.setattr(module, "train_prototypes", train)
     for answered in (3, 2, 1):
         sent = {i: one(0, 10, None) for i in range(answered)}
-        down = run(found, sent)
+        down = run(pipeline, sent)
         if base == "fedtgp":
             torch.testing.assert_close(vectors[-1], torch.full((answered, 8), 3.0))
         else:
-            torch.testing.assert_close(found._targets(mine, down)[0], torch.full((8,), 3.0))
+            torch.testing.assert_close(pipeline._targets(mine, down)[0], torch.full((8,), 3.0))
 
 
 def test_what_a_client_sends_is_scaled_and_masked() -> None:
     """The upload is n_ij·c̄_ij within the mask of class j, where c̄_ij is what the client remembers."""
     mine = client([3, 2, 0, 0])
-    found = method(aggregation="ppa", cps_dim=2)
-    update = found.local_update(mine, Prototypes.empty(4, 2))
-    table = masks.allocate_masks(4, 8, 2, scheme="dimension", seed=found.mask_seed)
+    pipeline = method(aggregation="ppa", cps_dim=2)
+    update = pipeline.local_update(mine, Prototypes.empty(4, 2))
+    table = masks.allocate_masks(4, 8, 2, scheme="dimension", seed=pipeline.mask_seed)
     assert update.payload.present.tolist() == [True, True, False, False]
     assert update.payload.num_examples == 5
     assert update.payload.counts is None
@@ -413,12 +413,12 @@ def test_alignment_works_in_all_dimensions_and_sends_the_mask(solver: str) -> No
 
 
 def test_the_simplex_has_room_for_one_class_more_than_dimensions() -> None:
-    found = method("protonorm", alignment="simplex")
-    found.check(Task(9, 8, (1,)), ["cnn4"])
+    pipeline = method("protonorm", alignment="simplex")
+    pipeline.check(Task(9, 8, (1,)), ["cnn4"])
     with pytest.raises(
         PbflError, match=r"alignment = 'simplex' needs num classes <= feature-dim \+ 1, found K=10"
     ):
-        found.check(Task(10, 8, (1,)), ["cnn4"])
+        pipeline.check(Task(10, 8, (1,)), ["cnn4"])
     method("protonorm").check(Task(10, 8, (1,)), ["cnn4"])
 
 
@@ -435,9 +435,9 @@ def test_upscaling_is_the_clients() -> None:
 
 @pytest.mark.parametrize("stale", ["keep", "drop"])
 def test_a_class_nobody_sends_is_kept_or_dropped(stale: str) -> None:
-    found = method(stale=stale)
-    first = found.aggregate(found.init(TASK, 0), uploads(), round_info(1))
-    second = found.aggregate(first, {0: uploads()[0]}, round_info(2))  # classes 0 and 1 only
+    pipeline = method(stale=stale)
+    first = pipeline.aggregate(pipeline.init(TASK, 0), uploads(), round_info(1))
+    second = pipeline.aggregate(first, {0: uploads()[0]}, round_info(2))  # classes 0 and 1 only
     kept = stale == "keep"
     assert second.broadcast.present.tolist() == [True, True, kept, kept]
     assert second.ages.tolist() == ([0, 0, 1, 1] if kept else [0, 0, -1, -1])
@@ -446,9 +446,9 @@ def test_a_class_nobody_sends_is_kept_or_dropped(stale: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedproto", "fedtgp"])
 def test_a_round_without_uploads_leaves_the_prototypes_as_they_are(name: str) -> None:
-    found = method(name)
-    state = found.aggregate(found.init(TASK, 0), uploads(), round_info())
-    later = found.aggregate(state, {}, round_info(2))
+    pipeline = method(name)
+    state = pipeline.aggregate(pipeline.init(TASK, 0), uploads(), round_info())
+    later = pipeline.aggregate(state, {}, round_info(2))
     assert torch.equal(later.broadcast.values, state.broadcast.values)
     assert torch.equal(later.broadcast.present, state.broadcast.present)
     assert later.ages.tolist() == [age + (age >= 0) for age in state.ages.tolist()]
@@ -457,11 +457,11 @@ def test_a_round_without_uploads_leaves_the_prototypes_as_they_are(name: str) ->
 def test_local_predictions_are_of_own_classes_only() -> None:
     mine = client([3, 0, 2, 0])
     down = run(method(), {0: uploads()[0]})  # global prototypes of classes 0 and 1
-    found = method().predictors(mine, down)
-    assert set(found) == {"head", "global", "global-local"}
+    predictors = method().predictors(mine, down)
+    assert set(predictors) == {"head", "global", "global-local"}
     features, logits = torch.randn(5, 8), torch.zeros(5, 4)
-    assert set(found["global"](features, logits).argmax(1).tolist()) <= {0, 1}
-    assert set(found["global-local"](features, logits).argmax(1).tolist()) == {0}
+    assert set(predictors["global"](features, logits).argmax(1).tolist()) <= {0, 1}
+    assert set(predictors["global-local"](features, logits).argmax(1).tolist()) == {0}
     assert set(method().predictors(mine, Prototypes.empty(4, 8))) == {"head"}
 
 
