@@ -21,9 +21,6 @@ from pbfl_flwr.config.keys import CpsScheme
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import Task
 
-MOST_OPERATIONS = (
-    2 * 10**8
-)  # K² for every attempt to even out masks: about a second even for thousands of classes
 Masks = NDArray[np.uint8]
 Random = np.random.RandomState  # its streams are the same in all versions of NumPy, and so on all clients
 
@@ -35,9 +32,9 @@ def allocate_masks(
     *,
     scheme: CpsScheme = "dimension",
     seed: int,
-    attempts: int = 4000,
+    swaps: int = 1000,
 ) -> Tensor:
-    """Allocate the K masks with the largest total pairwise Hamming distance, and even distances.
+    """Allocate the K masks with the largest total pairwise Hamming distance, then raise the smallest distance.
 
     Why the total is maximal. Let load_t = Σ_j m_jt be the number of classes that use dimension t. A pair of masks
     differs at t iff exactly one of the two has a one there, so Σ_{j<k} H(m_j, m_k) = Σ_t load_t·(K - load_t),
@@ -47,10 +44,13 @@ def allocate_masks(
     maximal iff the column loads differ by at most one. The allocation has such loads by construction, and
     every later step moves ones in pairs that keep all row sums and all column loads.
 
-    Algorithm. Every class in turn takes the least loaded dimensions, ties broken at random. Identical masks are
-    made distinct if C(d, s) >= K allows it. Then at most ``attempts`` seeded swaps even out how many dimensions two
-    masks share, which raises the smallest distance. Attempts are counted, not timed, so that the result depends only
-    on the arguments.
+    Algorithm. For K <= d, as many columns as possible are cyclic orbits (a set T of rows shifted through Z_K:
+    all its columns and all its rows have |T| ones), whose difference multisets are evened out, so that any
+    two masks share about the same number of dimensions. The remaining columns are dealt: each class takes the
+    least loaded ones, ties broken at random. For K > d all columns are dealt. Classes and dimensions are then
+    permuted, identical masks are made distinct if C(d, s) >= K allows it, and at most ``swaps`` seeded
+    swaps lower the largest number of dimensions that two masks share. Iterations are counted, not timed, so that
+    the result depends only on the arguments.
 
     Scheme "block" is that of the published code: l = ⌊d/K⌋ consecutive dimensions are a block, a class
     gets p = ⌊K·s/d⌋ of the K blocks (the code's p = int(K·ρ/100) with the percentage ρ = 100·s/d). A mask
@@ -64,7 +64,7 @@ def allocate_masks(
         size: s, number of dimensions of a class that travel.
         scheme: "dimension" or "block".
         seed: of ties, permutations and swaps.
-        attempts: to even out the distances by a swap; 0 keeps the deal.
+        swaps: bound on the attempts to raise the smallest distance; 0 keeps the construction.
 
     Returns:
         (K, d) bool; every row has s ones (p·l ones under "block"), column loads differ by at most one (under
@@ -77,7 +77,7 @@ def allocate_masks(
         raise PbflError(f"cps-dim is {size}; must be 1..{feature_dim} (feature-dim)")
     random = Random(seed)
     if scheme == "dimension":
-        masks = _allocate(num_classes, feature_dim, size, random, attempts)
+        masks = _allocate(num_classes, feature_dim, size, random, swaps)
     elif scheme == "block":
         if num_classes > feature_dim:
             raise PbflError(
@@ -92,7 +92,7 @@ def allocate_masks(
                 f"{-(-feature_dim // num_classes)}..{feature_dim}, or cps-scheme dimension"
             )
         masks = np.zeros((num_classes, feature_dim), np.uint8)
-        codes = _allocate(num_classes, num_classes, blocks, random, attempts)
+        codes = _allocate(num_classes, num_classes, blocks, random, swaps)
         masks[:, : num_classes * width] = codes.repeat(width, axis=1)
     else:
         raise PbflError(f"cps-scheme is '{scheme}'; must be 'dimension' or 'block'")
@@ -184,15 +184,76 @@ def _allocated(wanted: Sparsity, num_classes: int, feature_dim: int) -> tuple[Te
     return table, int(table[0].sum())
 
 
-def _allocate(rows: int, columns: int, ones: int, random: Random, attempts: int) -> Masks:
+def _allocate(rows: int, columns: int, ones: int, random: Random, swaps: int) -> Masks:
     """Return a (rows, columns) matrix with ``ones`` ones per row and column loads that differ by at most one."""
-    masks = _deal(rows, columns, ones, random)
+    masks = _orbits_and_deal(rows, columns, ones, random)
     masks = masks[random.permutation(rows)][:, random.permutation(columns)]
-    if rows > 1 and 0 < ones < columns and math.comb(columns, ones) >= rows:
-        _make_distinct(masks, ones, random)
-    if rows * ones > columns and ones < columns:  # else disjoint, or all equal
-        _even_overlaps(masks, random, attempts)
+    if rows > 1 and 0 < ones < columns:
+        if math.comb(columns, ones) >= rows:
+            _make_distinct(masks, ones, random)
+        _spread(masks, random, swaps)
     return masks
+
+
+def _orbits_and_deal(rows: int, columns: int, ones: int, random: Random) -> Masks:
+    load, extra = divmod(rows * ones, columns)
+    orbits = columns // rows
+    larger = min(orbits, extra // rows)  # orbits with load + 1 ones per column
+    if extra - larger * rows > columns - orbits * rows:
+        orbits -= 1  # the remaining columns are too few for the load + 1 columns that fill no whole orbit
+    sizes = [load + 1] * larger + [load] * (orbits - larger)
+    parts = [_cyclic(members, rows) for members in _even_difference_sets(sizes, rows, random)]
+    loose = columns - orbits * rows
+    if loose:
+        parts.append(_deal(rows, loose, ones - sum(sizes), random))
+    return np.concatenate(parts, axis=1)
+
+
+def _cyclic(members: NDArray[np.bool_], order: int) -> Masks:
+    """Return the (order, order) matrix whose column x is the row set T + x."""
+    shifts = (np.arange(order)[:, None] - np.arange(order)) % order
+    cyclic: Masks = members[shifts].astype(np.uint8)
+    return cyclic
+
+
+def _even_difference_sets(sizes: list[int], order: int, random: Random) -> list[NDArray[np.bool_]]:
+    """Choose one subset of Z_order per size, so that all differences occur about equally often over all sets.
+
+    Two masks j and k share as many dimensions of an orbit as T has pairs with difference j - k, so even
+    differences give even overlaps. A fixed number of times, a random member is replaced by the element that
+    minimises the sum of squares of the histogram of differences.
+    """
+    sets = []
+    for size in sizes:
+        members = np.zeros(order, np.bool_)
+        members[random.permutation(order)[:size]] = True
+        sets.append(members)
+    counts = np.zeros(order)  # how often each non-zero difference occurs
+
+    def differences(members: NDArray[np.bool_], of: int) -> NDArray[np.intp]:
+        others = np.flatnonzero(members)
+        others = others[others != of]
+        return np.concatenate([(of - others) % order, (others - of) % order])
+
+    for members in sets:
+        chosen = np.flatnonzero(members)
+        counts += np.bincount(((chosen[:, None] - chosen) % order).ravel(), minlength=order)
+    counts[0] = 0
+    movable = [members for members, size in zip(sets, sizes, strict=True) if 1 < size < order]
+    for _ in range(400 if movable else 0):
+        members = movable[random.randint(len(movable))]
+        chosen = np.flatnonzero(members)
+        out = int(chosen[random.randint(len(chosen))])
+        counts -= np.bincount(differences(members, out), minlength=order)
+        members[out] = False
+        rest = np.flatnonzero(members)
+        load = counts[(np.arange(order)[:, None] - rest) % order]
+        cost = load.sum(1) + random.random_sample(order) * 0.5
+        cost[rest] = np.inf
+        into = int(cost.argmin())
+        counts += np.bincount(differences(members, into), minlength=order)
+        members[into] = True
+    return sets
 
 
 def _deal(rows: int, columns: int, ones: int, random: Random) -> Masks:
@@ -262,34 +323,52 @@ def _unused_rows(
     return list(unused.values())
 
 
-def _even_overlaps(masks: Masks, random: Random, attempts: int) -> None:
-    """Even out how many dimensions two rows share, by swaps that keep row sums, column loads and distinct rows.
+def _spread(masks: Masks, random: Random, swaps: int) -> None:
+    """Lower the largest overlap of two rows by swaps that keep row sums and column loads.
 
-    An attempt draws two columns t and u. Among all rows j with a one in t only and i with a one in u only, the two
-    that gain most swap their ones, if that lowers the sum of squared overlaps. With c = m_u - m_t the overlaps of j
-    change by c and those of i by -c, except that of j and i, so the sum of squares over pairs changes by twice
-    (O·c)_j - (O·c)_i - 2·O_ji + |c|² - 2. The mean overlap is fixed by the loads, so the sum is lowest where
-    overlaps are even.
+    Rows j and k have the largest overlap. Row j gives a shared column t to a row l that lacks it and takes a column u
+    of l that j lacks. A swap is accepted only if afterwards no pair with j or l overlaps as much as the worst pair
+    did, so that every accepted swap reduces the number of worst pairs.
     """
-    ones = masks[0].sum()
-    overlaps = masks.astype(np.float64) @ masks.T
-    np.fill_diagonal(overlaps, 0)
-    for _ in range(min(attempts, MOST_OPERATIONS // len(masks) ** 2)):
-        t, u = random.randint(masks.shape[1], size=2)
-        change = masks[:, u].astype(np.float64) - masks[:, t]
-        givers, takers = np.flatnonzero(change < 0), np.flatnonzero(change > 0)
-        if not len(givers) or not len(takers):
+    overlaps = (masks.astype(np.float32) @ masks.astype(np.float32).T).astype(np.int16)
+    np.fill_diagonal(overlaps, -1)
+    peaks = overlaps.max(1)  # exact where equal to the worst overlap, elsewhere an upper bound
+    worst = int(peaks.max())
+    floor = _unavoidable_overlap(masks)
+    for _ in range(swaps):
+        if worst <= floor:
+            return
+        j = int(random.choice(np.flatnonzero(peaks == worst)))
+        k = int(random.choice(np.flatnonzero(overlaps[j] == worst)))
+        t = int(random.choice(np.flatnonzero(masks[j] & masks[k])))
+        critical = overlaps[j] - masks[:, t] >= worst - 1
+        takes = (masks[j] | masks[critical].any(0)) == 0  # columns u that create no new worst pair with j
+        users = masks[:, t].astype(np.bool_)
+        users[j] = False
+        gives = (overlaps[users] < worst - 1).all(0) & (masks[:, t] == 0)  # rows l that can take t
+        givers = np.flatnonzero(gives)
+        givers = givers[random.permutation(len(givers))[:32]]
+        pairs = np.argwhere(masks[givers] & takes)
+        if not len(pairs):
             continue
-        product = overlaps @ change
-        gains = product[givers, None] - product[takers] - 2 * overlaps[np.ix_(givers, takers)]
-        best = int(gains.argmin())
-        j, i = givers[best // len(takers)], takers[best % len(takers)]
-        if gains.flat[best] + change @ change - 2 >= 0:
-            continue
-        change[[j, i]] = 0
-        if max((overlaps[j] + change).max(), (overlaps[i] - change).max()) == ones:
-            continue  # two rows would be the same
-        for row, step in ((j, change), (i, -change)):
-            overlaps[row] += step
-            overlaps[:, row] += step
-        masks[j, t], masks[j, u], masks[i, t], masks[i, u] = 0, 1, 1, 0
+        giver, u = pairs[random.randint(len(pairs))]
+        row_l = givers[giver]
+        change = masks[:, u].astype(np.int16) - masks[:, t]
+        change[[j, row_l]] = 0  # the overlap of j and l does not change
+        overlaps[j] += change
+        overlaps[:, j] += change
+        overlaps[row_l] -= change
+        overlaps[:, row_l] -= change
+        masks[j, t], masks[j, u], masks[row_l, t], masks[row_l, u] = 0, 1, 1, 0
+        touched = peaks == worst
+        peaks[touched] = overlaps[touched].max(1)
+        if not (peaks == worst).any():
+            peaks = overlaps.max(1)
+            worst = int(peaks.max())
+
+
+def _unavoidable_overlap(masks: Masks) -> int:
+    """Return the mean overlap of two rows, rounded up: fixed by the loads, and a lower bound on the largest one."""
+    loads = masks.sum(0, dtype=np.int64)
+    pairs = len(masks) * (len(masks) - 1) // 2
+    return -(-int((loads * (loads - 1) // 2).sum()) // pairs)
