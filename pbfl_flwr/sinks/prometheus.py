@@ -51,7 +51,7 @@ class Prometheus:
     @property
     def port(self) -> int:
         """Port of the endpoint."""
-        return self._server.server_port
+        return int(self._server.server_port)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Set the gauges and add to the counters."""
