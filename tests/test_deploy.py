@@ -193,7 +193,7 @@ def test_command_reports_the_result_of_the_run(tmp_path: Path) -> None:
     assert process.returncode == 0, output
     assert "(insecure), 1 SuperNodes" in output
     assert "round 1/1  accuracy" in output
-    assert "best (chosen on test data)" in output
+    assert "best (on test data)" in output
     assert left_behind(run_dir) == []
 
 

@@ -89,7 +89,7 @@ def test_run_with_flower_engine(finished: tuple[Path, str]) -> None:
     assert [line["round"] for line in rounds] == [1, 2]
     assert [line["trained"] for line in rounds] == [[0, 1, 2, 3]] * 2
     assert "round 2/2  accuracy" in output
-    assert "best (chosen on test data)" in output
+    assert "best (on test data)" in output
     assert left_behind(run_dir) == []
     assert "Starting Flower Simulation" in (run_dir / "flower.log").read_text()
 

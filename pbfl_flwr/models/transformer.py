@@ -33,7 +33,9 @@ def transformer(task: Task, heads: int, layers: int) -> SplitModel:
     name, d = f"transformer-{heads}-{layers}", task.feature_dim
     check_tokens(name, task)
     if d % heads:
-        raise PbflError(f"model '{name}': its {heads} heads must divide feature-dim = {d}")
+        raise PbflError(
+            f"model '{name}': its {heads} heads must divide feature-dim = {d}; give one of the divisors of {d}"
+        )
     if layers > MOST_LAYERS:
         raise PbflError(f"model '{name}': found {layers:,} layers, must be at most {MOST_LAYERS}")
     encoder = Encoder(task, heads, layers)
