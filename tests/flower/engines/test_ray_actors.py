@@ -172,7 +172,7 @@ def test_names_an_address_without_a_cluster(tmp_path: Path) -> None:
 @pytest.mark.xdist_group("ray")
 def test_a_node_killed_in_a_round_costs_its_replies(cluster: Cluster, tmp_path: Path) -> None:
     """The last one: it leaves the cluster with one node."""
-    keys: dict[str, Scalar] = {**KEYS, "models": "cnn4", "local-epochs": 30, "num-server-rounds": 4}
+    keys: dict[str, Scalar] = {**KEYS, "models": "cnn4", "local-epochs": 30, "num-server-rounds": 12}
 
     def kill_during_a_round() -> None:
         while len(RunDirectory(tmp_path).round_records()) < 1:
@@ -185,6 +185,6 @@ def test_a_node_killed_in_a_round_costs_its_replies(cluster: Cluster, tmp_path: 
         federate(tmp_path, keys, 3, cluster.resources)
         killed.result()
     records = RunDirectory(tmp_path).round_records()
-    assert [record.round for record in records] == [1, 2, 3, 4]
+    assert [record.round for record in records] == [*range(1, 13)]
     assert records[-1].trained == [0, 1, 2]
     assert {failure.reason for record in records for failure in record.failures} <= {ray_actors.DIED}
