@@ -12,7 +12,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp.strategy import Strategy
 
-from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.stopping import RunEnded
@@ -36,26 +36,7 @@ from tests.flower.inprocess import (
     scripted,
     silent,
 )
-
-TASK = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))
-
-
-def strategy_of(**keys: Scalar) -> MethodStrategy:
-    config = {"num-clients": 4, "num-server-rounds": 1, "feature-dim": 6, "join-timeout": 0.2}
-    app = {key.replace("_", "-"): value for key, value in keys.items()}
-    return MethodStrategy(parse({**config, **app}, SECTIONS))
-
-
-def prototypes(seed: int, labels: list[int], counts: list[int] | None = None) -> Prototypes:
-    values = torch.zeros(4, 6)
-    values[labels] = torch.randn(len(labels), 6, generator=torch.Generator().manual_seed(seed))
-    present = torch.zeros(4, dtype=torch.bool)
-    present[labels] = True
-    table = None
-    if counts is not None:
-        table = torch.zeros(4, dtype=torch.int64)
-        table[labels] = torch.tensor(counts)
-    return Prototypes(values, present, table)
+from tests.flower.server.uploads import TASK, prototypes, strategy_of
 
 
 @pytest.mark.parametrize("rule", ["mean", "weighted"])
