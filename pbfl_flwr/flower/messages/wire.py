@@ -124,6 +124,13 @@ def decode(
     return payload.from_tensors(plain, task)
 
 
+def largest_number(record: ArrayRecord) -> float:
+    """Return the largest absolute value among the floating-point numbers of a valid payload; 0 if it has none."""
+    tensors = [tensor for array in record.values() for tensor in _dequantised(load(array.data)).values()]
+    sizes = [tensor.abs().max() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    return float(max(sizes, default=0.0))
+
+
 def _check(array: Array, max_bytes: int) -> None:
     """Check an array's format, size, checksum and header size."""
     data = array.data
