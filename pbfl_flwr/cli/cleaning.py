@@ -1,8 +1,9 @@
-"""``pbfl clean``: remove files left behind by runs."""
+"""``pbfl clean``: remove clients' states left behind by runs."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,18 +23,6 @@ def clean(
             help="Runs, directories of runs, state directories of devices; default: runs, <home>/runs, <home>/state.",
         ),
     ] = None,
-    states: Annotated[
-        bool,
-        typer.Option(
-            "--states", help="Clients' states of finished runs; on a device, of all runs except the newest."
-        ),
-    ] = False,
-    unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Runs that never finished a round.")
-    ] = False,
-    cache: Annotated[
-        bool, typer.Option("--cache", help="Decoded data in <home>/cache; it is decoded again when needed.")
-    ] = False,
     older_than: Annotated[
         str,
         typer.Option("--older-than", metavar="AGE", help="Minimum time since the last change: 30d, 12h, 0d."),
@@ -42,40 +31,34 @@ def clean(
         bool, typer.Option("--yes", help="Remove the files; otherwise they are only listed.")
     ] = False,
 ) -> None:
-    """List files left behind by runs, and remove them with --yes; without options only torn temporary files."""
+    """List the clients' networks and states of finished runs, on a device of all runs but the newest; --yes removes."""
     from pbfl_flwr.experiments import cleanup
 
     console = screen()
-    asked: dict[cleanup.Kind, bool] = {"states": states, "unfinished": unfinished, "cache": cache}
-    kinds: list[cleanup.Kind] = ["torn", *(kind for kind, wanted in asked.items() if wanted)]
     try:
         seconds = cleanup.parse_age(older_than)
-        candidates = list(cleanup.scan(directories or cleanup.default_directories()))
-        if cache or not directories:
-            candidates += cleanup.scan_cache()
-        to_remove, retained = cleanup.select(candidates, kinds, seconds, time.time())
-        freed = 0
-        for item in to_remove:
-            size = item.size
-            if yes and (left := cleanup.remove(item)) is not None:
-                retained.append(left)
+        every = list(cleanup.scan(directories or cleanup.default_directories(), seconds, time.time()))
+        left, freed = [states for states in every if states.reason], 0
+        for states in (states for states in every if not states.reason):
+            size = states.size
+            if yes and (reason := states.remove()):
+                left.append(replace(states, reason=reason))
                 continue
             freed += size
-            print_hanging(console, f"{kilobytes(size):>9}  ", f"{item.path}: {item.description}", 11)
+            print_hanging(console, f"{kilobytes(size):>9}  ", str(states.path), 11)
     except PbflError as error:
         raise error_exit(error) from None
     except OSError as error:
         raise error_exit(PbflError(f"{error.filename} cannot be read ({error.strerror})")) from None
-    if any(item.kind == "states" for item in to_remove):
-        say(
-            console,
-            "a run without its clients' states can be shown, compared and reported, but not resumed or exported",
-        )
-    for line in cleanup.reason_lines(retained):
+    for line in cleanup.reason_lines(left):
         say(console, f"left {line}")
     if not freed:
         say(console, "nothing to remove")
     elif yes:
         say(console, f"removed {kilobytes(freed)}")
     else:
+        say(
+            console,
+            "a run without its clients' states can be shown, compared and reported, but not resumed or exported",
+        )
         say(console, f"would remove {kilobytes(freed)}; remove with --yes")
