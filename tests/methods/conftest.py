@@ -1,11 +1,15 @@
 """Small clients for the methods' tests: 16x16 grey images, so that every architecture takes them."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 import torch
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.data import ClientData, Shard
-from pbfl_flwr.method import Client
+from pbfl_flwr.method import Client, Round, Update
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.task import Task
@@ -65,3 +69,43 @@ def make_client():
         )
 
     return make
+
+
+@dataclass
+class AfterRound:
+    """A federation after one of its rounds: the server's state, and by client the last update and what it keeps."""
+
+    number: int
+    state: Any
+    updates: dict[int, Update[Any]] = field(default_factory=dict)
+    memories: dict[int, Any] = field(default_factory=dict)
+    networks: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+
+def play(
+    method: Any,
+    make_client: Any,
+    labels: Mapping[int, tuple[int, ...]],
+    rounds: int,
+    architecture: str = "mlp5",
+    **training: Any,
+) -> Iterator[AfterRound]:
+    """Yield a federation after each round, without Flower; all clients, one per entry of labels, take part."""
+    memories: dict[int, Any] = {}
+    networks: dict[int, dict[str, torch.Tensor]] = {}
+    state = method.init(TASK, 0)
+    for number in range(1, rounds + 1):
+        updates = {}
+        for i, y in labels.items():
+            client = make_client(i, architecture, y, number, memories.get(i), **training)
+            if i in networks:
+                client.model.load_state_dict(networks[i])
+            torch.manual_seed(10 * number + i)  # dropout
+            updates[i] = method.local_update(client, method.broadcast(state, i))
+            method.validate(updates[i].payload, state, TASK)
+            memories[i] = updates[i].memory
+            networks[i] = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
+        state = method.aggregate(
+            state, {i: u.payload for i, u in updates.items()}, Round(number, TASK, len(labels))
+        )
+        yield AfterRound(number, state, updates, {**memories}, {**networks})

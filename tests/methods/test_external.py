@@ -4,7 +4,6 @@ import sys
 from bdb import BdbQuit
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -90,12 +89,6 @@ def test_feddyn_remembers_its_gradient(make_client):
     assert second.metrics["loss.linear"] != 0
 
 
-def test_a_run(tmp_path):
-    history = federation(tmp_path, "feddyn:build", method_settings="alpha=0.2").run().strategy.history
-    assert [line.failures for line in history] == [[], []]
-    assert (history[-1].client_metrics["loss.prox"] or 0) > 0
-
-
 def test_cosproto_by_hand():
     """Clients answer (1, 0) and (0, 1) for class 0 and nothing for class 1, which keeps its prototype."""
     method = build_method(settings_of("cosproto:build", models="mlp5"))
@@ -108,13 +101,16 @@ def test_cosproto_by_hand():
     assert after.values.tolist() == [[0.5, 0.5], [3.0, 4.0]]
 
 
-def test_a_run_of_cosproto(tmp_path):
-    keys: dict[str, Any] = {"method_settings": "weight=2.0", "num_server_rounds": 2}
-    history = federation(tmp_path, "cosproto:build", **keys).run().strategy.history
+@pytest.mark.parametrize(
+    ("name", "keys", "term", "first"),
+    [("feddyn", "alpha=0.2", "prox", None), ("cosproto", "weight=2.0", "regularizer", 0)],
+)
+def test_the_examples_run(tmp_path, name, keys, term, first):
+    history = federation(tmp_path, f"{name}:build", method_settings=keys).run().strategy.history
     assert [line.failures for line in history] == [[], []]
-    assert history[0].client_metrics["loss.regularizer"] == 0
-    assert 0 < (history[1].client_metrics["loss.regularizer"] or 0) < 4
-    assert "global" in history[1].accuracy
+    assert first is None or history[0].client_metrics[f"loss.{term}"] == first
+    assert 0 < (history[1].client_metrics[f"loss.{term}"] or 0) < 4
+    assert name == "feddyn" or "global" in history[1].accuracy
 
 
 def test_a_breakpoint_without_a_terminal_is_said(tmp_path, monkeypatch):

@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from pbfl_flwr import seeds
-from pbfl_flwr.method import Round
 from pbfl_flwr.methods.fedcpd.attention import MapDistillation
 from pbfl_flwr.models.build import body_names
+from tests.methods.conftest import play
 
 RATE, ROUNDS, WIDTH = 0.02, 3, 5
 LABELS = {0: (0, 0, 1, 1, 2), 1: (1, 1, 1), 2: (2, 0, 1, 2, 2, 2, 1)}  # nobody holds class 3
@@ -128,19 +128,9 @@ def test_rounds_are_those_of_the_equations(make_method, make_client, task, base,
     names = ("align_weight", "contrast_weight", "distill_weight", "temperature", "map_reduction")
     own = {"base": base, "fusion_width": WIDTH, **dict(zip(names, weights, strict=True))}
     method = make_method("fedcpd", own=own, models="cnn4")
-    state = method.init(task, 0)
-    memories: dict[int, Any] = {}
-    networks: dict[int, Any] = {}
-    theta, P, distillation = literal(make_client, state.weights.tensors, base, weights)
-    for number in range(1, ROUNDS + 1):
-        uploads = {}
-        for i, labels in LABELS.items():
-            client = make_client(i, "cnn4", labels, number, memories.get(i, {}), **TRAINING)
-            if i in networks:
-                client.model.load_state_dict(networks[i])
-            update = method.local_update(client, method.broadcast(state, i))
-            uploads[i], memories[i], networks[i] = update.payload, update.memory, client.model.state_dict()
-        state = method.aggregate(state, uploads, Round(number, task, len(LABELS)))
+    theta, P, distillation = literal(make_client, method.init(task, 0).weights.tensors, base, weights)
+    *_, last = play(method, make_client, LABELS, ROUNDS, "cnn4", **TRAINING)
+    state = last.state
     for name, tensor in theta.items():
         assert torch.allclose(state.weights.tensors[name], tensor, rtol=1e-4, atol=1e-5), name
     assert state.prototypes.present.tolist() == [True, True, True, False]
@@ -148,4 +138,6 @@ def test_rounds_are_those_of_the_equations(make_method, make_client, task, base,
         assert torch.allclose(state.prototypes.values[j], row, rtol=1e-4, atol=1e-5)
     for i, p in distillation.items():
         for name, tensor in p.items():
-            assert torch.allclose(memories[i][f"distillation.{name}"], tensor, rtol=1e-4, atol=1e-5), name
+            assert torch.allclose(last.memories[i][f"distillation.{name}"], tensor, rtol=1e-4, atol=1e-5), (
+                name
+            )

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.method import Round
-from pbfl_flwr.methods.feddistill import DistillState, distillation
+from pbfl_flwr.methods.feddistill import distillation
 from pbfl_flwr.payloads import Logits, RejectedPayload
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import batches, take
@@ -26,15 +26,6 @@ def gradient(form, z, taught, label=0):
     distillation(logits, torch.tensor([label]), taught, form).backward()
     assert logits.grad is not None
     return logits.grad[0]
-
-
-def test_published_costs_to_the_printed_digit(make_method):
-    # Σ_i K·(K_i + K), M = 20, ΣK_i = 102, 921, 1853: 10·(102 + 200), 100·(921 + 2000), 200·(1853 + 4000)
-    method = make_method("feddistill")
-    for K, held, expected in ((10, 102, 3_020), (100, 921, 292_100), (200, 1853, 1_170_600)):
-        per_client = [held // 20] * 19
-        per_client.append(held - sum(per_client))
-        assert method.paper_scalars(Task(K, 500, (3, 32, 32)), per_client, [(1, 1)] * 20) == expected
 
 
 def test_gradients_by_hand():
@@ -63,24 +54,10 @@ def test_a_class_without_a_row_gives_no_gradient(form):
 
 
 def test_protocols_choose_the_form_and_a_key_overrules_them(make_method):
-    for protocol, form in (
-        ("clean", "paper"),
-        ("htfl", "ce-soft"),
-        ("pfl", "ce-soft"),
-        ("fedproto", "ce-soft"),
-    ):
+    forms = {"clean": "paper", "htfl": "ce-soft", "pfl": "ce-soft", "fedproto": "ce-soft"}
+    for protocol, form in forms.items():
         assert make_method("feddistill", protocol=protocol).form == form
         assert make_method("feddistill", protocol=protocol, own={"loss": "mse"}).form == "mse"
-
-
-def test_first_round_is_plain_cross_entropy(make_method, make_client, task):
-    distilled, alone = make_client(), make_client()
-    method, local = make_method("feddistill"), make_method("local")
-    update = method.local_update(distilled, method.broadcast(method.init(task, 0), 0))
-    local.local_update(alone, local.init(task, 0))
-    assert set(update.metrics) == {"loss.ce"}
-    for one, other in zip(distilled.model.parameters(), alone.model.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("protocol", ["clean", "htfl"])
@@ -124,8 +101,7 @@ def test_mean_over_holders_and_the_own_part_taken_out(make_method, task):
     assert to_1.values[0].tolist() == one
     assert to_1.present.tolist() == [True, False, False, False]  # of class 1 it is the only holder
     assert not to_1.values[1].any()
-    again = DistillState.from_tensors(state.to_tensors(), task)
-    assert torch.equal(paper.broadcast(again, 1).values, to_1.values)
+    assert paper.aggregate(state, {}, Round(2, task, 3)) is state
 
 
 def test_a_class_nobody_sent_is_kept_with_its_holders_or_dropped(make_method, task):
@@ -151,12 +127,6 @@ def test_what_is_left_of_a_mean_is_not_negative(make_method, task):
         assert method.broadcast(state, 0).values.min() == 0
 
 
-def test_a_round_without_answers_changes_nothing(make_method, task):
-    method = make_method("feddistill")
-    state = method.init(task, 0)
-    assert method.aggregate(state, {}, Round(1, task, 3)) is state
-
-
 @pytest.mark.parametrize("protocol", ["clean", "htfl"])
 def test_the_term_is_weighed(make_method, make_client, protocol):
     """One step: of the loss, and of what the distillation adds to it, γ times as much."""
@@ -180,7 +150,7 @@ def test_a_client_that_makes_no_step_sends_nothing(make_method, make_client):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
-@pytest.mark.parametrize(("K", "own"), [(2, 0.999), (10, 0.5), (300, 0.45), (400, 0.4), (1000, 0.3)])
+@pytest.mark.parametrize(("K", "own"), [(2, 0.999), (400, 0.4), (1000, 0.3)])
 def test_rows_may_be_rounded_on_the_wire(make_method, K, own, dtype):
     # In int8 the other classes' 0.6/399 of 0.4 is less than half a step: they become 0, and the row adds up to 0.4.
     task, method = Task(K, 6, (1, 16, 16)), make_method("feddistill")
@@ -191,15 +161,7 @@ def test_rows_may_be_rounded_on_the_wire(make_method, K, own, dtype):
 
 @pytest.mark.parametrize(
     "row",
-    [
-        [2.0, 0, 0, 0],
-        [0.5, 0.7, 0, 0],
-        [0.5, 0.2, 0, 0],
-        [1.2, -0.2, 0, 0],
-        [0.0] * 4,
-        [1.0, -0.2, 0.2, 0],
-        [1.03, 0, 0, 0],
-    ],
+    [[2.0, 0, 0, 0], [0.5, 0.2, 0, 0], [1.2, -0.2, 0, 0], [0.0] * 4, [1.0, -0.2, 0.2, 0], [1.03, 0, 0, 0]],
 )
 def test_a_row_that_is_no_distribution_is_refused(make_method, task, row):
     paper = make_method("feddistill")

@@ -100,13 +100,6 @@ def test_scale_starts_as_in_the_reference(make_method):
     assert make_method("fednh", models="cnn4", own={"scale": 7.0}).scale == 7.0
 
 
-def test_works_with_a_dropout_in_the_head(make_method, make_client, task):
-    method = make_method("fednh", models="cnn2")
-    client = make_client(architecture="cnn2")
-    method.check(task, ["cnn2"])
-    assert set(method.local_update(client, method.init(task, 0)).metrics) == {"loss.ce", "scale"}
-
-
 def test_a_parameter_of_the_network_may_be_called_scale(make_method, make_client, task):
     odd = "tests.methods.tiny_nets:Odd"
     method = make_method("fednh", models=odd, own={"scale": 3.0})
@@ -125,10 +118,3 @@ def test_class_vectors_without_counts_are_rejected(make_method, make_client, tas
     bare = WeightsAndPrototypes(good.weights, Prototypes(good.prototypes.values, good.prototypes.present))
     with pytest.raises(RejectedPayload, match="lack their counts"):
         method.validate(bare, state, task)
-
-
-def test_cost(make_method):
-    # 2·M·(|θ| + K·d + 1) + M·(K·d + K)
-    method = make_method("fednh", models="cnn4", feature_dim=512)
-    cost = method.paper_scalars(Task(100, 512, (3, 32, 32)), [100] * 20, [(0, 0)] * 20)
-    assert cost == 40 * (873_408 + 51_200 + 1) + 20 * (51_200 + 100)

@@ -3,22 +3,6 @@ import torch
 
 from pbfl_flwr.method import Round
 from pbfl_flwr.models.build import body_names, head_names
-from pbfl_flwr.task import Task
-
-
-@pytest.mark.parametrize(
-    ("share", "published"), [("body", 34_936_320), ("stages", 2 * 20 * (2_432 + 51_264))]
-)
-def test_cost_of_fedper_on_cifar10(make_method, share, published):
-    method = make_method("fedper", own={"shared": share}, feature_dim=512)
-    task = Task(10, 512, (3, 32, 32))
-    assert method.paper_scalars(task, [10] * 20, [(873_408, 5_130)] * 20) == published  # 873,408·40
-
-
-def test_cost_of_fedper_one_way_in_the_protocol_of_fedproto(make_method):
-    task = Task(10, 50, (1, 28, 28))
-    method = make_method("fedper", protocol="fedproto", models="cnn2", feature_dim=50)
-    assert method.paper_scalars(task, [4] * 20, [(0, 0)] * 20) / 2 == 20 * 5_280  # published: 106·10³
 
 
 @pytest.mark.parametrize("name", ["fedper", "fedrep"])

@@ -26,13 +26,6 @@ def test_outputs_that_vary_more_than_the_identity_are_not_drawn_back():
     assert float(variance(1e4 * torch.eye(4)[:2])) == pytest.approx(0.25, abs=1e-6)
 
 
-def test_uniformity_by_hand():
-    # Points 0, 1, 3 on a line: squared distances 1, 9, 4; median 4. U = (e^-1/4 + e^-9/4 + e^-1)/3
-    z = torch.tensor([[0.0, 0.0], [1.0, 0.0], [3.0, 0.0]])
-    expected = (math.exp(-0.25) + math.exp(-2.25) + math.exp(-1)) / 3
-    assert float(uniformity(z)) == pytest.approx(expected, rel=1e-6)
-
-
 def test_the_median_leaves_out_distances_of_zero():
     # Points 0, 0, 0, 2: squared distances 0, 0, 0, 4, 4, 4; median of the others 4. U = (3·1 + 3·e^-1)/6
     z = torch.tensor([[0.0], [0.0], [0.0], [2.0]])
@@ -66,17 +59,6 @@ def test_equal_features_have_no_uniformity_and_no_nan():
     uniformity(some).backward()
     assert some.grad is not None
     assert bool(torch.isfinite(some.grad).all())
-
-
-def test_without_weights_it_is_fedavg(make_method, make_client, task):
-    off = make_method("feduv", models="cnn4", own={"variance_weight": 0.0, "uniformity_weight": 0.0})
-    plain = make_method("fedavg", models="cnn4")
-    one, other = (
-        m.local_update(make_client(architecture="cnn4"), m.init(task, 0)).payload.tensors
-        for m in (off, plain)
-    )
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("detach", [False, True])

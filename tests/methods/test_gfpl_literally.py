@@ -5,7 +5,6 @@ matrix of the frame, the first projection and the draw of the pseudo-features.
 """
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pbfl_flwr import seeds
-from pbfl_flwr.method import Round
 from pbfl_flwr.methods.gfpl.etf import projection_layer
 from pbfl_flwr.methods.gfpl.mixture import sample
 from pbfl_flwr.methods.gfpl.payload import Mixtures
+from tests.methods.conftest import play
 
 K, D, RATE, MOMENTUM, SAMPLES, ROUNDS = 4, 6, 0.05, 0.5, 7, 5
 LABELS = {0: (0, 0, 0, 1, 1, 2), 1: (1, 2, 2, 2, 2, 2, 0), 2: (2, 2, 2, 2)}
@@ -102,7 +101,7 @@ def fused(uploads, threshold):
 @pytest.mark.parametrize(
     ("threshold", "weight", "sent"), [(1.0, "count", 7), (15.0, "count", 4), (1e9, "pi", 3), (0.0, "pi", 7)]
 )
-def test_rounds_are_those_of_the_equations(make_method, make_client, task, threshold, weight, sent):
+def test_rounds_are_those_of_the_equations(make_method, make_client, threshold, weight, sent):
     own = {
         "components": 1,
         "samples": SAMPLES,
@@ -112,21 +111,13 @@ def test_rounds_are_those_of_the_equations(make_method, make_client, task, thres
         "weight": weight,
     }
     method, Z = make_method("gfpl", own=own), frame()
-    state = method.init(task, 0)
-    memories: dict[int, Any] = {}
-    networks: dict[int, Any] = {}
-    literal = {
-        i: (make_client(i, "mlp5", LABELS[i]).model, projection_layer(D, 0, {})) for i in LABELS
-    }  # all clients start from the same l
+    # all clients start from the same l
+    literal = {i: (make_client(i, "mlp5", LABELS[i]).model, projection_layer(D, 0, {})) for i in LABELS}
     received, counts = None, []
     for number in range(1, ROUNDS + 1):
-        uploads, sendings = {}, []
+        sendings = []
         for i, labels in LABELS.items():
-            client = make_client(i, "mlp5", labels, number, memories.get(i, {}), **TRAINING)
-            if i in networks:
-                client.model.load_state_dict(networks[i])
-            update = method.local_update(client, method.broadcast(state, i))
-            uploads[i], memories[i], networks[i] = update.payload, update.memory, client.model.state_dict()
+            client = make_client(i, "mlp5", labels, number, **TRAINING)
             network, projection = literal[i]
             x, y = client.data.train.inputs, client.data.train.labels
             pair = (network, projection, Z)
@@ -136,12 +127,12 @@ def test_rounds_are_those_of_the_equations(make_method, make_client, task, thres
             train(*pair, network.features, x, y, [*network.parameters(), *projection.parameters()])
             if number in (2, 4):
                 sendings.append(components(network.features(x).detach(), y, weight))
-        state = method.aggregate(state, uploads, Round(number, task, len(LABELS), 0))
         received = fused(sendings, threshold) if sendings else None
         if received is not None:
             counts.append(received.num_components)
+    *_, last = play(method, make_client, LABELS, ROUNDS, "mlp5", **TRAINING)
     assert counts[0] == sent  # what the threshold decides
     for i, (network, projection) in literal.items():
         for name, tensor in network.state_dict().items():
-            assert torch.allclose(networks[i][name], tensor, rtol=1e-4, atol=1e-5), (i, name)
-        assert torch.allclose(memories[i]["projection.weight"], projection.weight, rtol=1e-4, atol=1e-5)
+            assert torch.allclose(last.networks[i][name], tensor, rtol=1e-4, atol=1e-5), (i, name)
+        assert torch.allclose(last.memories[i]["projection.weight"], projection.weight, rtol=1e-4, atol=1e-5)

@@ -3,16 +3,14 @@
 The loops take nothing from the package but the networks, the allocation of the masks and the order of FedTGP's batches.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pbfl_flwr import seeds
-from pbfl_flwr.method import Round
 from pbfl_flwr.prototypes import masks
+from tests.methods.conftest import play
 
 K, D, RATE, ROUNDS = 4, 6, 0.05, 3
 # A class that one client has a single sample of, a client with a single class, a class that nobody has.
@@ -158,29 +156,15 @@ class Trained:
         return {j: P[j] for j in targets}
 
 
-def ours(method, make_client, task):
-    state = method.init(task, 0)
-    memories: dict[int, Any] = {}
-    weights: dict[int, Any] = {}
-    for number in range(1, ROUNDS + 1):
-        uploads = {}
-        for i, labels in LABELS.items():
-            client = make_client(i, "mlp5", labels, number, memories.get(i, {}), **TRAINING)
-            if i in weights:
-                client.model.load_state_dict(weights[i])
-            update = method.local_update(client, method.broadcast(state, i))
-            uploads[i], memories[i], weights[i] = update.payload, update.memory, client.model.state_dict()
-        state = method.aggregate(state, uploads, Round(number, task, len(LABELS), 0))
-    return weights
-
-
-def same(found, networks):
+def same(method, make_client, networks):
+    *_, last = play(method, make_client, LABELS, ROUNDS, "mlp5", **TRAINING)
     for i, network in networks.items():
         for name, tensor in network.state_dict().items():
-            assert torch.allclose(found[i][name], tensor, rtol=1e-4, atol=1e-5), (i, name)
+            assert torch.allclose(last.networks[i][name], tensor, rtol=1e-4, atol=1e-5), (i, name)
 
 
 L2 = {"regularizer_form": "l2", "regularizer_weight": 0.5}
+PPA = {"aggregation": "ppa", "cpkd": "sample"}
 APS = {"cps_dim": 2, "aps_scale": 0.05}
 
 
@@ -188,11 +172,7 @@ APS = {"cps_dim": 2, "aps_scale": 0.05}
     ("name", "keys", "terms"),
     [
         ("fedproto", {}, {}),
-        (
-            "fedproto",
-            {"aggregation": "weighted-shrunk", **L2},
-            {"rule": "weighted-shrunk", "form": "l2", "lam": 0.5},
-        ),
+        ("fedproto", {"aggregation": "weighted-shrunk", **L2}, {"rule": "weighted-shrunk", "form": "l2", "lam": 0.5}),
         ("fedproto", {"cpkd": "sample"}, {"weighing": "sample"}),
         ("fedproto", {"cpkd": "class", "cps_dim": 3}, {"weighing": "class", "s": 3}),
         (
@@ -200,43 +180,30 @@ APS = {"cps_dim": 2, "aps_scale": 0.05}
             {"cps_dim": 2, "cps_regularizer": "masked", "aggregation": "ppa", "cpkd": "class", **L2},
             {"s": 2, "inside": True, "rule": "ppa", "weighing": "class", "form": "l2", "lam": 0.5},
         ),
-        (
-            "fedproto",
-            {"cps_dim": 1, "aggregation": "ppa", "cpkd": "sample"},
-            {"s": 1, "rule": "ppa", "weighing": "sample"},
-        ),
+        ("fedproto", {**PPA, "cps_dim": 1}, {"s": 1, "rule": "ppa", "weighing": "sample"}),
         ("tinyproto", APS, {"s": 2, "rule": "aps-sum", "mu": 0.05}),
         ("tinyproto", {**APS, "aggregation": "aps-mean"}, {"s": 2, "rule": "aps-mean", "mu": 0.05}),
         ("tinyproto", {"cps_dim": 2}, {"s": 2, "rule": "aps-sum", "mu": 0.9 * K / N}),
-        (
-            "protonorm",
-            {"upscale": 3.0, "regularizer_weight": 1.0},
-            {"gamma": 3.0, "lam": 1.0, "server": aligned},
-        ),
+        ("protonorm", {"upscale": 3.0, "regularizer_weight": 1.0}, {"gamma": 3.0, "lam": 1.0, "server": aligned}),
     ],
-)
-def test_rounds_are_those_of_the_equations(make_method, make_client, task, name, keys, terms):
+)  # fmt: skip
+def test_rounds_are_those_of_the_equations(make_method, make_client, name, keys, terms):
     method = make_method(name, min_class_count=1, **keys)
-    same(ours(method, make_client, task), literal(make_client, **terms))
+    same(method, make_client, literal(make_client, **terms))
 
 
 @pytest.mark.parametrize(
     ("name", "keys", "factor", "terms"),
     [
         ("fedtgp", {}, None, {}),
-        (
-            "fedtgp",
-            {"cps_dim": 2, "aggregation": "ppa", "cpkd": "sample"},
-            K / N,
-            {"s": 2, "weighing": "sample"},
-        ),
+        ("fedtgp", {**PPA, "cps_dim": 2}, K / N, {"s": 2, "weighing": "sample"}),
         ("tinyproto", APS, 0.05, {"s": 2}),
     ],
-)
+)  # fmt: skip
 def test_rounds_with_trained_prototypes_are_those_of_the_equations(
     make_method, make_client, task, name, keys, factor, terms
 ):
     own = {"server_epochs": 3, **({"base": "fedtgp"} if name == "tinyproto" else {})}
     method = make_method(name, own=own, min_class_count=1, learning_rate=RATE, **keys)
     server = Trained(method.init(task, 0).trained.tensors, factor)
-    same(ours(method, make_client, task), literal(make_client, server=server, **terms))
+    same(method, make_client, literal(make_client, server=server, **terms))

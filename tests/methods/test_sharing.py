@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from pbfl_flwr.config import parse
-from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.methods.averaging import average, shared_parameters
 from pbfl_flwr.models.build import build_model
@@ -24,15 +23,12 @@ def test_average_weighs_by_samples_or_not():
 @pytest.mark.parametrize(
     ("weighting", "names"),
     [
-        (
-            "samples",
-            ("fedavg", "fedprox", "fedala", "fedper", "fedrep", "feduv", "fedfa", "lg-fedavg", "fedgen"),
-        ),
-        ("uniform", ("fml", "fedkd", "fednh", "fesem")),
+        ("samples", "fedavg fedprox fedala fedper fedrep feduv fedfa lg-fedavg fedgen"),
+        ("uniform", "fml fedkd fednh fesem"),
     ],
 )
 def test_how_each_method_weighs_unless_it_is_told_otherwise(make_method, weighting, names):
-    for name in names:
+    for name in names.split():
         assert make_method(name).weighting == weighting, name
         other = "uniform" if weighting == "samples" else "samples"
         assert make_method(name, weighting=other).weighting == other, name
@@ -61,18 +57,6 @@ def test_the_three_parts_of_a_network():
     ]  # a dropout stands before it
 
 
-def test_cost_of_fedavg(make_method):
-    # 4-layer CNN, 20 clients, both ways: FMNIST 23.28M, CIFAR-10 35.14M, CIFAR-100 36.99M
-    for shape, K, published in [
-        ((1, 28, 28), 10, 23.28e6),
-        ((3, 32, 32), 10, 35.14e6),
-        ((3, 32, 32), 100, 36.99e6),
-    ]:
-        method = make_method("fedavg", feature_dim=512)
-        cost = method.paper_scalars(Task(K, 512, shape), [K] * 20, [(0, 0)] * 20)
-        assert cost == pytest.approx(published, abs=5e3)
-
-
 def test_batchnorm_buffers_never_travel(make_method, make_client, task):
     method, client = make_method("fedavg", models="resnet4"), make_client(architecture="resnet4")
     update = method.local_update(client, method.init(task, 0))
@@ -90,22 +74,7 @@ def test_other_shapes_and_names_are_rejected(make_method, task):
         method.validate(Weights({**state.tensors, "head.bias": torch.zeros(5)}), state, task)
 
 
-def test_different_architectures_are_refused_before_round_1(make_method, task):
-    one = [
-        "fedavg",
-        "fedprox",
-        "fedper",
-        "fedrep",
-        "fedcpd",
-        "fedala",
-        "fesem",
-        "feduv",
-        "fednh",
-        "fedfa",
-        "fedpa",
-    ]
-    for name in one:
-        with pytest.raises(PbflError, match=f"'{name}'.*cnn4, resnet4"):
-            make_method(name).check(task, ["cnn4", "resnet4"])
+def test_methods_that_average_whole_bodies_ask_for_one_architecture():
     asked = {name for name in METHODS if build_method(parse({"method": name}, SECTIONS)).same_architecture}
-    assert asked == set(one)
+    names = "fedavg fedprox fedper fedrep fedcpd fedala fesem feduv fednh fedfa fedpa"
+    assert asked == set(names.split())

@@ -9,14 +9,12 @@ TEXTS = {"bilstm", "fasttext", "gru", "lstm", "text-logistic", "textcnn", "trans
 WITHOUT_PLACES = {"bilstm", "gru", "har-gru", "lstm", "transformer"}  # a stage makes one state of a sequence
 TABLES = {"mlp", "mlp5"}
 VISION_TRANSFORMERS = {"vit-b-16", "vit-b-32"}
-LONGER = {"resnet101", "resnet152", "vit-b-32"}
-"""The same layers as resnet50 or vit-b-16 have: what is asked of layers need not be asked of them for seconds."""
-IMAGE_SHAPES: list[tuple[int, ...]] = [(1, 8, 8), (3, 32, 32), (4, 20, 28)]
-FROM_16_PIXELS: list[tuple[int, ...]] = [(1, 16, 16), (3, 32, 32), (1, 20, 28)]
+LONGER = {"resnet34", "resnet101", "resnet152", "vit-b-32"}
+"""The same layers as resnet18, resnet50 or vit-b-16 have: what is asked of layers need not be asked of them."""
+IMAGE_SHAPES: list[tuple[int, ...]] = [(1, 8, 8), (4, 20, 28)]
+FROM_16_PIXELS: list[tuple[int, ...]] = [(3, 16, 16), (1, 20, 28)]
 ONE_SHAPE: dict[str, tuple[int, ...]] = {
     "resnet50": (3, 32, 32),
-    "resnet101": (3, 32, 32),
-    "resnet152": (1, 8, 8),
     "vit-b-16": (1, 16, 16),
     "vit-b-32": (3, 64, 64),
 }

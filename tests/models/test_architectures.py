@@ -100,17 +100,13 @@ def test_features_are_bit_for_bit_torchvisions(name: str, classifier: str, width
     assert float(found[0].abs().max()) > 0.1
 
 
-def test_cnn4_has_582_026_parameters_in_all() -> None:
-    model = build_model("cnn4", Task(num_classes=10, feature_dim=512, input_shape=GREY), seed=0)
-    assert sum(p.numel() for p in model.parameters()) == 582_026
-
-
 @pytest.mark.parametrize(
     ("name", "buffers"),
     [("resnet8", 2_697), ("mobilenet-v2", 34_164), ("shufflenet-v2", 16_236), ("efficientnet-b0", 42_065)],
 )
 def test_batch_norm_buffers(name: str, buffers: int) -> None:
-    model = build_model(name, Task(num_classes=10, feature_dim=500, input_shape=RGB), seed=0)
+    with torch.device("meta"):
+        model = build_model(name, Task(num_classes=10, feature_dim=500, input_shape=RGB), seed=0)
     assert sum(b.numel() for b in model.buffers()) == buffers
 
 
@@ -166,15 +162,9 @@ def test_pooling_to_d_is_the_loop_of_the_references(a: int, d: int) -> None:
         start, end = math.floor(t * a / d), math.ceil((t + 1) * a / d)
         expected[:, t] = vectors[:, start:end].mean(dim=1)
 
+    assert impose_width(a, a) == []
     (pooling,) = impose_width(a, d)
     torch.testing.assert_close(pooling(vectors), expected, rtol=0, atol=1e-12)
-
-
-def test_pooling_256_to_512_copies_each_value_twice_and_equal_widths_need_none() -> None:
-    (pooling,) = impose_width(256, 512)
-    vectors = torch.arange(256.0).repeat(2, 1)
-    assert torch.equal(pooling(vectors), vectors.repeat_interleave(2, dim=1))
-    assert impose_width(256, 256) == []
 
 
 def test_d_is_imposed_after_the_penultimate_activation_with_nothing_between() -> None:
@@ -200,7 +190,7 @@ def test_dropout_stands_where_the_references_have_it(name: str, where: list[str]
     assert dropouts == where
 
 
-@pytest.mark.parametrize("name", ["resnet8", "resnet18", "mobilenet-v2", "efficientnet-b0"])
+@pytest.mark.parametrize("name", ["resnet8", "mobilenet-v2", "efficientnet-b0"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_first_convolution_is_drawn_by_fan_out(name: str, channels: int) -> None:
     model = build_model(name, Task(num_classes=10, feature_dim=50, input_shape=(channels, 32, 32)), seed=0)
@@ -280,16 +270,7 @@ def test_a_network_for_which_there_is_no_memory_is_one_clear_line(monkeypatch: p
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "resnet4",
-        "resnet18",
-        "shufflenet-v2",
-        "mobilenet-v2",
-        "efficientnet-b0",
-        "cnn4",
-        "googlenet",
-        "vit-b-16",
-    ],
+    ["resnet4", "shufflenet-v2", "mobilenet-v2", "efficientnet-b0", "cnn4", "googlenet", "vit-b-16"],
 )
 def test_image_models_name_an_input_that_is_no_image(name: str) -> None:
     with pytest.raises(

@@ -14,13 +14,16 @@ from pbfl_flwr.models.build import (
     count_parameters,
     has_batch_norm,
     head_names,
+    optimize_layout,
     random_inputs,
 )
 from pbfl_flwr.models.registry import ARCHITECTURES
 from tests.models.kinds import (
     EXAMPLES,
+    LONGER,
     TEXTS,
     VISION_TRANSFORMERS,
+    WINDOWS,
     WITHOUT_PLACES,
     is_one_of,
     shapes,
@@ -30,7 +33,8 @@ from tests.models.kinds import (
 )
 
 B, K = 3, 7
-CASES = [(name, shape) for name in EXAMPLES for shape in shapes(name)]
+NAMES = [name for name in EXAMPLES if name not in LONGER]
+CASES = [(name, shape) for name in NAMES for shape in shapes(name)]
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
@@ -66,7 +70,7 @@ def test_features_then_head(name: str, shape: tuple[int, ...]) -> None:
             assert torch.equal(current, found)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*NAMES, "cnn2+40", "efficientnet-b0+40", "lstm+40"])
 def test_every_parameter_learns_and_features_stay_as_they_were(name: str) -> None:
     task = task_of(name, 512, shapes(name)[-1])
     model = build_model(name, task, seed=1).train()
@@ -96,16 +100,20 @@ def test_names_tell_body_and_head_apart(name: str) -> None:
     assert {n for n, p in parameters.items() if id(p) in head} == set(head_names(model))
     assert count_parameters(model)[1] == K * d + K
     assert sum(count_parameters(model)) == sum(p.numel() for p in model.parameters())
+    normalised = takes_images(name) and name not in {"cnn2", "cnn4", *VISION_TRANSFORMERS}
+    assert has_batch_norm(model) == any("running_mean" in key for key in model.state_dict()) == normalised
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_batch_norm_is_reported(name: str) -> None:
-    with torch.device("meta"):
-        model = build_model(name, task_of(name, width(name, 20), shapes(name)[0]), seed=1)
-    assert has_batch_norm(model) == any("running_mean" in key for key in model.state_dict())
-    assert has_batch_norm(model) == (
-        takes_images(name) and name not in {"cnn2", "cnn4", *VISION_TRANSFORMERS}
-    )
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if is_one_of(name, TEXTS | WINDOWS)])
+def test_reduced_precision_hands_on_float32(name: str) -> None:
+    task = task_of(name, width(name, 6), shapes(name)[-1])
+    plain, reduced = (build_model(name, task, seed=0).eval() for _ in range(2))
+    optimize_layout(reduced, "channels-last", "bfloat16")
+    x = random_inputs(task, 4)
+    with torch.no_grad():
+        features = reduced.features(x)
+        assert features.dtype == torch.float32
+        torch.testing.assert_close(features, plain.features(x), atol=0.05, rtol=0.05)
 
 
 def test_summaries_are_first_lines_of_the_builders() -> None:

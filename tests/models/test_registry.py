@@ -116,7 +116,7 @@ def test_a_family_is_not_one_model() -> None:
         build_model("small-4", TASK, seed=0)
 
 
-@pytest.mark.parametrize("name", ["cnn4", "resnet8", "shufflenet-v2", "mobilenet-v2", "efficientnet-b0"])
+@pytest.mark.parametrize("name", ["cnn4", "resnet8", "efficientnet-b0"])
 def test_equal_seeds_give_equal_weights_and_the_global_state_stays(name: str) -> None:
     torch.manual_seed(123)
     before = torch.get_rng_state()
@@ -407,7 +407,7 @@ def test_no_code_is_imported_unless_named(external: str, monkeypatch: pytest.Mon
         build_model(f"{external}:build", TASK, seed=0)
 
 
-@pytest.mark.parametrize("name", ["cnn4", "resnet4", "resnet18"])
+@pytest.mark.parametrize("name", ["cnn4", "resnet4"])
 def test_pooling_before_the_relu_gives_the_bits_of_pooling_after_it(name: str) -> None:
     inputs = torch.randn(8, *TASK.input_shape, generator=torch.Generator().manual_seed(2))
     found: list[list[torch.Tensor]] = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.build import build_model, check_models, count_parameters, optimize_layout, random_inputs
+from pbfl_flwr.models.build import build_model, check_models, count_parameters, random_inputs
 from pbfl_flwr.seeds import seeded
 from pbfl_flwr.task import Task
 
@@ -100,21 +100,15 @@ def gru_by_hand(layer: Any, words: Tensor) -> Tensor:
 WORDS = [1, 7, 0, 9, 7, 4]  # a zero within a text is no padding behind it
 
 
-def test_lstm_by_hand() -> None:
-    model: Any = build_model("lstm", TEXT, 0).eval()
+@pytest.mark.parametrize(("name", "layer_by_hand"), [("lstm", lstm_by_hand), ("gru", gru_by_hand)])
+def test_two_recurrent_layers_by_hand(name: str, layer_by_hand: Any) -> None:
+    model: Any = build_model(name, TEXT, 0).eval()
     stage = model.stages[0]
     first, second = stage.layers
-    expected = lstm_by_hand(second, lstm_by_hand(first, stage.embedding.weight[WORDS]))[-1].relu()
-    torch.testing.assert_close(model.features(padded(WORDS, [5]))[0], expected)
-    assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.2, 0.2]
-
-
-def test_gru_by_hand() -> None:
-    model: Any = build_model("gru", TEXT, 0).eval()
-    stage = model.stages[0]
-    first, second = stage.layers
-    expected = gru_by_hand(second, gru_by_hand(first, stage.embedding.weight[WORDS]))[-1]
-    torch.testing.assert_close(model.features(padded(WORDS, [5]))[0], expected)
+    expected = layer_by_hand(second, layer_by_hand(first, stage.embedding.weight[WORDS]))[-1]
+    torch.testing.assert_close(
+        model.features(padded(WORDS, [5]))[0], expected.relu() if name == "lstm" else expected
+    )
     assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.2, 0.2]
 
 
@@ -214,17 +208,6 @@ def test_the_embedding_of_padding_stays_zero(name: str) -> None:
     assert embedding.weight.grad is not None
     assert not embedding.weight.grad[0].any()
     assert embedding.weight.grad[ids[0, 0]].any()
-
-
-@pytest.mark.parametrize("name", ["fasttext", "textcnn", "text-logistic", *STATES])
-def test_reduced_precision_hands_on_float32(name: str) -> None:
-    plain, reduced = (build_model(name, TEXT, 0).eval() for _ in range(2))
-    optimize_layout(reduced, "channels-last", "bfloat16")
-    ids = random_inputs(TEXT, 4)
-    with torch.no_grad():
-        found = reduced.features(ids)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, plain.features(ids), atol=0.05, rtol=0.05)
 
 
 def test_text_models_refuse_numbers_and_images_refuse_text() -> None:

@@ -46,11 +46,6 @@ def test_a_late_upload_counts_for_its_share() -> None:
     assert aggregation.aps(BOTH, 2.0, "mean", SHARES).values[:, 0].tolist() == [4, 10, -2]
 
 
-def test_shares_of_one_are_no_shares() -> None:
-    for rule in (aggregation.mean, aggregation.weighted, aggregation.weighted_shrunk):
-        assert torch.equal(rule(BOTH, [1.0, 1.0]).values, rule(BOTH).values)
-
-
 def test_weights_too() -> None:
     state = Weights({"w": torch.zeros(2)})
     uploads = {0: Weights({"w": torch.tensor([1.0, 0.0])}, 3), 4: Weights({"w": torch.tensor([4.0, 8.0])}, 2)}

@@ -235,6 +235,8 @@ def test_the_client_counts_its_releases() -> None:
 
 # Configuration ----------------------------------------------------------------------------------------------
 
+NOISE: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 1.0}
+
 
 @pytest.mark.parametrize(
     ("keys", "said"),
@@ -245,20 +247,11 @@ def test_the_client_counts_its_releases() -> None:
         ({"dp-noise": 1.0}, "dp-noise needs a clipping norm"),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "weighted"}, "sends exact counts"),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "ppa"}, "sends n_i exactly; set total-examples"),
-        (
-            {"dp-noise": 1.0, "dp-clip": 1.0, "method": "tinyproto"},
-            "sends n_i exactly; set aps-scale to a number",
-        ),
+        ({**NOISE, "method": "tinyproto"}, "sends n_i exactly; set aps-scale to a number"),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "count-bucket": "powers"}, "set count-bucket = 'off'"),
-        (
-            {"dp-noise": 1.0, "dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"},
-            "needs every sample exactly once",
-        ),
+        ({**NOISE, "dp-unit": "sample", "protocol": "htfl"}, "needs every sample exactly once"),
         ({"dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"}, "needs every sample exactly once"),
-        (
-            {"dp-clip": 1.0, "dp-noise": 1.0, "method": "fedavg"},
-            "dp-clip = 1.0, dp-noise = 1.0: method 'fedavg'",
-        ),
+        ({**NOISE, "method": "fedavg"}, "dp-clip = 1.0, dp-noise = 1.0: method 'fedavg'"),
         ({"count-bucket": 5, "method": "gfpl"}, "count-bucket = 5: method 'gfpl' sends Mixtures"),
         ({"count-bucket": 1}, "count-bucket = 1: must be greater than or equal to 2 or 'off' or 'powers'"),
     ],
@@ -267,13 +260,6 @@ def test_what_cannot_be_kept_is_refused(keys: dict[str, Scalar], said: str) -> N
     with pytest.raises(PbflError, match=re.escape(said)) as error:
         build_method(parse(keys, SECTIONS))
     assert "\n" not in str(error.value)
-
-
-def test_the_smallest_class_follows_the_protocol() -> None:
-    assert parse({}).privacy.min_class_count == 2
-    for protocol in ("htfl", "pfl", "fedproto"):
-        assert parse({"protocol": protocol}).privacy.min_class_count == 1
-    assert parse({"protocol": "htfl", "min-class-count": 5}).privacy.min_class_count == 5
 
 
 def test_the_list_of_protected_methods_is_complete() -> None:

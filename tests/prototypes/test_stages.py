@@ -2,19 +2,13 @@ import pytest
 import torch
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.prototypes.stages import default_aps_scale, scale_by_counts, upscale
+from pbfl_flwr.prototypes.stages import default_aps_scale, scale_by_counts
 
 
 def test_scale_by_counts_by_hand():
     scaled = scale_by_counts(torch.tensor([[1.0, -2.0], [0.5, 0.0], [0.0, 0.0]]), torch.tensor([3, 4, 0]))
     assert scaled.tolist() == [[3, -6], [2, 0], [0, 0]]
     assert scaled.dtype == torch.float32
-
-
-def test_upscale_by_hand():
-    values = torch.tensor([[0.6, 0.8]])
-    torch.testing.assert_close(upscale(values, 100.0), torch.tensor([[60.0, 80.0]]))
-    assert torch.equal(upscale(values, 1.0), values)
 
 
 @pytest.mark.parametrize(

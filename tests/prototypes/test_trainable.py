@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes import aggregation
@@ -45,20 +44,9 @@ def test_adaptive_margin_is_the_largest_nearest_neighbour_gap():
     assert adaptive_margin(means, present, 2.5) == 2.5
     assert adaptive_margin(means, torch.tensor([True, False, False, False]), 100) == 100
     assert adaptive_margin(means, torch.zeros(4, dtype=torch.bool), 100) == 100
-    literal = max(min(abs(a - b) for b in (0, 1, 4) if b != a) for a in (0, 1, 4))
-    assert adaptive_margin(means, present, 100) == literal
-
-
-def test_the_printed_margin_is_the_largest_distance_of_any_two_classes():
-    # on a line at 0, 1, 4: equation 9 of the paper gives |4 - 0|
-    means = torch.tensor([[0.0], [1.0], [4.0], [99.0]])
-    present = torch.tensor([True, True, True, False])
+    # equation 9 of the paper as printed, the largest distance of any two classes, gives |4 - 0|
     assert adaptive_margin(means, present, 100, "farthest") == 4
-    assert adaptive_margin(means, present, 2.5, "farthest") == 2.5
-    assert adaptive_margin(means, torch.tensor([True, False, False, False]), 100, "farthest") == 100
-    state = initial_state(3, 1, 0)
-    report = train(state, means[:3], torch.arange(3), margin_of="farthest")[2]
-    assert report.margin == 4
+    assert train(initial_state(3, 1, 0), means[:3], torch.arange(3), margin_of="farthest")[2].margin == 4
 
 
 def test_the_true_logit_is_lowered_by_exactly_the_margin():
@@ -81,36 +69,6 @@ def test_a_vector_on_its_prototype_has_a_finite_gradient():
     assert torch.isfinite(prototypes.grad).all()
 
 
-def test_one_step_is_the_step_written_out():
-    vectors, labels = vectors_of_three_classes()
-    state = initial_state(4, 6, seed=1)
-    after, prototypes, report = train(state, vectors, labels, epochs=1, batch_size=7, learning_rate=0.1)
-    weights = {name: tensor.clone().requires_grad_() for name, tensor in state.tensors.items()}
-
-    def generate():
-        hidden = (weights["embedding.weight"] @ weights["hidden.weight"].T + weights["hidden.bias"]).relu()
-        return hidden @ weights["output.weight"].T + weights["output.bias"]
-
-    means = torch.stack([vectors[labels == j].mean(0) for j in range(3)])
-    gaps = [min(float((means[j] - means[k]).norm()) for k in range(3) if k != j) for j in range(3)]
-    loss = torch.tensor(0.0)
-    for vector, label in zip(vectors, labels.tolist(), strict=True):
-        distances = torch.stack([(vector - row).norm() for row in generate()])
-        logits = -(distances + max(gaps) * F.one_hot(torch.tensor(label), 4))
-        loss = loss - F.log_softmax(logits, dim=0)[label] / 7
-    torch.autograd.backward(loss)
-    assert report.margin == pytest.approx(max(gaps), rel=1e-5)
-    assert report.loss == pytest.approx(float(loss.detach()), rel=1e-5)
-    for name, tensor in weights.items():
-        assert tensor.grad is not None
-        torch.testing.assert_close(
-            after.tensors[name], tensor.detach() - 0.1 * tensor.grad, atol=1e-5, rtol=1e-4
-        )
-    network = PrototypeGenerator(4, 6)
-    network.load_state_dict(dict(after.tensors))
-    torch.testing.assert_close(prototypes, network().detach())
-
-
 def test_training_is_pure_and_reproducible():
     vectors, labels = vectors_of_three_classes()
     state = initial_state(4, 6, seed=1)
@@ -126,16 +84,6 @@ def test_training_is_pure_and_reproducible():
     assert not torch.equal(first[1], train(state, vectors, labels, seed=2)[1])  # another order of the vectors
 
 
-def test_the_initial_state_depends_on_its_seed_only():
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    first = initial_state(3, 4, seed=1)
-    assert torch.equal(torch.rand(1), expected)
-    assert same(first.tensors, initial_state(3, 4, seed=1).tensors)
-    assert not same(first.tensors, initial_state(3, 4, seed=2).tensors)
-
-
 def test_training_separates_the_classes_and_says_when_it_has_not_converged():
     vectors, labels = vectors_of_three_classes()
     state = initial_state(3, 6, seed=0)
@@ -143,7 +91,9 @@ def test_training_separates_the_classes_and_says_when_it_has_not_converged():
     assert not short.converged
     assert short.epochs == 1
     # the margin never exceeds a nearest-neighbour gap, so the loss can fall below 1e-3 only far out
-    state, prototypes, long = train(state, vectors * 20, labels, epochs=600, margin_cap=5.0)
+    state, prototypes, long = train(
+        state, vectors * 20, labels, epochs=100, margin_cap=5.0, learning_rate=0.2
+    )
     assert long.converged
     assert long.loss < 1e-3
     assert long.margin == 5.0
@@ -152,7 +102,7 @@ def test_training_separates_the_classes_and_says_when_it_has_not_converged():
         "server-loss": long.loss,
         "server-margin": 5.0,
         "server-converged": 1.0,
-        "server-epochs": 600.0,
+        "server-epochs": 100.0,
     }
 
 

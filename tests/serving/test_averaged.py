@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,20 @@ def exported(run: Path, out: Path, *options: str) -> tuple[int, str]:
     return result.exit_code, " ".join((result.output + (result.stderr or "")).split())
 
 
+@pytest.fixture(scope="module")
+def kept_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of three rounds without BatchNorm, and one of two rounds with it."""
+    place = tmp_path_factory.mktemp("runs")
+    plain = ran(place / "cnn4", num_server_rounds=3, learning_rate=0.3)
+    return {"cnn4": plain.directory.path, "resnet4": ran(place / "resnet4", models="resnet4").directory.path}
+
+
+@pytest.fixture
+def runs(kept_runs: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
+    """Copies of both that a test may change."""
+    return {name: shutil.copytree(run, tmp_path / f"{name}-run") for name, run in kept_runs.items()}
+
+
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_a_whole_network_is_what_clients_would_be_scored_with(name: str, tmp_path: Path) -> None:
     method = build_method(parse(configuration(tmp_path, name, models="resnet4"), SECTIONS))
@@ -51,36 +66,6 @@ def test_a_whole_network_is_what_clients_would_be_scored_with(name: str, tmp_pat
     expected = dict(client.model.named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_without_batch_norm_it_scores_as_the_clients_did(tmp_path: Path) -> None:
-    run = ran(tmp_path).directory.path
-    export(averaged(run), tmp_path / "out")
-    model = open_exported(tmp_path / "out")
-    assert (model.card.client, model.card.round, model.card.architecture) == ("", 2, "cnn4")
-    final = json.loads((run / "clients.jsonl").read_text().splitlines()[-1])["final"]
-    for client in range(NUM_CLIENTS):
-        test = tiny_client(client).test
-        guessed = model.probabilities(test.inputs.numpy()).argmax(1)
-        assert int((guessed == test.labels).sum()) == final["correct"][final["client"].index(client)]["head"]
-
-
-def test_running_statistics_are_the_clients_weighted_mean(tmp_path: Path) -> None:
-    run = ran(tmp_path, models="resnet4").directory.path
-    found = averaged(run).weights
-    clients = json.loads((run / "run.json").read_text())["clients"]
-    kept = [part_of(load_tensors(file)[0], "model") for file in states_of(run)]
-    samples = torch.tensor([float(client["num_train"]) for client in clients])
-    statistics = [name for name in found if name.endswith(("running_mean", "running_var"))]
-    assert statistics
-    for name in statistics:
-        stacked = torch.stack([state[name] for state in kept])
-        expected = torch.tensordot(samples / samples.sum(), stacked, dims=1)
-        torch.testing.assert_close(found[name], expected)
-        assert not torch.equal(stacked[0], stacked[2])
-    state = part_of(load_tensors(run / "checkpoint.safetensors")[0], "w")
-    assert "head.weight" in state
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
 def test_a_classifier_with_hidden_layers_keeps_its_own_names(tmp_path: Path) -> None:
@@ -103,113 +88,130 @@ def test_buffers_of_own_models_that_have_two_names_or_are_not_kept(tmp_path: Pat
     assert torch.equal(found["mean"], found["again"])
 
 
-def test_a_client_without_training_samples_has_no_part_in_the_mean(tmp_path: Path) -> None:
-    run = ran(tmp_path, models="resnet4").directory.path
+def test_without_batch_norm_it_scores_as_the_clients_did(runs: dict[str, Path], tmp_path: Path) -> None:
+    run = runs["cnn4"]
+    export(averaged(run), tmp_path / "out")
+    model = open_exported(tmp_path / "out")
+    assert (model.card.client, model.card.round, model.card.architecture) == ("", 3, "cnn4")
+    final = json.loads((run / "clients.jsonl").read_text().splitlines()[-1])["final"]
+    for client in range(NUM_CLIENTS):
+        test = tiny_client(client).test
+        guessed = model.probabilities(test.inputs.numpy()).argmax(1)
+        assert int((guessed == test.labels).sum()) == final["correct"][final["client"].index(client)]["head"]
+
+
+def test_running_statistics_are_the_clients_weighted_mean(runs: dict[str, Path]) -> None:
+    run = runs["resnet4"]
+    weights = averaged(run).weights
     about = json.loads((run / "run.json").read_text())
     files = states_of(run)
+    clients = [part_of(load_tensors(file)[0], "model") for file in files]
+    names = [name for name in weights if name.endswith(("running_mean", "running_var"))]
+    assert names
+    samples = [client["num_train"] for client in about["clients"]]
+    for counts in (samples, [3, 1, 0, 0, 0], [0] * 5):  # all zero: client-report = none
+        members = [{**client, "num_train": n} for client, n in zip(about["clients"], counts, strict=True)]
+        (run / "run.json").write_text(json.dumps({**about, "clients": members}))
+        share = torch.tensor([float(n) for n in counts]) if any(counts) else torch.ones(5)
+        mean = averaged(run).weights
+        for name in names:
+            stacked = torch.stack([client[name] for client in clients])
+            torch.testing.assert_close(mean[name], torch.tensordot(share / share.sum(), stacked, dims=1))
+            assert not torch.equal(stacked[0], stacked[2])
+        if counts == [3, 1, 0, 0, 0]:
+            with pytest.raises(PbflError, match=r"^--global: none of the clients has training samples, so"):
+                averaged(run, files[2:])
+    state = part_of(load_tensors(run / "checkpoint.safetensors")[0], "w")
+    assert "head.weight" in state
+    assert all(torch.equal(weights[name], tensor) for name, tensor in state.items())
 
-    def say(counts: list[int]) -> None:
-        clients = [{**client, "num_train": n} for client, n in zip(about["clients"], counts, strict=True)]
-        (run / "run.json").write_text(json.dumps({**about, "clients": clients}))
 
-    name = next(name for name in averaged(run).weights if name.endswith("running_mean"))
-    kept = [part_of(load_tensors(file)[0], "model")[name] for file in files]
-    say([3, 1, 0, 0, 0])
-    torch.testing.assert_close(averaged(run).weights[name], 0.75 * kept[0] + 0.25 * kept[1])
-    with pytest.raises(PbflError, match=r"^--global: none of the clients has training samples, so"):
-        averaged(run, files[2:])
-    say([0] * 5)  # client-report = none
-    torch.testing.assert_close(averaged(run).weights[name], torch.stack(kept).mean(0))
-
-
-def test_the_best_one(tmp_path: Path) -> None:
-    run = ran(tmp_path, num_server_rounds=3, learning_rate=0.3).directory.path
+def test_the_best_one(runs: dict[str, Path]) -> None:
+    run = runs["cnn4"]
     best, about = load_tensors(run / "best.safetensors")
-    found = averaged(run, best=True)
-    assert found.card.round == int(about["round"])
-    assert any(torch.equal(found.weights["head.weight"], tensor) for tensor in best.values())
+    model = averaged(run, best=True)
+    assert model.card.round == int(about["round"])
+    assert any(torch.equal(model.weights["head.weight"], tensor) for tensor in best.values())
     lines = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
     scores = [line["accuracy"]["head"]["weighted"] for line in lines]
     scores.append(lines[-1]["final"]["accuracy"]["head"]["weighted"])
-    assert scores.index(max(scores)) == found.card.round  # of equals the first
-
-
-def test_best_weights_that_do_not_say_their_round_are_one_line(tmp_path: Path) -> None:
-    run = ran(tmp_path, num_server_rounds=1).directory.path
-    tensors, about = load_tensors(run / "best.safetensors")
-    save_tensors(run / "best.safetensors", tensors, {"accuracy": about["accuracy"]})
+    assert scores.index(max(scores)) == model.card.round  # of equals the first
+    save_tensors(run / "best.safetensors", best, {"accuracy": about["accuracy"]})
     with pytest.raises(
         PbflError, match=r"best.safetensors does not hold a server state of method 'fedavg': 'round'$"
     ):
         averaged(run, best=True)
 
 
-def test_the_command_and_clients_named_by_hand(tmp_path: Path) -> None:
-    run = ran(tmp_path, models="resnet4").directory.path
-    code, said = exported(run, tmp_path / "all")
-    assert (code, said.split(": ")[0]) == (0, "the server, fedavg, resnet4 after round 2")
+def test_the_command_and_clients_named_by_hand(runs: dict[str, Path], tmp_path: Path) -> None:
+    run = runs["resnet4"]
     states = {file.stem: file for file in states_of(run)}
     moved = tmp_path / "elsewhere.safetensors"
     states["client-00003"].rename(moved)
     CliRunner().invoke(app, ["export", str(run), "--client", "0", "--out", str(tmp_path / "zero")])
     for file in states_of(run):
         file.unlink()
-    code, said = exported(run, tmp_path / "none")
+    code, output = exported(run, tmp_path / "none")
     assert code == 2
-    assert "holds no client state" in said
-    assert exported(run, tmp_path / "three", "--like", str(moved))[0] == 0
-    assert exported(run, tmp_path / "two", "--like", str(moved), "--like", str(tmp_path / "zero"))[0] == 0
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("three", "two"))
-    own = part_of(load_tensors(moved)[0], "model")
-    names = [name for name in own if name.endswith("running_mean")]
-    assert all(torch.equal(one[name], own[name]) for name in names)
-    assert not any(torch.equal(one[name], two[name]) for name in names)
+    assert "holds no client state" in output
+    code, output = exported(run, tmp_path / "three", "--like", str(moved))
+    assert (code, output.split(": ")[0]) == (0, "the server, fedavg, resnet4 after round 2")
+    weights = load_file(tmp_path / "three" / "model.safetensors")
+    client = part_of(load_tensors(moved)[0], "model")
+    both = averaged(run, [moved, tmp_path / "zero"]).weights
+    names = [name for name in client if name.endswith("running_mean")]
+    assert all(torch.equal(weights[name], client[name]) for name in names)
+    assert not any(torch.equal(weights[name], both[name]) for name in names)
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "says"),
-    [
-        (
-            "fedproto",
-            [],
-            "--global: the server of 'fedproto' holds no complete network; export a client's with --client",
-        ),
-        ("fedrep", [], "--global: the server of 'fedrep' holds no complete network"),
-        ("fedavg", ["--client", "1"], "options beside --global must be"),
-        ("fedavg", ["--round", "1"], "options beside --global must be"),
-    ],
-)
-def test_what_has_no_global_network_is_one_line(
-    method: str, options: list[str], says: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("method", ["fedproto", "fedrep"])
+def test_a_server_without_a_complete_network_is_one_line(method: str, tmp_path: Path) -> None:
     run = ran(tmp_path, method, num_server_rounds=1).directory.path
-    code, said = exported(run, tmp_path / "out", *options)
+    code, output = exported(run, tmp_path / "out")
     assert code == 2
-    assert says in said
+    assert f"--global: the server of '{method}' holds no complete network; export a client's with" in output
     assert not (tmp_path / "out").exists()
 
 
-def test_a_client_of_another_run_is_refused(tmp_path: Path) -> None:
-    run = ran(tmp_path / "one").directory.path
-    other = ran(tmp_path / "other", models="resnet4", num_server_rounds=1).directory.path
+@pytest.mark.parametrize("option", ["--client", "--round"])
+def test_options_that_do_not_go_with_global_are_refused(
+    option: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    code, output = exported(runs["cnn4"], tmp_path / "out", option, "1")
+    assert code == 2
+    assert "options beside --global must be" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_clients_of_another_run_or_with_other_inputs_are_refused(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    run = runs["cnn4"]
     with pytest.raises(
         PbflError, match=r"client 0 with resnet4 is not one of the run's clients; in the run it has cnn4$"
     ):
-        averaged(run, states_of(other))
+        averaged(run, states_of(runs["resnet4"]))
     with pytest.raises(PbflError, match="is not a run directory"):
         averaged(tmp_path)
+    file = states_of(run)[3]
+    tensors, about = load_tensors(file)
+    card = {**json.loads(about["card"]), "shift": [0.25]}
+    save_tensors(file, tensors, {**about, "card": json.dumps(card)})
+    with pytest.raises(PbflError, match=r"^--global: clients 0 and 3 differ in shift; set --like to the one"):
+        averaged(run)
+    assert averaged(run, [file]).card.shift == (0.25,)
 
 
-def test_of_devices_that_ran_on_this_machine(tmp_path: Path) -> None:
+def test_of_devices_that_ran_on_this_machine(runs: dict[str, Path], tmp_path: Path) -> None:
     """``pbfl deploy local`` gives every device a state directory below the run's."""
-    run = ran(tmp_path, models="resnet4").directory.path
+    run = runs["resnet4"]
     expected = averaged(run).weights
     for number, file in enumerate(states_of(run)):
         home = run / "clients" / f"node-{number}" / file.parent.name
         home.mkdir(parents=True)
         file.rename(home / file.name)
-    found = averaged(run).weights
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    weights = averaged(run).weights
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
     assert read_state(state_file(run, "3")).card.client == "3"
     with pytest.raises(PbflError, match="holds no client 7; it holds the clients 0, 1, 2, 3, 4"):
         state_file(run, "7")
@@ -221,14 +223,3 @@ def test_of_devices_that_ran_on_this_machine(tmp_path: Path) -> None:
         PbflError, match=r"^.*nowhere does not exist; expected is a run directory, a state directory or"
     ):
         averaged(run, [tmp_path / "nowhere"])
-
-
-def test_clients_that_see_their_inputs_differently_have_no_common_network(tmp_path: Path) -> None:
-    run = ran(tmp_path).directory.path
-    file = states_of(run)[3]
-    tensors, about = load_tensors(file)
-    card = {**json.loads(about["card"]), "shift": [0.25]}
-    save_tensors(file, tensors, {**about, "card": json.dumps(card)})
-    with pytest.raises(PbflError, match=r"^--global: clients 0 and 3 differ in shift; set --like to the one"):
-        averaged(run)
-    assert averaged(run, [file]).card.shift == (0.25,)

@@ -100,7 +100,13 @@ def test_program_and_predictions_are_those_of_the_live_model(place: Path, export
         np.testing.assert_allclose(found[0], expected[0].numpy(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["text-logistic", "lstm", "gru", "bilstm", "transformer-8-2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bilstm", "transformer-8-2"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("text-logistic", "lstm", "gru")),
+    ],
+)
 def test_every_network_for_texts_becomes_a_program(place: Path, name: str, tmp_path: Path) -> None:
     known = read_state(state_file(place / "state", "north")).card
     shape = {"input_shape": (12,), "scale": known.scale[:12], "shift": known.shift[:12]}

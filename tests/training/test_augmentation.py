@@ -17,18 +17,15 @@ from pbfl_flwr.task import Task
 from pbfl_flwr.training.augmentation import Augmentation, check_augmentation
 from pbfl_flwr.training.loop import classification, fit, fixed_features, forward
 from tests.flower.inprocess import federation, tiny_client
-from tests.methods.test_windows import windows as windows_of
+from tests.methods.test_inputs import windows as windows_of
 
 HEIGHT, WIDTH = 16, 8  # of which an eighth are two rows and one column
 
 
 def images(count: int) -> Tensor:
     """Pixels that all differ, and none of which is black."""
-    return (
-        torch.arange(1, 3 * HEIGHT * WIDTH + 1, dtype=torch.int32)
-        .reshape(1, 3, HEIGHT, WIDTH)
-        .repeat(count, 1, 1, 1)
-    )
+    pixels = torch.arange(1, 3 * HEIGHT * WIDTH + 1, dtype=torch.int32)
+    return pixels.reshape(1, 3, HEIGHT, WIDTH).repeat(count, 1, 1, 1)
 
 
 def changed(kinds: str, samples: Tensor, seed: int = 0) -> Tensor:
@@ -77,16 +74,8 @@ def client(**keys: object) -> Client:
     data = tiny_client(2)
     task = data.task(8)
     settings = TrainingSettings(batch_size=4, batch_order="shuffled", drop_last="never", learning_rate=0.05)
-    return Client(
-        2,
-        1,
-        task,
-        build_model("cnn4", task, 0),
-        data,
-        settings.model_copy(update=keys),
-        EvaluationSettings(),
-        3,
-    )
+    model = build_model("cnn4", task, 0)
+    return Client(2, 1, task, model, data, settings.model_copy(update=keys), EvaluationSettings(), 3)
 
 
 def trained(who: Client) -> dict[str, Tensor]:

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.config import EvaluationSettings, TrainingSettings, parse
+from pbfl_flwr.config import EvaluationSettings, TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import EXCLUDED, Client, Nearest, head_scores
-from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models.build import build_model, dry_forward
-from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.models.build import dry_forward
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import loop as training
 from pbfl_flwr.training.evaluation import evaluate
@@ -339,27 +337,18 @@ def test_the_rate_falls_along_half_a_cosine() -> None:
         assert left == pytest.approx(annealed.get_last_lr()[0], abs=1e-9)
         schedule.step()
         annealed.step()
-    falling, smaller = client(round=3, learning_rate_cosine=4), client(round=3, learning_rate=0.1 / 2)
-    for who in (falling, smaller):
-        fit(who, classification(who.model))
-    assert torch.equal(first(falling).weight, first(smaller).weight)
 
 
-def test_the_rate_of_round_t_has_decayed_t_minus_1_times() -> None:
-    decayed, smaller = client(round=3, learning_rate_decay=0.5), client(round=3, learning_rate=0.1 / 4)
-    for who, rate in ((decayed, 0.4), (smaller, 0.1)):
-        fit(
-            who,
-            classification(who.model),
-            param_groups=[param_group(net(who).body), param_group(net(who).head, rate)],
-        )
-    assert weights(decayed.model).keys() == weights(smaller.model).keys()
-    assert all(torch.equal(t, weights(smaller.model)[name]) for name, t in weights(decayed.model).items())
-    first_round = client(round=1, learning_rate_decay=0.5)
-    fit(first_round, classification(first_round.model))
-    plain = client(round=1)
-    fit(plain, classification(plain.model))
-    assert torch.equal(first(first_round).weight, first(plain).weight)
+@pytest.mark.parametrize(
+    ("falling", "share"), [({"learning_rate_cosine": 4}, 1 / 2), ({"learning_rate_decay": 0.5}, 1 / 4)]
+)
+def test_the_rate_of_a_round_is_that_of_every_part(falling: dict[str, Any], share: float) -> None:
+    decayed, smaller = client(round=3, **falling), client(round=3, learning_rate=0.1 * share)
+    for who, rate in ((decayed, 0.4), (smaller, 0.4 * share)):
+        parts = [param_group(net(who).body), param_group(net(who).head, rate)]
+        fit(who, classification(who.model), param_groups=parts)
+    assert not changed(weights(smaller.model), decayed.model)
+    assert rate_share(TrainingSettings(**falling), 1) == 1.0
 
 
 def test_the_gradient_is_clipped() -> None:
@@ -428,11 +417,6 @@ def test_what_another_optimizer_kept_is_left_out() -> None:
         for who in (with_it, without):
             fit(who, classification(who.model))
         assert not changed(weights(without.model), with_it.model)
-
-
-def test_fresh_momentum_is_nothing_to_remember() -> None:
-    who = client(momentum=0.9)
-    assert fit(who, classification(who.model)).optimizer == {}
 
 
 def test_fresh_momentum_leaves_out_what_an_earlier_run_kept() -> None:
@@ -556,49 +540,6 @@ def test_what_a_network_caches_while_it_is_scored_serves_training() -> None:
     dry_forward("cached", who.model, TASK)
     evaluate(who, {"head": head_scores})
     assert fit(who, classification(who.model)).steps == 2
-
-
-# Prototype regularisation ---------------------------------------------------------------------------------
-
-
-def regularised(down: Prototypes, weight: float) -> tuple[dict[str, float], dict[str, Tensor]]:
-    task = Task(3, 8, (1, 16, 16))
-    g = torch.Generator().manual_seed(0)
-    shard = Shard(torch.randn(4, 1, 16, 16, generator=g), torch.tensor([0, 1, 1, 2]))
-    held = ClientData(shard, shard, 3, ("a", "b", "c"), torch.ones(1, 1, 1), torch.zeros(1, 1, 1))
-    model = build_model("cnn2", task, seed=1)
-    settings = parse(
-        {"method": "fedproto", "regularizer-weight": weight, "feature-dim": 8, "batch-size": 4}, SECTIONS
-    )
-    who = Client(0, 2, task, model, held, settings.training, settings.evaluation, seed=0)
-    torch.manual_seed(0)  # dropout
-    update = build_method(settings).local_update(who, down)
-    return dict(update.metrics), {name: p.detach() for name, p in model.named_parameters()}
-
-
-def test_the_regularisation_moves_the_extractor_from_the_first_broadcast_on() -> None:
-    """One step of SGD: the body's step contains λ's gradient, the head's does not."""
-    nobody = Prototypes.empty(3, 8)
-    everybody = Prototypes(torch.ones(3, 8), torch.ones(3, dtype=torch.bool))
-    first, _ = regularised(nobody, 10.0)
-    assert {name for name in first if name.startswith("loss.")} == {"loss.ce"}
-    found = {weight: regularised(everybody, weight) for weight in (0.0, 1.0, 10.0)}
-    assert found[0.0][0]["loss.regularizer"] == 0
-    assert found[1.0][0]["loss.regularizer"] > 0
-    assert found[10.0][0]["loss.regularizer"] == pytest.approx(
-        10 * found[1.0][0]["loss.regularizer"], rel=1e-5
-    )
-    for name, start in found[0.0][1].items():
-        one, ten = found[1.0][1][name] - start, found[10.0][1][name] - start
-        if name.startswith("head."):
-            assert not one.any()
-            assert not ten.any()
-        else:
-            assert one.any(), name
-            torch.testing.assert_close(ten, 10 * one, rtol=1e-2, atol=1e-5)
-
-
-# Evaluation -------------------------------------------------------------------------------------------------
 
 
 def test_one_pass_scores_every_predictor() -> None:

@@ -124,17 +124,3 @@ def test_a_layer_whose_gradients_come_late_starts_as_in_a_first_step() -> None:
     gradient = late.bias.grad.clone()
     descent.step()
     assert torch.equal(late.bias, before - 0.5 * gradient)
-
-
-def test_buffers_of_before_are_gone_on_with() -> None:
-    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-    descent = SGD([Group((weight,), 0.1)], 0.5, state={weight: {"momentum": torch.tensor([4.0, -4.0])}})
-    weight.grad = torch.tensor([1.0, 1.0])
-    descent.step()  # b = 0.5·4 + 1 = 3 and 0.5·(-4) + 1 = -1
-    assert torch.allclose(weight, torch.tensor([0.7, 2.1]))
-
-
-def test_without_gradients_nothing_moves() -> None:
-    weight = nn.Parameter(torch.tensor([1.0]))
-    SGD([Group((weight,), 0.1)], 0.9, 0.5).step()
-    assert weight.item() == 1.0

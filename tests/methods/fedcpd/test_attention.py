@@ -17,9 +17,6 @@ from pbfl_flwr.models.build import build_model, random_inputs
 from pbfl_flwr.task import Task
 from tests.models.kinds import (
     EXAMPLES,
-    LONGER,
-    TABLES,
-    VISION_TRANSFORMERS,
     WITHOUT_PLACES,
     is_one_of,
     shapes,
@@ -34,8 +31,16 @@ def task_for(name):
     return IMAGES if takes_images(name) else task_of(name, 6, shapes(name)[-1], 4)
 
 
-WITHOUT_MAPS = TABLES | VISION_TRANSFORMERS | WITHOUT_PLACES
-CONVOLUTIONAL = [(name, task_for(name)) for name in EXAMPLES if not is_one_of(name, WITHOUT_MAPS | LONGER)]
+IMAGE_MODELS = (
+    "cnn4",
+    "resnet6",
+    "resnet50",
+    "googlenet",
+    "shufflenet-v2",
+    "mobilenet-v2",
+    "efficientnet-b0",
+)
+CONVOLUTIONAL = [(name, task_for(name)) for name in (*IMAGE_MODELS, "har-cnn", "har-resnet", "textcnn")]
 
 
 def maps_of(name, task, batch=2):
@@ -45,17 +50,11 @@ def maps_of(name, task, batch=2):
 
 
 @pytest.mark.parametrize(("name", "task"), CONVOLUTIONAL)
-def test_attention_has_the_shape_of_the_map_for_every_convolutional_model(name, task):
-    model, _, maps = maps_of(name, task)
-    assert [x.shape[1] for x in maps] == map_channels(model, task)
-    for x in maps:
-        assert CBAM(x.shape[1])(x).shape == x.shape
-
-
-@pytest.mark.parametrize(("name", "task"), CONVOLUTIONAL)
 def test_distillation_trains_every_stage_and_itself(name, task):
     model, inputs, maps = maps_of(name, task)
+    assert [x.shape[1] for x in maps] == map_channels(model, task)
     distillation = MapDistillation(map_channels(model, task), width=8)
+    assert all(CBAM(x.shape[1])(x).shape == x.shape for x in maps)
     teacher = MapMemory(model.stages, build_model(name, task, 1).stages.state_dict(), distillation.attention)
     distillation(maps, *teacher(inputs)).backward()
     assert [n for n, p in model.stages.named_parameters() if p.grad is None] == []

@@ -81,14 +81,6 @@ def test_distance_equals_the_printed_formula_on_full_matrices():
         assert found[i, j] == pytest.approx(expected, rel=1e-12)
 
 
-def test_distances_by_hand():
-    # N(0,1) and N(2,1): 4/(8·1) = 0.5. N(0,1) and N(0,9): s = 5, ½·ln(5/3).
-    found = bhattacharyya(
-        np.zeros((1, 1)), np.ones((1, 1)), np.array([[2.0], [0.0]]), np.array([[1.0], [3.0]])
-    )
-    np.testing.assert_allclose(found, [[0.5, 0.5 * math.log(5 / 3)]], rtol=1e-14)
-
-
 def test_distance_of_points_is_that_of_floored_deviations():
     point = np.zeros((1, 3))
     assert bhattacharyya(point, point, point, point) == pytest.approx(0)
@@ -135,31 +127,7 @@ def test_clusters_are_those_of_the_literal_algorithm(seed, count, threshold):
     assert sorted(itertools.chain(*found)) == list(range(count))
 
 
-def test_those_who_join_together_need_not_be_close_to_one_another():
-    # Unit Gaussians at 0, 2, -2, 3.5: D_B = shift²/8 is 0.5 from 0 to ±2, 2 between those, 0.28 from 2 to 3.5.
-    means, stds = np.array([[0.0], [2.0], [-2.0], [3.5]]), np.ones((4, 1))
-    assert [c.tolist() for c in clusters(means, stds, 1.0)] == [[0, 1, 2], [3]]
-    assert [c.tolist() for c in clusters(means, stds, 0.4)] == [[0], [1, 3], [2]]
-    assert [c.tolist() for c in clusters(means, stds, 0.0)] == [[0], [1], [2], [3]]
-
-
 # Fusion -----------------------------------------------------------------------------------------------------
-
-
-def test_fusion_by_hand():
-    # Weights 1 and 3 at 0 and 4: mean 3; variance (1·(1 + 9) + 3·(4 + 1))/4 = 6.25.
-    found = fuse([components((2, 1, [0.0], [1.0]), (2, 3, [4.0], [2.0]))], 1, threshold=100)
-    assert found.labels.tolist() == [2]
-    assert (found.weights.item(), found.means.item(), found.stds.item()) == (4, 3, 2.5)
-
-
-def test_fused_moments_equal_those_of_samples():
-    parts = drawn(4, 3, seed=5)
-    found = fuse([parts], 3, threshold=1e9)
-    features, _ = sample(parts, 200_000, torch.Generator().manual_seed(0))
-    assert found.num_components == 1
-    torch.testing.assert_close(features.mean(0), found.means[0], atol=0.02, rtol=0)
-    torch.testing.assert_close(features.std(0), found.stds[0], atol=0.02, rtol=0)
 
 
 @settings(deadline=None)
@@ -289,14 +257,6 @@ def test_one_fit_keeps_mean_and_second_moment():
     assert weight.item() == pytest.approx(100)
     torch.testing.assert_close(mean, features.double().mean(0), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(second, features.double().square().mean(0), rtol=1e-3, atol=1e-3)
-
-
-def test_batches_and_seeds_make_no_difference_and_a_difference():
-    features, labels = blobs(64)
-    whole = fit_mixtures([(features, labels)], 2, 4, seed=1).mixtures
-    pieces = fit_mixtures(zip(features.split(10), labels.split(10), strict=True), 2, 4, seed=1).mixtures
-    assert same(whole, pieces)
-    assert not same(whole, fit_mixtures([(features, labels)], 2, 4, seed=2).mixtures)
 
 
 def test_fewer_samples_than_components():
@@ -429,14 +389,3 @@ def test_state_keeps_what_silent_clients_sent_last():
     assert same(later.held.chosen(later.owners == 4), third)
     assert state.received({4: third}, "drop").owners.tolist() == [4, 4, 4]
     assert state.owners.tolist() == [0, 4, 4]
-
-
-def test_state_survives_a_checkpoint():
-    state = MixtureState.empty(2).received({1: drawn(2, 2, 0)}, "keep")
-    for before in (MixtureState.empty(2), state, MixtureState(drawn(1, 2, 1), state.held, state.owners)):
-        after = MixtureState.from_tensors(before.to_tensors(), TASK)
-        assert same(after.broadcast, before.broadcast)
-        assert same(after.held, before.held)
-        assert torch.equal(after.owners, before.owners)
-    with pytest.raises(RejectedPayload, match="1 owners for 2 components"):
-        MixtureState.from_tensors({**state.to_tensors(), "owners": torch.tensor([1])}, TASK)
