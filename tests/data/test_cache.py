@@ -62,12 +62,8 @@ def test_decoded_once_and_read_back_as_a_memory_map(source, home):
     folders = [path for path in (home / "cache").iterdir() if path.is_dir()]
     assert len(folders) == 1
     assert folders[0].name.startswith("set-")
-    assert sorted(path.name for path in folders[0].iterdir()) == [
-        "inputs.npy",
-        "labels.npy",
-        "meta.json",
-        "owner.npy",
-    ]
+    names = ["inputs.npy", "labels.npy", "meta.json", "owner.npy"]
+    assert sorted(path.name for path in folders[0].iterdir()) == names
 
 
 def test_decodes_a_changed_source_again(source):
@@ -115,21 +111,20 @@ def test_the_rest_of_a_killed_process_is_swept_away(source, home):
     assert not leftover.exists()
 
 
-def test_a_damaged_entry_is_named(source, home):
-    cache.cached("set", [source], Decoder())
-    entry = next(path for path in (home / "cache").iterdir() if path.is_dir())
-    (entry / "inputs.npy").write_bytes(b"garbage")
-    with pytest.raises(PbflError, match=f"{entry} is damaged"):
-        cache.cached("set", [source], Decoder())
+# Damaged, or a file whose content was lost: nothing, or half of its header.
+DAMAGES = {
+    "garbage": lambda file: b"garbage",
+    "nothing": lambda file: b"",
+    "half": lambda file: file[:40] + bytes(99),
+}
 
 
 @pytest.mark.parametrize("file", ["inputs.npy", "labels.npy", "owner.npy"])
-@pytest.mark.parametrize("kept", [0, 40])  # of a file whose content was lost: nothing, or half of its header
-def test_files_without_their_content_are_a_damaged_entry(source, home, file, kept):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_named(source, home, file, damage):
     cache.cached("set", [source], Decoder())
     entry = next(path for path in (home / "cache").iterdir() if path.is_dir())
-    content = (entry / file).read_bytes()
-    (entry / file).write_bytes(content[:kept] + bytes(len(content) - kept) if kept else b"")
+    (entry / file).write_bytes(DAMAGES[damage]((entry / file).read_bytes()))
     with pytest.raises(PbflError, match=f"{entry} is damaged"):
         cache.cached("set", [source], Decoder())
 

@@ -13,6 +13,7 @@ from pbfl_flwr.method import Client, Round, Update
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.task import Task
+from pbfl_flwr.training.loop import batches, take
 
 TASK = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))
 
@@ -69,6 +70,14 @@ def make_client():
         )
 
     return make
+
+
+def dealt(client: Client, phase: str = "fit", epochs: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the batches (inputs, labels) that the client's training takes, in their order."""
+    order = client.generator(phase)
+    for _ in range(epochs):
+        for index in batches(len(client.data.train), client.training, order):
+            yield take(client.data, client.data.train, index, client.device)
 
 
 @dataclass

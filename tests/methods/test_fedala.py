@@ -71,18 +71,6 @@ def test_scoring_before_training_does_not_apply_it_twice(make_method, make_clien
     assert all(torch.equal(tensor, uploads[1][name]) for name, tensor in uploads[0].items())
 
 
-def test_all_tensors_can_be_mixed_and_buffers_are_left_alone(make_method, make_client, task):
-    method = make_method("fedala", models="resnet4", own={"tensors": 0, "max_epochs": 2})
-    state = method.init(task, 5)
-    client = make_client(architecture="resnet4")
-    memory = method.local_update(client, state).memory
-    assert {name[4:] for name in memory} == {name for name, _ in client.model.named_parameters()}
-    client = make_client(architecture="resnet4", round=2, memory=memory)
-    buffers = {name: buffer.clone() for name, buffer in client.model.named_buffers()}
-    method.install(client, state)
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in client.model.named_buffers())
-
-
 class HeadFirst(nn.Module):
     """Somebody's model that declares its classifier before its body."""
 

@@ -46,20 +46,6 @@ def test_gradients_by_hand():
     assert torch.allclose(gradient("paper", [0.0] * 3, half), uniform - torch.tensor([0.5, 0.5, 0.0]))
 
 
-@pytest.mark.parametrize("form", ["paper", "ce-soft", "mse"])
-def test_a_class_without_a_row_gives_no_gradient(form):
-    taught = rows(c1=[0.25, 0.25, 0.25, 0.25])
-    assert gradient(form, [1.0, -2.0, 0.5, 0.0], taught, label=0).abs().max() < 1e-7
-    assert gradient(form, [1.0, -2.0, 0.5, 0.0], taught, label=1).abs().max() > 1e-2
-
-
-def test_protocols_choose_the_form_and_a_key_overrules_them(make_method):
-    forms = {"clean": "paper", "htfl": "ce-soft", "pfl": "ce-soft", "fedproto": "ce-soft"}
-    for protocol, form in forms.items():
-        assert make_method("feddistill", protocol=protocol).form == form
-        assert make_method("feddistill", protocol=protocol, own={"loss": "mse"}).form == "mse"
-
-
 @pytest.mark.parametrize("protocol", ["clean", "htfl"])
 def test_outputs_are_collected_on_the_way_before_each_step(make_method, make_client, task, protocol):
     method = make_method("feddistill", protocol=protocol)

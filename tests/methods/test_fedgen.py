@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -7,7 +5,7 @@ from torch import nn
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods.generative.fedgen import LabelledHead
 from pbfl_flwr.payloads import Weights
-from pbfl_flwr.training.loop import batches, take
+from tests.methods.conftest import dealt
 
 SMALL = {"noise_dim": 3, "hidden_dim": 8, "server_steps": 60, "server_learning_rate": 0.05}
 
@@ -47,23 +45,6 @@ def test_the_generator_learns_what_the_averaged_head_recognises(make_method, tas
     assert float((features[:, :4].argmax(1) == labels).float().mean()) > 0.9
 
 
-def test_generated_features_teach_the_head_classes_that_the_client_lacks(make_method, make_client, task):
-    method = make_method("fedgen", own=SMALL)
-    state = method.init(task, 0)
-    head = {"head.weight": torch.eye(4, 6) * 3, "head.bias": torch.zeros(4)}
-    sent = {0: LabelledHead(Weights(head, 1), torch.tensor([0, 0, 0, 8]))}
-    state = method.aggregate(state, sent, Round(1, task, 1))
-    client = replace(make_client(labels=(0, 0, 0, 0, 1, 1, 1, 1), learning_rate=0.1), round=2)
-    update = method.local_update(client, method.broadcast(state, 0))
-    assert set(update.metrics) == {"loss.ce", "loss.generated"}
-    assert update.payload.label_counts.tolist() == [4, 4, 0, 0]
-    alone = replace(make_client(labels=(0, 0, 0, 0, 1, 1, 1, 1), learning_rate=0.1), round=2)
-    plain = method.local_update(alone, replace(method.broadcast(state, 0), generator=Weights({})))
-    assert set(plain.metrics) == {"loss.ce"}
-    change = update.payload.weights.tensors["head.bias"][3] - plain.payload.weights.tensors["head.bias"][3]
-    assert change > 0  # class 3 is drawn by the generator alone
-
-
 def test_a_second_round_of_a_client_follows_the_reference_loop(make_method, make_client, task):
     method, keys = make_method("fedgen", models="cnn4", own=SMALL), {"learning_rate": 0.1, "batch_size": 4}
     start = method.init(task, 3)
@@ -75,8 +56,7 @@ def test_a_second_round_of_a_client_follows_the_reference_loop(make_method, make
     generator = method.shape.load(task, down.generator.tensors).train()  # it normalises by the batch it draws
     random, network = oracle.generator("generator"), oracle.model.train()
     sgd = torch.optim.SGD(network.parameters(), lr=0.1)
-    for index in batches(8, oracle.training, oracle.generator("fit")):
-        x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+    for x, y in dealt(oracle):
         labels = torch.multinomial(torch.tensor([6.0, 6.0, 4.0, 0.0]), 4, replacement=True, generator=random)
         h = generator(labels, torch.rand(4, 3, generator=random)).detach()
         cross_entropy = nn.functional.cross_entropy

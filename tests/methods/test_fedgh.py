@@ -6,7 +6,6 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
 from pbfl_flwr.prototypes.privacy import epsilon_of
-from pbfl_flwr.training.loop import take
 
 
 def zero_head():
@@ -18,21 +17,6 @@ def one_prototype(label, value):
     values, present = table.values.clone(), table.present.clone()
     values[label], present[label] = value, True
     return Prototypes(values, present)
-
-
-def test_upload_is_the_class_means_after_training(make_method, make_client, task):
-    method, client = make_method("fedgh"), make_client(labels=(0, 0, 2, 2, 2, 0, 2, 2))
-    state = method.init(task, 3)
-    upload = method.local_update(client, state).payload
-    assert upload.present.tolist() == [True, False, True, False]
-    assert upload.counts is None
-    assert set(upload.to_tensors()) == {"labels", "rows"}
-    inputs, labels = take(client.data, client.data.train, slice(None), client.device)
-    with torch.no_grad():
-        features = client.model.eval().features(inputs)
-    for label in (0, 2):
-        assert torch.allclose(upload.values[label], features[labels == label].mean(0), atol=1e-6)
-    assert not torch.equal(client.model.head.weight, state.tensors["head.weight"])  # trained on from φ
 
 
 def test_a_client_trains_its_whole_network_from_the_head_it_received(make_method, make_client, task):

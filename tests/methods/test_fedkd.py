@@ -15,7 +15,8 @@ from pbfl_flwr.methods.fedkd.method import MenteeState
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import LowRank, RejectedPayload, Weights
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import batches, take
+from pbfl_flwr.training.loop import take
+from tests.methods.conftest import dealt
 
 WHOLE = {"energy_start": 1.0, "energy_end": 1.0}
 
@@ -52,13 +53,6 @@ def test_energy_moves_from_start_to_end(make_method):
     assert make_method("fedkd", own={"schedule_rounds": 2}).energy(2) == pytest.approx(0.965)
 
 
-def test_protocols_choose_the_compression(make_method):
-    assert make_method("fedkd").scheme == "safe"
-    for protocol in ("htfl", "pfl"):
-        assert make_method("fedkd", protocol=protocol).scheme == "as-coded"
-    assert make_method("fedkd", protocol="htfl", own={"compression": "safe"}).scheme == "safe"
-
-
 @pytest.mark.parametrize("protocol", ["clean", "htfl"])
 def test_a_round_follows_the_equations(make_method, make_client, task, protocol):
     keys = {"protocol": protocol, "learning_rate": 0.1}
@@ -82,8 +76,7 @@ def test_a_round_follows_the_equations(make_method, make_client, task, protocol)
         pointwise = F.kl_div(F.log_softmax(student, 1), F.softmax(cut(teacher), 1), reduction="none")
         return pointwise.sum(1).mean() if detached else pointwise.mean()
 
-    for index in batches(8, oracle.training, oracle.generator("fit")):
-        x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+    for x, y in dealt(oracle):
         h, h_a = w.features(x), a.features(x)
         z, u = w.head(h), a.head(h_a)
         D = cut(F.cross_entropy(z, y) + F.cross_entropy(u, y))

@@ -16,9 +16,8 @@ from pbfl_flwr.methods.generative.fedpa import (
     prototype_weight,
     teaching_weights,
 )
-from pbfl_flwr.methods.generative.generators import sampler, tensors_of
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes
-from pbfl_flwr.training.loop import batches, take
+from tests.methods.conftest import dealt
 
 SMALL = {"noise_dim": 3, "hidden_dim": 8, "server_steps": 5}
 
@@ -93,49 +92,6 @@ def test_the_generator_is_pushed_off_the_prototypes_of_the_round_before(make_met
     assert float(state.taught.prototypes.values[0, 0]) == 9.0
 
 
-def test_clients_ask_the_generator_by_its_running_statistics(make_method, make_client, task):
-    method = make_method("fedpa", own=SMALL)
-    taught = method.init(task, 0).taught
-    tensors = method.shape.build(task, 1)
-    with torch.no_grad():
-        for name, buffer in tensors.named_buffers():
-            if name.endswith("running_mean"):
-                buffer.fill_(3.0)
-    given = replace(taught, generator=Weights(tensors_of(tensors)), label_counts=torch.tensor([1, 1, 0, 0]))
-    draw, by_batch = (sampler(method.shape, make_client(), given, 5, by_batch=by) for by in (False, True))
-    assert draw is not None
-    assert by_batch is not None
-    drawn, labels = draw()
-    random = make_client().generator("generator")
-    again = torch.multinomial(torch.tensor([1.0, 1, 0, 0]).double(), 5, replacement=True, generator=random)
-    assert labels.tolist() == again.tolist()
-    with torch.no_grad():
-        expected = tensors.eval()(again, torch.rand(5, 3, generator=random))
-    torch.testing.assert_close(drawn, expected)
-    assert not torch.allclose(by_batch()[0], expected)
-
-
-def test_first_round_is_cross_entropy_then_generator_and_regularisation_join(make_method, make_client, task):
-    method = make_method("fedpa", own=SMALL)
-    architecture = {"architecture": "cnn4"}
-    method = replace(method, architecture="cnn4")
-    state = method.init(task, 0)
-    first = method.local_update(make_client(**architecture), method.broadcast(state, 0))
-    assert set(first.metrics) == {"loss.ce"}
-    counts = first.payload.prototypes.counts
-    assert counts is not None
-    assert counts.tolist() == [3, 3, 2, 0]
-    state = method.aggregate(state, {0: first.payload}, Round(1, task, 1))
-    assert state.taught.label_counts.tolist() == [
-        1,
-        1,
-        1,
-        0,
-    ]  # clients ask for no class it was not trained on
-    second = method.local_update(make_client(round=2, **architecture), method.broadcast(state, 0))
-    assert set(second.metrics) == {"loss.ce", "loss.generated", "loss.regularizer"}
-
-
 def test_a_single_prototype_regularises(make_method, make_client, task):
     method = replace(make_method("fedpa", own=SMALL), architecture="cnn4")
     for held, terms in (([0, 0, 0, 0], {"loss.ce"}), ([0, 1, 0, 0], {"loss.ce", "loss.regularizer"})):
@@ -158,8 +114,7 @@ def test_a_second_round_of_a_client_follows_the_repositorys_loop(make_method, ma
     random, network = oracle.generator("generator"), oracle.model.train()
     load_parameters(network, down.weights.tensors)
     sgd = torch.optim.SGD(network.parameters(), lr=0.1 * 0.99)
-    for index in batches(8, oracle.training, oracle.generator("fit")):
-        x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+    for x, y in dealt(oracle):
         z = network.features(x)
         labels = torch.multinomial(torch.tensor([1.0, 1.0, 1.0, 0.0]), 4, replacement=True, generator=random)
         h = generator(labels, torch.rand(4, 3, generator=random)).detach()

@@ -1,16 +1,7 @@
-import pytest
 import torch
 
 from pbfl_flwr.method import Round
 from pbfl_flwr.models.build import body_names, head_names
-
-
-@pytest.mark.parametrize("name", ["fedper", "fedrep"])
-def test_protocols_choose_what_is_shared_and_a_key_overrules_them(make_method, name):
-    for protocol in ("clean", "htfl", "pfl", "fedproto"):
-        assert make_method(name, protocol=protocol).share == ("stages" if protocol == "fedproto" else "body")
-        for share in ("body", "stages"):
-            assert make_method(name, protocol=protocol, own={"shared": share}).share == share
 
 
 def test_fedper_keeps_the_head_and_copies_the_body(make_method, make_client, task):

@@ -57,13 +57,6 @@ def test_what_accompanies_the_body_is_trained_with_it(make_method, make_client):
     assert not torch.equal(companion.weight, before)
 
 
-def test_no_head_epochs_leaves_the_head(make_method, make_client, task):
-    method, client = make_method("fedrep", own={"head_epochs": 0}), make_client(architecture="cnn4")
-    start = snapshot(client.model)
-    method.local_update(client, method.init(task, 0))
-    assert all(torch.equal(client.model.state_dict()[name], start[name]) for name in head_names(client.model))
-
-
 def test_stages_keep_the_hidden_layer_private(make_method, make_client, task):
     method, client = make_method("fedrep", own={"shared": "stages"}), make_client(architecture="cnn4")
     state = method.init(task, 0)

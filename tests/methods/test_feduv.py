@@ -4,21 +4,7 @@ import pytest
 import torch
 
 from pbfl_flwr.methods.feduv import uniformity, variance
-from pbfl_flwr.training.loop import batches, take
-
-
-def test_variance_of_one_hot_outputs_is_zero_and_of_equal_ones_gamma():
-    # γ_K = 1/√K is the deviation of a column of the K x K identity: K = 10 gives 0.316228
-    assert math.sqrt(torch.eye(10)[:, 0].var()) == pytest.approx(0.316228, abs=1e-6)
-    assert float(variance(1e4 * torch.eye(10))) == pytest.approx(0.0, abs=1e-7)
-    assert float(variance(torch.zeros(4, 10))) == pytest.approx(0.316228, abs=1e-6)
-
-
-def test_variance_by_hand():
-    # K = 2, two samples with probabilities (0.8, 0.2) and (0.4, 0.6): unbiased deviations √0.08 = 0.282843 each;
-    # V = 1/√2 - 0.282843 = 0.424264
-    logits = torch.tensor([[0.8, 0.2], [0.4, 0.6]]).log()
-    assert float(variance(logits)) == pytest.approx(0.424264, abs=1e-6)
+from tests.methods.conftest import dealt
 
 
 def test_outputs_that_vary_more_than_the_identity_are_not_drawn_back():
@@ -30,22 +16,6 @@ def test_the_median_leaves_out_distances_of_zero():
     # Points 0, 0, 0, 2: squared distances 0, 0, 0, 4, 4, 4; median of the others 4. U = (3·1 + 3·e^-1)/6
     z = torch.tensor([[0.0], [0.0], [0.0], [2.0]])
     assert float(uniformity(z)) == pytest.approx((1 + math.exp(-1)) / 2, rel=1e-6)
-
-
-def test_uniformity_against_a_literal_loop():
-    z = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
-    squared = [float((z[a] - z[b]).square().sum()) for a in range(7) for b in range(a + 1, 7)]
-    sigma = sorted(squared)[(len(squared) - 1) // 2]
-    assert float(uniformity(z)) == pytest.approx(sum(math.exp(-s / sigma) for s in squared) / 21, rel=1e-5)
-
-
-def test_sigma_carries_a_gradient_unless_detached():
-    z = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    attached = torch.autograd.grad(uniformity(z), z)[0]
-    detached = torch.autograd.grad(uniformity(z, detach_sigma=True), z)[0]
-    assert not torch.allclose(attached, detached)
-    # With σ² attached U does not change when all features are scaled: the gradient is orthogonal to z.
-    assert float((attached * z.detach()).sum()) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_equal_features_have_no_uniformity_and_no_nan():
@@ -72,8 +42,7 @@ def test_a_round_follows_the_equations(make_method, make_client, task, detach):
     w = oracle.model
     for name, parameter in w.named_parameters():
         parameter.data.copy_(state.tensors[name])
-    for index in batches(8, oracle.training, oracle.generator("fit")):
-        x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+    for x, y in dealt(oracle):
         z = w.features(x)
         o = w.head(z)
         p, B = o.softmax(1), len(y)

@@ -75,21 +75,6 @@ def test_equal_updates_are_one_to_the_first_clusters(make_method, task, seed, si
     assert sorted(state.sizes().tolist()) == [0, 0, 0, 4, 8]
 
 
-def test_clusters_of_a_network_are_those_of_its_weights(make_method, make_client, task):
-    # Two groups with different labels end in two clusters, from a common start.
-    method = make_method("fesem", models="cnn4")
-    state = method.init(task, 4)
-    groups = {0: (0, 0, 0, 0), 1: (2, 2, 2, 2), 2: (0, 0, 0, 0), 3: (2, 2, 2, 2)}
-    uploads = {
-        i: method.local_update(
-            make_client(i, "cnn4", labels, local_epochs=3), method.broadcast(state, i)
-        ).payload
-        for i, labels in groups.items()
-    }
-    after = method.aggregate(state, uploads, Round(1, task, 4))
-    assert after.assigned[0] == after.assigned[2] != after.assigned[1] == after.assigned[3]
-
-
 def test_a_client_of_an_unknown_centre_is_rejected(task):
     state = Centres((weights(1), weights(2)), torch.tensor([0, -1, 1]))
     assert Centres.from_tensors(state.to_tensors(), task).scalars() == 2 * 5

@@ -190,15 +190,6 @@ def test_retraining_the_projection_only(make_method, make_client):
         make_method("gfpl", own={"retrain": "projection", "dual_classifier": False})
 
 
-def test_retraining_teaches_classes_that_the_client_does_not_hold(make_method, make_client):
-    method = make_method("gfpl", own={"samples": 64, "retrain_epochs": 20})
-    client = make_client(labels=(0, 0, 1, 1), learning_rate=0.1)
-    down = mixtures(0, 1, 2, 3)
-    retrained(method, client, down)
-    with torch.no_grad():
-        assert client.model.head(down.means).argmax(1).tolist() == [0, 1, 2, 3]
-
-
 def test_retraining_starts_without_the_momentum_that_the_local_epochs_kept(make_method, make_client):
     method, down = make_method("gfpl"), mixtures(0, 1)
     found = []
@@ -278,11 +269,3 @@ def test_one_class_few_samples_none_and_a_class_nobody_holds(make_method, make_c
         assert uploads[2].labels.tolist() == [2]
         assert after.state.broadcast.labels.unique().tolist() == [0, 1, 2]
         assert method.report(after.state)["classes-held"] == 3
-
-
-def test_a_line_says_what_was_reduced(make_method, make_client):
-    update = make_method("gfpl", own=SOON).local_update(
-        make_client(labels=(0, 0, 2, 2, 2, 2, 2, 2)), Mixtures.empty(6)
-    )
-    assert update.metrics["mixture-classes-reduced"] == 1
-    assert update.metrics["mixture-components"] == 2 + 4

@@ -13,7 +13,7 @@ from pbfl_flwr.methods.mutual import Conventions
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import batches, take
+from tests.methods.conftest import dealt
 
 
 def test_divergence_and_its_reductions():
@@ -34,13 +34,6 @@ def test_the_teacher_learns_unless_detached(detach):
     assert (teacher.grad is None) is detach
 
 
-def test_protocols_choose_the_conventions(make_method):
-    assert make_method("fml").conventions == Conventions("batchmean", True)
-    assert make_method("fml", protocol="htfl").conventions == Conventions("mean", False)
-    mixed = make_method("fml", protocol="htfl", kl_reduction="batchmean")
-    assert mixed.conventions == Conventions("batchmean", False)
-
-
 def test_a_round_follows_the_reference_loop(make_method, make_client, task):
     """Two optimisers, both losses backpropagated before either steps, both norms clipped on their own."""
     keys = {"protocol": "htfl", "learning_rate": 0.1}
@@ -57,8 +50,7 @@ def test_a_round_follows_the_reference_loop(make_method, make_client, task):
     def kl(log_student, teacher):
         return F.kl_div(log_student, teacher, reduction="none").mean()  # over B·K
 
-    for index in batches(8, oracle.training, oracle.generator("fit")):
-        x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+    for x, y in dealt(oracle):
         z, u = w(x), a(x)
         loss_w = 0.3 * F.cross_entropy(z, y) + 0.7 * kl(F.log_softmax(z, 1), F.softmax(u, 1))
         loss_a = 0.6 * F.cross_entropy(u, y) + 0.4 * kl(F.log_softmax(u, 1), F.softmax(z, 1))

@@ -1,11 +1,14 @@
 """The base of all methods that average weights, and FedAvg, which is little else."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.methods.averaging import average, shared_parameters
+from pbfl_flwr.methods.mutual import Conventions
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
@@ -78,3 +81,27 @@ def test_methods_that_average_whole_bodies_ask_for_one_architecture():
     asked = {name for name in METHODS if build_method(parse({"method": name}, SECTIONS)).same_architecture}
     names = "fedavg fedprox fedper fedrep fedcpd fedala fesem feduv fednh fedfa fedpa"
     assert asked == set(names.split())
+
+
+OWN, THEIRS = Conventions("batchmean", detach=True), Conventions("mean", detach=False)
+CHOICES: dict[str, tuple[str, list[Any], dict[str, Any], Any]] = {
+    # method: attribute, its value in each protocol, and how a key overrules them
+    "fedkd": ("scheme", ["safe", "as-coded", "as-coded", "safe"], {"own": {"compression": "safe"}}, "safe"),
+    "feddistill": ("form", ["paper", "ce-soft", "ce-soft", "ce-soft"], {"own": {"loss": "mse"}}, "mse"),
+    "fedper": ("share", ["body", "body", "body", "stages"], {"own": {"shared": "body"}}, "body"),
+    "fedrep": ("share", ["body", "body", "body", "stages"], {"own": {"shared": "stages"}}, "stages"),
+    "fml": (
+        "conventions",
+        [OWN, THEIRS, THEIRS, OWN],
+        {"kl_reduction": "batchmean", "detach_teacher": "yes"},
+        OWN,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_protocols_choose_conventions_and_a_key_overrules_them(make_method, name):
+    attribute, by_protocol, keys, overruled = CHOICES[name]
+    for protocol, expected in zip(("clean", "htfl", "pfl", "fedproto"), by_protocol, strict=True):
+        assert getattr(make_method(name, protocol=protocol), attribute) == expected
+        assert getattr(make_method(name, protocol=protocol, **keys), attribute) == overruled

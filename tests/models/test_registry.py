@@ -1,7 +1,6 @@
 """Names to architectures, architectures to models, and the dry forward before round 1."""
 
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -253,87 +252,50 @@ def test_dry_forward_refuses_numbers_of_another_type(step: str) -> None:
 
 
 EXTERNAL = """
-    import torch
-    from torch import nn
-
-
-    class Net(nn.Module):
-        def __init__(self, task):
-            super().__init__()
-            self.head = nn.Linear(task.feature_dim, task.num_classes)
-            self.hidden = nn.Linear(256, task.feature_dim)
-
-        def features(self, x):
-            return self.hidden(x.flatten(1)).tanh()
-
-
-    def build(task):
-        return Net(task)
-
-
-    def without_features(task):
-        return nn.Sequential(nn.Flatten(), nn.Linear(256, task.num_classes))
-
-
-    def without_head(task):
-        net = Net(task)
-        del net.head
-        return net
-
-
-    def narrow(task):
-        net = Net(task)
-        net.hidden = nn.Linear(200, task.feature_dim)
-        return net
-
-
-    def nothing(task):
-        return None
-
-
-    def head_is_a_method(task):
-        net = nn.Sequential(nn.Flatten())
-        net.features = net.forward
-        net.head = lambda features: features
-        return net
-
-
-    def raises(task):
-        channels, height, width, depth = task.input_shape
-
-
-    def raises_in_torch(task):
-        return nn.Linear("wide", 3)
-
-
-    def raises_later(task):
-        net = Net(task)
-        net.features = lambda x: net.hiden(x)
-        return net
-
-
-    def takes_nothing():
-        return None
-
-
-    def says(task):
-        from pbfl_flwr.errors import PbflError
-        raise PbflError("I want colours")
-
-
-    def double(task):
-        net = Net(task)
-        net.hidden = net.hidden.double()
-        return net
-
-
-    value = 3
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, task):
+        super().__init__()
+        self.head = nn.Linear(task.feature_dim, task.num_classes)
+        self.hidden = nn.Linear(256, task.feature_dim)
+    def features(self, x): return self.hidden(x.flatten(1)).tanh()
+def build(task): return Net(task)
+def without_features(task): return nn.Sequential(nn.Flatten(), nn.Linear(256, task.num_classes))
+def without_head(task):
+    net = Net(task)
+    del net.head
+    return net
+def narrow(task):
+    net = Net(task)
+    net.hidden = nn.Linear(200, task.feature_dim)
+    return net
+def double(task):
+    net = Net(task)
+    net.hidden = net.hidden.double()
+    return net
+def head_is_a_method(task):
+    net = nn.Sequential(nn.Flatten())
+    net.features, net.head = net.forward, lambda features: features
+    return net
+def nothing(task): return None
+def raises(task): channels, height, width, depth = task.input_shape
+def raises_in_torch(task): return nn.Linear("wide", 3)
+def raises_later(task):
+    net = Net(task)
+    net.features = lambda x: net.hiden(x)
+    return net
+def takes_nothing(): return None
+def says(task):
+    from pbfl_flwr.errors import PbflError
+    raise PbflError("I want colours")
+value = 3
 """
 
 
 @pytest.fixture
 def external(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    (tmp_path / "somebodys_nets.py").write_text(textwrap.dedent(EXTERNAL))
+    (tmp_path / "somebodys_nets.py").write_text(EXTERNAL)
     (tmp_path / "somebodys_broken_nets.py").write_text("import a_package_that_is_not_there\n")
     (tmp_path / "somebodys_raising_nets.py").write_text("\nraise KeyError('colours')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -362,12 +324,12 @@ def test_external_model_by_module_and_function(external: str) -> None:
         ("{}:without_head", r"has no submodule head that maps \(B, 24\) to \(B, 10\)"),
         ("{}:head_is_a_method", r"no submodule head .* a method does not count"),
         ("{}:nothing", "returned NoneType, expected a torch.nn.Module"),
-        ("{}:raises", r": raises\(task\) raised ValueError: not enough .* \(somebodys_nets\.py:48\)$"),
-        ("{}:raises_in_torch", r": raises_in_torch\(task\) raised TypeError: .* \(somebodys_nets\.py:52\)$"),
-        ("{}:raises_later", r"features: raised AttributeError: .*'hiden' \(somebodys_nets\.py:57\)$"),
+        ("{}:raises", r": raises\(task\) raised ValueError: not enough .* \(somebodys_nets\.py:29\)$"),
+        ("{}:raises_in_torch", r": raises_in_torch\(task\) raised TypeError: .* \(somebodys_nets\.py:30\)$"),
+        ("{}:raises_later", r"features: raised AttributeError: .*'hiden' \(somebodys_nets\.py:33\)$"),
         (
             "{}:takes_nothing",
-            r"takes_nothing\(task\) raised TypeError: .* was given \(somebodys_nets\.py:61\)$",
+            r"takes_nothing\(task\) raised TypeError: .* was given \(somebodys_nets\.py:35\)$",
         ),
         ("{}:double", r"layer hidden, Linear\(.* does not accept input .*dtype"),
         (

@@ -5,14 +5,14 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from pbfl_flwr.config import PrototypeSettings, Scalar, parse
+from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Round
@@ -23,7 +23,6 @@ from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import masks
 from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.pipeline import Pipeline
-from pbfl_flwr.prototypes.stages import Stages
 from pbfl_flwr.prototypes.trainable import train_prototypes
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import federation, plain
@@ -61,15 +60,6 @@ def round_info(number: int = 1) -> Round:
 def run(pipeline: Pipeline, sent: dict[int, Prototypes]) -> Prototypes:
     state = pipeline.aggregate(pipeline.init(TASK, 0), sent, round_info())
     return pipeline.broadcast(state, 0)
-
-
-def test_stages_are_keys_with_auto_resolved() -> None:
-    assert list(Stages.model_fields) == list(PrototypeSettings.model_fields)
-    assert [name for name, value in Stages() if value == "auto"] == ["aps_scale"]
-    for name, field in PrototypeSettings.model_fields.items():
-        for choice in get_args(field.annotation):
-            if isinstance(choice, str) and choice != "auto":
-                assert getattr(Stages.model_validate({name: choice}), name) == choice
 
 
 def client(counts: list[int] = [3, 2, 0, 0]) -> Client:  # noqa: B006
@@ -345,15 +335,6 @@ def test_a_multiple_of_raw_means_is_forewarned() -> None:
     assert said.startswith("upscale = 100 multiplies prototypes that are not normalised, since alignment")
 
 
-def test_weighted_rules_send_counts_and_others_do_not() -> None:
-    for rule, sends in (("weighted", True), ("weighted-shrunk", True), ("mean", False), ("median", False)):
-        update = method(aggregation=rule).local_update(client(), Prototypes.empty(4, 8))
-        assert (update.payload.counts is not None) == sends
-        assert update.payload.num_examples is None
-        if update.payload.counts is not None:
-            assert update.payload.counts.tolist() == [3, 2, 0, 0]
-
-
 # Alignment with sparsification ------------------------------------------------------------------------------
 
 
@@ -385,14 +366,6 @@ def test_the_simplex_has_room_for_one_class_more_than_dimensions() -> None:
     method("protonorm").check(Task(10, 8, (1,)), ["cnn4"])
 
 
-def test_upscaling_is_the_clients() -> None:
-    down = run(method("protonorm", alignment="simplex"), uploads())
-    scores = method("protonorm", alignment="simplex", upscale=7.0).predictors(client(), down)["global"]
-    features = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
-    expected = -(torch.cdist(features, 7 * down.values) ** 2)
-    torch.testing.assert_close(scores(features, torch.zeros(2, 4)), expected, rtol=1e-4, atol=1e-4)
-
-
 # Classes that nobody sends ----------------------------------------------------------------------------------
 
 
@@ -405,16 +378,6 @@ def test_a_class_nobody_sends_is_kept_or_dropped(stale: str) -> None:
     assert second.broadcast.present.tolist() == [True, True, kept, kept]
     assert second.ages.tolist() == ([0, 0, 1, 1] if kept else [0, 0, -1, -1])
     assert torch.equal(second.broadcast.values[2], first.broadcast.values[2] if kept else torch.zeros(8))
-
-
-@pytest.mark.parametrize("name", ["fedproto", "fedtgp"])
-def test_a_round_without_uploads_leaves_the_prototypes_as_they_are(name: str) -> None:
-    pipeline = method(name)
-    state = pipeline.aggregate(pipeline.init(TASK, 0), uploads(), round_info())
-    later = pipeline.aggregate(state, {}, round_info(2))
-    assert torch.equal(later.broadcast.values, state.broadcast.values)
-    assert torch.equal(later.broadcast.present, state.broadcast.present)
-    assert later.ages.tolist() == [age + (age >= 0) for age in state.ages.tolist()]
 
 
 def test_local_predictions_are_of_own_classes_only() -> None:

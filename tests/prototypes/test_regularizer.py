@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.prototypes.regularizer import (
@@ -48,15 +47,6 @@ def test_regularizer_by_hand(form, per_class, weights, expected):
     assert torch.isfinite(gradient).all()
     assert gradient[3].tolist() == [0, 0]
     assert gradient[0].abs().sum() > 0
-
-
-def test_mse_is_the_reference_loop():
-    z = features()
-    target = z.detach().clone()
-    for b, label in enumerate(LABELS.tolist()):
-        if PRESENT[label]:
-            target[b] = PROTOTYPES[label]
-    torch.testing.assert_close(prototype_regularizer(z, LABELS, PROTOTYPES, PRESENT), F.mse_loss(target, z))
 
 
 def test_masks_choose_the_domain():

@@ -297,13 +297,6 @@ def test_frozen_parts_are_thawed_after_an_error() -> None:
     assert all(parameter.requires_grad for parameter in who.model.parameters())
 
 
-def test_what_was_frozen_before_stays_frozen() -> None:
-    who = client()
-    first(who).bias.requires_grad_(False)
-    fit(who, classification(who.model), param_groups=[param_group(net(who).head)])
-    assert not first(who).bias.requires_grad
-
-
 def test_parts_have_their_own_rates() -> None:
     who = client(n=4)
     before = weights(who.model)

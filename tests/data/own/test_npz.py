@@ -46,50 +46,43 @@ def test_bytes_are_images(save):
     assert np.array_equal(pool.inputs[:, 0], images)
 
 
+X, Y = np.zeros((4, 2)), [0, 1, 0, 1]
+
+
 @pytest.mark.parametrize(
-    ("arrays", "message"),
+    ("x", "y", "message"),
     [
-        ({"x": np.zeros((4, 2))}, "has no array 'y'"),
+        (X, None, "has no array 'y'"),
+        (X, [1, 2, 3, 1], "3 labels 1, 2, 3; must be 0..2 without gaps"),
+        (X, [0, 2, 0, 2], "2 labels 0, 2; must be 0..1"),
+        (X, [-1, 0, 1, 1], "labels -1, 0, 1"),
+        (X, [0.0, 1.0, 0.5, 1.0], "labels of type float64"),
+        (X, ["a", "a", "a", "a"], "has 1 classes; must be 2"),
+        (X, ["a", " ", "a", "a"], "y holds an empty string"),
+        (X, [0, 0, 0, 0], "2 classes or more"),
+        (X[:3], Y, "3 inputs and 4 labels"),
+        ([[0.0], [np.nan], [1.0], [2.0]], Y, "NaN .* first in row 1"),
+        ([[0.0], [1.0], [1.0], [-np.inf]], Y, "first in row 3"),
+        ([[0.0], [1.0], [1e99], [2.0]], Y, "first in row 2"),
+        ([[object()]] * 2, [0, 1], "not a readable .npz file of plain arrays"),
+        ([["a"]] * 2, [0, 1], "must be numbers"),
         (
-            {"x": np.zeros((4, 2)), "y": np.array([1, 2, 3, 1])},
-            "3 labels 1, 2, 3; must be 0..2 without gaps",
-        ),
-        ({"x": np.zeros((4, 2)), "y": np.array([0, 2, 0, 2])}, "2 labels 0, 2; must be 0..1"),
-        ({"x": np.zeros((4, 2)), "y": np.array([-1, 0, 1, 1])}, "labels -1, 0, 1"),
-        ({"x": np.zeros((4, 2)), "y": np.array([0.0, 1.0, 0.5, 1.0])}, "labels of type float64"),
-        ({"x": np.zeros((4, 2)), "y": np.array(["a", "a", "a", "a"])}, "has 1 classes; must be 2"),
-        ({"x": np.zeros((4, 2)), "y": np.array(["a", " ", "a", "a"])}, "y holds an empty string"),
-        ({"x": np.zeros((4, 2)), "y": np.zeros(4, dtype=int)}, "2 classes or more"),
-        ({"x": np.zeros((3, 2)), "y": np.array([0, 1, 0, 1])}, "3 inputs and 4 labels"),
-        (
-            {"x": np.array([[0.0], [np.nan], [1.0], [2.0]]), "y": np.array([0, 1, 0, 1])},
-            "NaN .* first in row 1",
-        ),
-        ({"x": np.array([[0.0], [1.0], [1.0], [-np.inf]]), "y": np.array([0, 1, 0, 1])}, "first in row 3"),
-        ({"x": np.array([[0.0], [1.0], [1e99], [2.0]]), "y": np.array([0, 1, 0, 1])}, "first in row 2"),
-        (
-            {"x": np.array([[object()]] * 2), "y": np.array([0, 1])},
-            "not a readable .npz file of plain arrays",
-        ),
-        ({"x": np.array([["a"]] * 2), "y": np.array([0, 1])}, "must be numbers"),
-        (
-            {"x": np.zeros((4, 2, 2, 2, 2, 2)), "y": np.array([0, 1, 0, 1])},
+            np.zeros((4, 2, 2, 2, 2, 2)),
+            Y,
             r"inputs of shape \(2, 2, 2, 2, 2\); must be 1 to 4 axes, none of length 0",
         ),
-        (
-            {"x": np.zeros((4, 2, 0)), "y": np.array([0, 1, 0, 1])},
-            "must be 1 to 4 axes, none of length 0",
-        ),
-        ({"x": np.zeros((2, 8, 8, 3), dtype=np.uint8), "y": np.array([0, 1])}, "channels first"),
-        (
-            {"x": np.zeros((2, 1)), "y": np.array([0, 1]), "client": np.zeros(3)},
-            "3 entries in its client column",
-        ),
+        (np.zeros((4, 2, 0)), Y, "must be 1 to 4 axes, none of length 0"),
+        (np.zeros((2, 8, 8, 3), dtype=np.uint8), [0, 1], "channels first"),
     ],
 )
-def test_rejects_wrong_content(save, arrays, message):
+def test_rejects_wrong_content(save, x, y, message):
     with pytest.raises(PbflError, match=message):
-        check_data(save(**arrays), 1)
+        check_data(save(x=np.asarray(x), **({} if y is None else {"y": np.array(y)})), 1)
+
+
+def test_rejects_a_client_column_of_another_length(save):
+    with pytest.raises(PbflError, match="3 entries in its client column"):
+        check_data(save(x=X, y=np.array(Y), client=np.zeros(3)), 1)
 
 
 def test_rejects_a_file_that_is_no_archive(tmp_path):

@@ -1,6 +1,7 @@
 import json
 import os
 import zipfile
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,66 +118,55 @@ def test_refuses_a_pickle_that_runs_code(directory, tmp_path, protocol, inside):
     assert not marker.exists()
 
 
+def one_client(x, y):
+    """Let the second client's files hold this."""
+    return lambda folder: write_client(folder, 1, (x, y), (x, y))
+
+
+def config(text):
+    return lambda folder: (folder / "config.json").write_text(text)
+
+
+def arrays(**content):
+    return lambda folder: np.savez(folder / "test" / "1.npz", **content)
+
+
+TWO = np.zeros(2, int)
+IMAGES = np.zeros((2, 1, 4, 4))
+NO_NUMBERS: list[list[Any]] = [[[1], [1, 2]], ["a" * 9, "b"], [10**400, 1], [{}, {}]]
+REFUSED = "test/1.npz is refused|train/1.npz is refused"
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: (d / "config.json").unlink(), "there is no .*config.json"),
-        (lambda d: (d / "config.json").write_text("{"), "must be JSON with num_clients"),
+        (lambda folder: (folder / "config.json").unlink(), "there is no .*config.json"),
+        (config("{"), "must be JSON with num_clients"),
+        (config("[" * 100_000), "must be JSON with"),
+        (config('{"num_clients": 3, "num_classes": 4}'), "there is no .*train/2.npz"),
+        (config('{"num_clients": 2, "num_classes": 2}'), "must be 0..1"),
+        (config('{"num_clients": 2, "num_classes": 1000000000000}'), "must be 1 to 100000 and 2 to 10000"),
         (
-            lambda d: (d / "config.json").write_text('{"num_clients": 3, "num_classes": 4}'),
-            "there is no .*train/2.npz",
+            lambda folder: (folder / "test" / "1.npz").write_bytes(b"PK"),
+            "test/1.npz is refused: File is not a zip",
         ),
-        (
-            lambda d: (d / "config.json").write_text('{"num_clients": 2, "num_classes": 2}'),
-            "must be 0..1",
-        ),
-        (
-            lambda d: (d / "test" / "1.npz").write_bytes(b"PK"),
-            "test/1.npz is refused: File is not a zip file",
-        ),
-        (lambda d: np.savez(d / "test" / "1.npz", other=1), "has no array 'data'"),
-        (lambda d: np.savez(d / "test" / "1.npz", data=np.zeros(3)), "one pickled object is expected"),
-        (lambda d: np.savez(d / "test" / "1.npz", data=np.array({"x": 1})), "must hold a dict with x and y"),
-        (
-            lambda d: write_client(d, 1, *[(np.zeros((2, 5)), np.zeros(2, int))] * 2),
-            "the previous files have",
-        ),
-        (
-            lambda d: [write_client(d, k, *[(np.zeros((2,) * 6), np.array([0, 1]))] * 2) for k in range(2)],
-            "must be 1 to 4 axes, none of length 0",
-        ),
-        (
-            lambda d: write_client(d, 1, *[(np.array(["a", "b"]), np.zeros(2, int))] * 2),
-            "only numbers are allowed",
-        ),
-        (
-            lambda d: write_client(d, 1, *[(np.zeros((2, 1, 4, 4)), np.array(["a", "b"]))] * 2),
-            "only numbers are allowed",
-        ),
-        (
-            lambda d: write_client(d, 1, *[([[1], [1, 2]], np.zeros(2, int))] * 2),
-            "test/1.npz is refused|train/1.npz is refused",
-        ),
-        (
-            lambda d: write_client(d, 1, *[(["a" * 9, "b"], np.zeros(2, int))] * 2),
-            "test/1.npz is refused|train/1.npz is refused",
-        ),
-        (
-            lambda d: write_client(d, 1, *[([10**400, 1], np.zeros(2, int))] * 2),
-            "test/1.npz is refused|train/1.npz is refused",
-        ),
-        (
-            lambda d: write_client(d, 1, *[([{}, {}], np.zeros(2, int))] * 2),
-            "test/1.npz is refused|train/1.npz is refused",
-        ),
-        (
-            lambda d: (d / "config.json").write_text('{"num_clients": 2, "num_classes": 1000000000000}'),
-            "must be 1 to 100000 and 2 to 10000",
-        ),
-        (lambda d: (d / "config.json").write_text("[" * 100_000), "must be JSON with"),
+        (arrays(other=1), "has no array 'data'"),
+        (arrays(data=np.zeros(3)), "one pickled object is expected"),
+        (arrays(data=np.array({"x": 1})), "must hold a dict with x and y"),
+        (one_client(np.zeros((2, 5)), TWO), "the previous files have"),
+        (one_client(np.array(["a", "b"]), TWO), "only numbers are allowed"),
+        (one_client(IMAGES, np.array(["a", "b"])), "only numbers are allowed"),
+        *((one_client(x, TWO), REFUSED) for x in NO_NUMBERS),
     ],
 )
 def test_rejects_a_damaged_folder(directory, damage, message):
     damage(directory)
     with pytest.raises(PbflError, match=message):
+        load_pool(DataSettings(dataset="pflib", data_dir=str(directory)))
+
+
+def test_rejects_inputs_of_too_many_axes(directory):
+    for client in range(2):
+        write_client(directory, client, *[(np.zeros((2,) * 6), np.array([0, 1]))] * 2)
+    with pytest.raises(PbflError, match="must be 1 to 4 axes, none of length 0"):
         load_pool(DataSettings(dataset="pflib", data_dir=str(directory)))

@@ -64,12 +64,7 @@ GOOD = "text,label\nrain,a\nsun,b\n"
         (GOOD, (*WORDS, "", "x"), {}, "line 9 is empty"),
         (GOOD, (*WORDS, "two words "), {}, "line 9 has spaces"),
         (GOOD, WORDS, {"input_shape": "3,4"}, "allowed with texts is one number"),
-        (
-            GOOD,
-            WORDS,
-            {"text_column": "said"},
-            "has no column 'said' with texts; it has text, label",
-        ),
+        (GOOD, WORDS, {"text_column": "said"}, "has no column 'said' with texts; it has text, label"),
         (GOOD, WORDS, {"label_column": "text"}, "column 'text' is both text and class"),
         ("text,label\nrain,a\n ,b\n", WORDS, {}, "row 2, column 'text': the cell is empty"),
         ("text,label\nrain,\n", WORDS, {}, "row 1, column 'label': the cell is empty"),
@@ -128,16 +123,10 @@ def devices(place: Path) -> list[dict[str, Scalar]]:
         file.write_text(
             "text,label\n" + "".join(f"{said},{label}\n" for said, label in rows), encoding="utf-8"
         )
-        found.append(
-            {
-                "client-id": f"site-{number}",
-                "data-path": str(file),
-                "vocabulary": str(words),
-                "input-shape": "8",
-                "model": "fasttext",
-                "state-dir": str(place / f"state-{number}"),
-            }
-        )
+        found.append({
+            "client-id": f"site-{number}", "data-path": str(file), "vocabulary": str(words), "input-shape": "8",
+            "model": "fasttext", "state-dir": str(place / f"state-{number}"),
+        })  # fmt: skip
     return found
 
 
@@ -161,19 +150,17 @@ def test_devices_with_texts_of_their_own_learn_together(tmp_path: Path) -> None:
     assert strategy.history[-1].accuracy["head"].weighted > 0.8
 
 
-def test_rejects_devices_with_different_vocabularies(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("{place}/other.txt", "words of the vocabulary"),
+        ("words.txt", r"vocabulary = 'words\.txt' in --node-config: must be an absolute"),
+    ],
+)
+def test_rejects_devices_whose_vocabulary_does_not_fit(tmp_path: Path, path: str, message: str) -> None:
     nodes = devices(tmp_path)
-    nodes[2]["vocabulary"] = str(vocabulary(tmp_path / "other.txt", (*WORDS[:-1], "snow")))
+    vocabulary(tmp_path / "other.txt", (*WORDS[:-1], "snow"))
+    nodes[2]["vocabulary"] = path.format(place=tmp_path)
     strategy = MethodStrategy(parse(CONFIG, SECTIONS))
-    with pytest.raises((PbflError, RunEnded), match="words of the vocabulary"):
-        strategy.start(InProcessGrid(make_client_app(), CONFIG, 3, node_configs=nodes))
-
-
-def test_a_devices_vocabulary_is_an_absolute_path(tmp_path: Path) -> None:
-    nodes = devices(tmp_path)
-    nodes[0]["vocabulary"] = "words.txt"
-    strategy = MethodStrategy(parse(CONFIG, SECTIONS))
-    with pytest.raises(
-        (PbflError, RunEnded), match=r"vocabulary = 'words\.txt' in --node-config: must be an absolute"
-    ):
+    with pytest.raises((PbflError, RunEnded), match=message):
         strategy.start(InProcessGrid(make_client_app(), CONFIG, 3, node_configs=nodes))

@@ -134,11 +134,7 @@ def test_way_shot_deals_small_classes_among_their_holders(pool_of):
         ({"partition": "way-shot", "ways": 1}, 5, "ways = 1"),
         ({"partition": "way-shot", "shots": 2, "shots_deviation": 3}, 5, "shots-deviation = 3"),
         ({}, 1798, "num-clients = 1798 .* 1797 clients are allowed"),
-        (
-            {"min_samples": 100},
-            20,
-            "needs 2000 samples; dataset 'digits' has 1797, so at most 17 clients are allowed",
-        ),
+        ({"min_samples": 100}, 20, "needs 2000 samples; dataset 'digits' has 1797, so at most 17 clients"),
         ({"dataset": "digit"}, 5, "unknown dataset 'digit'; did you mean 'digits'?"),
         ({"dataset": "xyzzy"}, 5, "unknown dataset 'xyzzy'; must be one of digits, spiral"),
     ],
@@ -175,12 +171,8 @@ def test_max_samples_deals_that_many_of_the_pools_own_rows(pool_of):
     rows = everything(part)
     assert len(np.unique(rows)) == len(rows) == part.counts.sum() == 45
     assert rows.max() < 90
-    assert (
-        part.counts[0].tolist()
-        == np.bincount(
-            pool.labels[np.concatenate([part.splits[0].train, part.splits[0].test])], minlength=2
-        ).tolist()
-    )
+    first = np.concatenate([part.splits[0].train, part.splits[0].test])
+    assert part.counts[0].tolist() == np.bincount(pool.labels[first], minlength=2).tolist()
     assert part.notes == ("45 of 90 samples are used",)
     official = make_partition(pool, DataSettings(partition="iid", max_samples=45, test_split="official"), 3)
     for split in official.splits:

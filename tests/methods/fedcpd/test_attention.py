@@ -1,15 +1,11 @@
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from pbfl_flwr.methods.fedcpd.attention import (
     CBAM,
-    CrossLayerFusion,
     MapDistillation,
     MapMemory,
-    attend,
     convolutional,
     map_channels,
 )
@@ -73,68 +69,6 @@ def test_cnn4_on_28x28_has_the_published_maps():
     assert [tuple(x.shape[1:]) for x in maps] == [(32, 12, 12), (64, 4, 4)]
     hidden = [CBAM(c).channel_gate[0].out_features for c in (32, 64, 10)]
     assert hidden == [2, 4, 1]  # C/16, at least one
-
-
-def test_cbam_against_a_literal_loop():
-    torch.manual_seed(0)
-    block, x = CBAM(3, ratio=2, kernel=3), torch.randn(2, 3, 4, 5)
-    channel_gate: Any = block.channel_gate
-    first, _, second = channel_gate
-
-    def mlp(vector):
-        return second.weight @ torch.relu(first.weight @ vector + first.bias) + second.bias
-
-    for b in range(2):
-        mean, largest = x[b].mean((1, 2)), x[b].flatten(1).max(1).values
-        gated = x[b] * torch.sigmoid(mlp(mean) + mlp(largest)).reshape(3, 1, 1)
-        summary = torch.stack([gated.mean(0), gated.max(0).values])  # (2, 4, 5)
-        padded = nn.functional.pad(summary, (1, 1, 1, 1))
-        for row in range(4):
-            for column in range(5):
-                window = padded[:, row : row + 3, column : column + 3]
-                gate = torch.sigmoid((window * block.spatial_gate.weight[0]).sum())
-                torch.testing.assert_close(block(x)[b, :, row, column], gated[:, row, column] * gate)
-
-
-def test_cbam_of_zero_weights_is_a_quarter():
-    block, x = CBAM(2), torch.randn(1, 2, 3, 3)
-    for parameter in block.parameters():
-        nn.init.zeros_(parameter)
-    torch.testing.assert_close(block(x), x / 4)  # σ(0)·σ(0)
-
-
-def deltas(fusion):
-    """Make every convolution the identity: its centre is 1, the rest and the biases are 0."""
-    for module in fusion.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.zeros_(module.weight)
-            assert module.bias is not None
-            nn.init.zeros_(module.bias)
-            module.weight.data[:, :, module.kernel_size[0] // 2, module.kernel_size[1] // 2] = 1
-
-
-def test_fusion_by_hand():
-    fusion = CrossLayerFusion([1, 1], width=1)
-    deltas(fusion)
-    low, high = torch.full((1, 1, 4, 4), 2.0), torch.full((1, 1, 2, 2), 3.0)
-    fused = fusion([low, high])
-    torch.testing.assert_close(fused[0], torch.full((1, 1, 4, 4), 7.0))  # up(3) + 2 + 2
-    torch.testing.assert_close(fused[1], torch.full((1, 1, 2, 2), 6.0))  # 3 + 3, nothing above
-
-
-@torch.no_grad()
-def test_distillation_by_hand():
-    # Attention of zero weights quarters a map; fusions are the identity, so that one level gives 2·X.
-    distillation = MapDistillation([1], width=1)
-    for parameter in distillation.attention.parameters():
-        nn.init.zeros_(parameter)
-    deltas(distillation.fuse_attention)
-    deltas(distillation.fuse_maps)
-    student, teacher = [torch.full((2, 1, 2, 3), 4.0)], [torch.full((2, 1, 2, 3), 1.0)]
-    attended = attend(distillation.attention, teacher)  # 0.25
-    # A: 2·(4/4) - 0.25 = 1.75; F: 2·4 - 1 = 7; 1.75² + 7² = 52.0625; summed over 6 places of a sample
-    assert float(distillation(student, teacher, attended)) == pytest.approx(52.0625)
-    assert float(distillation(student, teacher, attended, summed=True)) == pytest.approx(6 * 52.0625)
 
 
 def test_seeded_and_without_a_trace_in_the_global_state():

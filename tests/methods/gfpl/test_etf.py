@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from pbfl_flwr import seeds
 from pbfl_flwr.methods.gfpl.etf import dot_regression, equiangular_frame, frame_scores, projection_layer
 
 
@@ -13,29 +12,6 @@ def test_inner_products_are_those_of_a_simplex(K, d):
     assert Z.shape == (d, K)
     torch.testing.assert_close(Z.T @ Z, expected, atol=1e-6, rtol=0)
     torch.testing.assert_close(Z.sum(1), torch.zeros(d), atol=1e-5, rtol=0)
-
-
-def test_the_frame_is_that_of_gram_and_schmidt():
-    A = torch.randn(5, 3, generator=seeds.generator(7, "etf"), dtype=torch.float64)
-    Q: list[torch.Tensor] = []
-    for column in A.T:
-        rest = column - sum((q @ column) * q for q in Q)
-        Q.append(rest / rest.norm())
-    expected = (3 / 2) ** 0.5 * torch.stack(
-        [q - sum(Q) / 3 for q in Q], dim=1
-    )  # Q(I - 11ᵀ/K): the mean taken off
-    torch.testing.assert_close(equiangular_frame(3, 5, seed=7), expected.float(), atol=1e-6, rtol=0)
-
-
-def test_loss_and_gradient_by_hand():
-    # h = (3, 4)/5, z = (1, 0): hᵀz = 0.6, loss ½·0.16 = 0.08. dL/dĥ = (hᵀz - 1)·(z - (hᵀz)·h)/‖ĥ‖
-    # = -0.4·((1, 0) - 0.6·(0.6, 0.8))/5 = -0.08·(0.64, -0.48) = (-0.0512, 0.0384).
-    frame = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
-    projected = torch.tensor([[3.0, 4.0]], requires_grad=True)
-    loss = dot_regression(projected, torch.tensor([0]), frame)
-    assert loss.item() == pytest.approx(0.08)
-    loss.backward()
-    torch.testing.assert_close(projected.grad, torch.tensor([[-0.0512, 0.0384]]))
 
 
 def test_loss_is_the_batch_mean_and_zero_at_the_frame():
