@@ -44,12 +44,8 @@ def test_pyproject_tells_flower_every_key_and_default_in_order() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_can_be_built_from_the_defaults(method: str) -> None:
     one_network = {"models": "cnn4"} if method == "fedavg" else {}
-    assert (
-        build_method(
-            parse({**config_block(), "num-clients": 20, "method": method, **one_network}, SECTIONS)
-        ).name
-        == method
-    )
+    keys = {**config_block(), "num-clients": 20, "method": method, **one_network}
+    assert build_method(parse(keys, SECTIONS)).name == method
 
 
 def test_values_beyond_the_bounds_of_a_key_are_rejected() -> None:

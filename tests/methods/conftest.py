@@ -1,7 +1,7 @@
 """Small clients for the methods' tests: 16x16 grey images, so that every architecture takes them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -59,14 +59,7 @@ def make_client():
         )
         settings = settings_of("local", **training).training
         return Client(
-            id,
-            round,
-            TASK,
-            build_model(architecture, TASK, 7),
-            data,
-            settings,
-            seed=0,
-            memory=memory or {},
+            id, round, TASK, build_model(architecture, TASK, 7), data, settings, seed=0, memory=memory or {}
         )
 
     return make
@@ -82,13 +75,14 @@ def dealt(client: Client, phase: str = "fit", epochs: int = 1) -> Iterator[tuple
 
 @dataclass
 class AfterRound:
-    """A federation after one of its rounds: the server's state, and by client the last update and what it keeps."""
+    """A federation after one of its rounds: the server's state, and what each client got, sent and keeps."""
 
     number: int
     state: Any
-    updates: dict[int, Update[Any]] = field(default_factory=dict)
-    memories: dict[int, Any] = field(default_factory=dict)
-    networks: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    received: dict[int, Any]
+    updates: dict[int, Update[Any]]
+    memories: dict[int, Any]
+    networks: dict[int, dict[str, torch.Tensor]]
 
 
 def play(
@@ -97,24 +91,31 @@ def play(
     labels: Mapping[int, tuple[int, ...]],
     rounds: int,
     architecture: str = "mlp5",
+    present: Any = None,
     **training: Any,
 ) -> Iterator[AfterRound]:
-    """Yield a federation after each round, without Flower; all clients, one per entry of labels, take part."""
+    """Yield a federation after each round, without Flower.
+
+    Args:
+        labels: client -> the labels of its samples.
+        present: function from a round to the clients that take part; all unless given.
+    """
     memories: dict[int, Any] = {}
     networks: dict[int, dict[str, torch.Tensor]] = {}
     state = method.init(TASK, 0)
     for number in range(1, rounds + 1):
-        updates = {}
-        for i, y in labels.items():
-            client = make_client(i, architecture, y, number, memories.get(i), **training)
+        updates, received = {}, {}
+        for i in labels if present is None else present(number):
+            client = make_client(i, architecture, labels[i], number, memories.get(i), **training)
             if i in networks:
                 client.model.load_state_dict(networks[i])
             torch.manual_seed(10 * number + i)  # dropout
-            updates[i] = method.local_update(client, method.broadcast(state, i))
+            received[i] = method.broadcast(state, i)
+            updates[i] = method.local_update(client, received[i])
             method.validate(updates[i].payload, state, TASK)
             memories[i] = updates[i].memory
             networks[i] = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
         state = method.aggregate(
             state, {i: u.payload for i, u in updates.items()}, Round(number, TASK, len(labels))
         )
-        yield AfterRound(number, state, updates, {**memories}, {**networks})
+        yield AfterRound(number, state, received, updates, {**memories}, {**networks})

@@ -28,7 +28,7 @@ PRESENT = {
     8: (2,),
 }  # client 3 begins in round 7; in round 8 only 2 is there
 MORE: dict[str, dict[str, Any]] = {"tinyproto": {"cps_dim": 3}, "gfpl": {"own": {"start": 1, "interval": 1}}}
-ARCHITECTURES = {"clean": "resnet4", "htfl": "cnn4"}
+ARCHITECTURES = {"clean": "tests.methods.tiny_nets:normed", "htfl": "cnn4"}  # the first with BatchNorm
 
 
 def rebuilt(payload):

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from pbfl_flwr.methods.averaging import load_parameters
 from pbfl_flwr.methods.fedkd.lowrank import compress, expand
 from pbfl_flwr.methods.fedkd.method import MenteeState
 from pbfl_flwr.models.build import build_model
-from pbfl_flwr.payloads import LowRank, RejectedPayload, Weights
+from pbfl_flwr.payloads import LowRank, RejectedPayload
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import take
-from tests.methods.conftest import dealt
+from tests.methods.conftest import dealt, play
 
 WHOLE = {"energy_start": 1.0, "energy_end": 1.0}
 
@@ -42,14 +41,8 @@ def load(network, parameters):
 def test_energy_moves_from_start_to_end(make_method):
     # T = 4 rounds: 0.95 + 0.03·t/4, t = 0..3, and the end value beyond
     method = make_method("fedkd", num_server_rounds=4)
-    assert [round(method.energy(number), 6) for number in (1, 2, 3, 4, 5, 6)] == [
-        0.95,
-        0.9575,
-        0.965,
-        0.9725,
-        0.98,
-        0.98,
-    ]
+    energies = [round(method.energy(number), 6) for number in (1, 2, 3, 4, 5, 6)]
+    assert energies == [0.95, 0.9575, 0.965, 0.9725, 0.98, 0.98]
     assert make_method("fedkd", own={"schedule_rounds": 2}).energy(2) == pytest.approx(0.965)
 
 
@@ -101,84 +94,70 @@ def test_a_round_follows_the_equations(make_method, make_client, task, protocol)
         assert torch.allclose(change[name], parameter - state.weights.tensors[name], atol=1e-5)
 
 
-def rounds(method, make_client, task, numbers, present):
-    """Run rounds in which the listed clients take part; return the states and every client's last memory."""
-    states = [method.init(task, 1)]
-    memories: dict[int, Any] = {}
-    received: dict[tuple[int, int], LowRank] = {}
-    for number in numbers:
-        uploads = {}
-        for i in present(number):
-            client = make_client(i, round=number, memory=memories.get(i), learning_rate=0.1)
-            down = LowRank.from_tensors(method.broadcast(states[-1], i).to_tensors(), task)
-            received[number, i] = down
-            update = method.local_update(client, down)
-            memories[i] = update.memory
-            upload = LowRank.from_tensors(update.payload.to_tensors(), task)
-            method.validate(upload, states[-1], task)
-            assert upload.version == states[-1].version
-            uploads[i] = upload
-        states.append(method.aggregate(states[-1], uploads, Round(number, task, 2)))
-    return states, memories, received
+LABELS = dict.fromkeys((0, 1), (0, 0, 1, 1, 2, 2, 0, 1))
 
 
-def test_clients_rebuild_exactly_what_the_server_holds(make_method, make_client, task):
+def held(memory):
+    """The version of the mentee that a client keeps, and its tensors."""
+    tensors = {name.removeprefix("held."): t for name, t in memory.items() if name.startswith("held.")}
+    return int(memory["held-version"]), tensors
+
+
+def test_clients_rebuild_exactly_what_the_server_has(make_method, make_client, task):
     method = make_method("fedkd", own={"auxiliary": "cnn4", "energy_start": 0.6, "energy_end": 0.6})
-    states, memories, received = rounds(method, make_client, task, [1, 2, 3], lambda _: (0, 1))
-    assert received[1, 0].base == -1
-    assert [received[number, 0].base for number in (2, 3)] == [0, 1]
-    assert received[3, 0].factors
-    assert received[3, 0].scalars() < states[0].weights.scalars()
-    for i in (0, 1):
-        held = {n.removeprefix("held."): t for n, t in memories[i].items() if n.startswith("held.")}
-        assert same(held, dict(states[2].weights.tensors))
-        assert int(memories[i]["held-version"]) == 2
+    first, second, third = play(method, make_client, LABELS, 3, learning_rate=0.1)
+    assert [after.received[0].base for after in (first, second, third)] == [-1, 0, 1]
+    assert third.received[0].factors
+    assert third.received[0].scalars() < first.state.weights.scalars()
+    for memory in third.memories.values():
+        version, tensors = held(memory)
+        assert version == 2
+        assert same(tensors, dict(second.state.weights.tensors))
 
 
-def test_who_missed_a_round_gets_the_whole_mentee(make_method, make_client, task):
+def test_who_missed_a_round_gets_the_whole_mentee(make_method, make_client):
     method = make_method("fedkd", own={"energy_start": 0.6})
-    states, memories, received = rounds(
-        method, make_client, task, [1, 2, 3], lambda number: (0,) if number == 2 else (0, 1)
+    absent_once = {1: (0, 1), 2: (0,), 3: (0, 1)}
+    _, second, third = play(
+        method, make_client, LABELS, 3, present=absent_once.__getitem__, learning_rate=0.1
     )
-    assert received[3, 0].base == 1
-    assert received[3, 1].base == -1
-    assert received[3, 1].version == received[3, 0].version == states[2].version == 2
-    assert same(dict(received[3, 1].dense), dict(states[2].weights.tensors))
-    held = {n.removeprefix("held."): t for n, t in memories[1].items() if n.startswith("held.")}
-    assert same(held, dict(states[2].weights.tensors))
+    assert (third.received[0].base, third.received[1].base) == (1, -1)
+    assert third.received[1].version == third.received[0].version == second.state.version == 2
+    assert same(dict(third.received[1].dense), dict(second.state.weights.tensors))
+    assert same(held(third.memories[1])[1], dict(second.state.weights.tensors))
+    *_, late = play(method, make_client, LABELS, 5, present=lambda number: (0,) if number == 5 else ())
+    assert (late.state.version, late.state.update.version, late.state.update.base) == (5, 5, 0)
+    assert method.broadcast(late.state, 0) is late.state.update
+    assert method.broadcast(late.state, 1).base == -1
 
 
 def test_an_update_to_something_else_is_refused_and_a_repeated_one_is_not_applied_twice(
     make_method, make_client, task
 ):
     method = make_method("fedkd", own={"energy_start": 0.6})
-    states, memories, received = rounds(method, make_client, task, [1, 2], lambda _: (0, 1))
+    *_, after = play(method, make_client, LABELS, 2, learning_rate=0.1)
     with pytest.raises(PbflError, match="update of mentee version 0, but holds none"):
-        method.local_update(make_client(0, round=2), received[2, 0])
-    later = method.aggregate(states[2], {}, Round(3, task, 2))
-    assert later is states[2]
-    repeated = make_client(0, round=3, memory=memories[0])
-    update = method.local_update(repeated, received[2, 0])  # its answer to round 2 was lost on the way
-    assert same(
-        {n: t for n, t in update.memory.items() if n.startswith("held.")},
-        {n: t for n, t in memories[0].items() if n.startswith("held.")},
-    )
+        method.local_update(make_client(0, round=2), after.received[0])
+    assert method.aggregate(after.state, {}, Round(3, task, 2)) is after.state
+    repeated = make_client(0, round=3, memory=after.memories[0])
+    update = method.local_update(repeated, after.received[0])  # its answer to round 2 was lost on the way
+    assert same(held(update.memory)[1], held(after.memories[0])[1])
 
 
 def test_as_coded_sends_parameters_and_stands_for_itself(make_method, make_client, task):
     method = make_method("fedkd", protocol="htfl", own={"energy_start": 0.5, "energy_end": 0.5})
-    states, memories, received = rounds(method, make_client, task, [1, 2], lambda _: (0, 1))
-    assert received[2, 0].base == -1
-    assert set(received[2, 0].factors) == {
-        name for name, tensor in states[0].weights.tensors.items() if tensor.dim() > 1
-    }
-    assert not [name for name in memories[0] if name.startswith("held")]
-    still = method.local_update(make_client(learning_rate=1e-12), method.broadcast(states[0], 0)).payload
-    torch.testing.assert_close(still.dense["head.bias"], states[0].weights.tensors["head.bias"])
-    assert method.broadcast(states[1], 7) is states[1].update  # everybody can read it
-    share = states[1].update.scalars() / states[1].weights.scalars()
-    assert method.report(states[1]) == {"sent-share": share, "zeroed-tensors": 0.0}
-    assert method.round_warnings(states[1]) == []
+    start = method.init(task, 0)
+    first, second = play(method, make_client, LABELS, 2, learning_rate=0.1)
+    assert second.received[0].base == -1
+    matrices = {name for name, tensor in start.weights.tensors.items() if tensor.dim() > 1}
+    assert set(second.received[0].factors) == matrices
+    assert not [name for name in second.memories[0] if name.startswith("held")]
+    still = method.local_update(make_client(learning_rate=1e-12), method.broadcast(start, 0)).payload
+    torch.testing.assert_close(still.dense["head.bias"], start.weights.tensors["head.bias"])
+    assert method.broadcast(first.state, 7) is first.state.update  # everybody can read it
+    share = first.state.update.scalars() / first.state.weights.scalars()
+    assert method.report(first.state) == {"sent-share": share, "zeroed-tensors": 0.0}
+    assert method.round_warnings(first.state) == []
 
 
 def test_matrices_that_as_coded_loses_are_said(make_method, make_client, task):
@@ -193,8 +172,9 @@ def test_matrices_that_as_coded_loses_are_said(make_method, make_client, task):
     assert method.report(after)["zeroed-tensors"] == len(matrices)
     assert method.round_warnings(state) == []
     (note,) = method.round_warnings(after)
-    assert f"{len(matrices)} matrices of the mentee became zero" in note
-    assert matrices[0] in note
+    assert len(matrices) > 3
+    assert note.startswith(f"{len(matrices)} matrices of the mentee became zero, since")
+    assert f"({', '.join(matrices[:3])}, ...);" in note
     assert method.round_warnings(MenteeState.from_tensors(after.to_tensors(), task)) == [note]
 
 
@@ -202,9 +182,8 @@ def test_lost_matrices_cross_the_wire_as_int8(make_method, make_client, task):
     method = make_method("fedkd", protocol="htfl", wire_dtype="int8", own={"energy_start": 1.0})
     sent = method.local_update(make_client(0), method.broadcast(method.init(task, 0), 0)).payload
     found = wire.decode(wire.encode(sent, "int8"), LowRank, task)
-    assert {name: factors.shape for name, factors in found.factors.items()} == {
-        name: factors.shape for name, factors in sent.factors.items()
-    }
+    shapes = [{name: factors.shape for name, factors in one.factors.items()} for one in (found, sent)]
+    assert shapes[0] == shapes[1]
     assert all(not bool(factors.product().any()) for factors in found.factors.values())
 
 
@@ -218,14 +197,6 @@ def test_the_map_is_the_same_on_all_clients_at_first_and_each_keeps_its_own(make
     kept = {"projection": torch.eye(6)}
     again = method.local_update(make_client(0, round=2, memory=kept, **still), down)
     torch.testing.assert_close(again.memory["projection"], torch.eye(6))
-
-
-def test_who_was_away_in_the_first_round_gets_the_whole_mentee(make_method, make_client, task):
-    method = make_method("fedkd", own={"energy_start": 0.6})
-    (_, state), _, _ = rounds(method, make_client, task, [5], lambda _: (0,))
-    assert (state.version, state.update.version, state.update.base) == (5, 5, 0)
-    assert method.broadcast(state, 0) is state.update
-    assert method.broadcast(state, 1).base == -1
 
 
 def test_energies_are_those_of_the_round_on_both_sides(make_method, make_client, task):
@@ -262,36 +233,20 @@ def test_how_updates_are_weighted(make_method, task, weighting, mean):
         torch.testing.assert_close(after[name], tensor + mean)
 
 
-@pytest.mark.parametrize("lost", [3, 4])
-def test_up_to_three_lost_matrices_are_named(make_method, task, lost):
-    method = make_method("fedkd", protocol="htfl")
-    tensors = dict(method.init(task, 0).weights.tensors)
-    names = [name for name, tensor in tensors.items() if tensor.dim() > 1][:lost]
-    tensors |= {name: torch.zeros_like(tensors[name]) for name in [*names, "head.bias"]}  # a bias may be zero
-    (note,) = method.round_warnings(MenteeState(Weights(tensors), LowRank(tensors), 1))
-    assert f"{lost} matrices of the mentee became zero" in note
-    assert f"({', '.join(names[:3])}{', ...' if lost == 4 else ''});" in note
-
-
 @pytest.mark.parametrize("compression", ["safe", "as-coded"])
 def test_clients_without_samples_leave_the_mentee(make_method, task, compression):
     method = make_method("fedkd", weighting="samples", own={**WHOLE, "compression": compression})
     state = method.init(task, 0)
     sent = LowRank(state.weights.tensors, base=0 if compression == "safe" else -1)  # n_i = 0
     after = method.aggregate(state, {0: sent, 1: sent}, Round(1, task, 2)).weights.tensors
-    kept = state.weights.tensors if compression == "safe" else _cut(state, method, task)
-    assert same(after, kept, atol=1e-6)
-
-
-def _cut(state, method, task):
-    """The state's own tensors as the scheme sends them."""
-    return expand(compress(state.weights.tensors, method.energy(1), method.scheme), state.shapes)
+    cut = expand(compress(state.weights.tensors, method.energy(1), method.scheme), state.shapes)
+    assert same(after, state.weights.tensors if compression == "safe" else cut, atol=1e-6)
 
 
 def test_a_resumed_server_sends_the_whole_mentee(make_method, make_client, task):
     method = make_method("fedkd", own={"energy_start": 0.6})
-    states, _, _ = rounds(method, make_client, task, [1], lambda _: (0,))
-    for state in states:
+    (after,) = play(method, make_client, LABELS, 1, present=lambda _: (0,), learning_rate=0.1)
+    for state in (method.init(task, 0), after.state):
         again = MenteeState.from_tensors(state.to_tensors(), task)
         assert (again.holders, again.version) == (state.holders, state.version)
         for client in (0, 1):  # it may have lost the version that it had

@@ -35,39 +35,24 @@ def mixtures(*labels, width=6):
 
 
 @pytest.mark.parametrize(
-    ("own", "expected"),
+    ("own", "exchanges", "shows"),
     [
-        ({}, [10, 20, 30]),
-        ({"start": 15}, [20, 30]),  # Algorithm 2: t >= t1 and t mod S_T = 0
-        ({"start": 1, "interval": 12}, [12, 24]),
-        ({"pseudo_features": False}, []),
+        ({}, [10, 20, 30], 11),
+        ({"start": 15}, [20, 30], 21),  # Algorithm 2: t >= t1 and t mod S_T = 0
+        ({"start": 3, "interval": 12}, [12, 24], 13),
+        (SOON, [*range(1, 31)], 2),
+        ({"pseudo_features": False}, [], 0),
     ],
 )
-def test_rounds_of_exchange(make_method, own, expected):
+def test_rounds_of_exchange_and_a_warning_if_none_shows(make_method, own, exchanges, shows):
     method = make_method("gfpl", own=own)
-    assert [t for t in range(1, 31) if method.exchanges(t)] == expected
-
-
-@pytest.mark.parametrize(
-    ("own", "shows"),
-    [
-        ({}, 11),
-        ({"start": 11}, 21),
-        ({"start": 3, "interval": 4}, 5),
-        (SOON, 2),
-        ({"pseudo_features": False}, 0),
-    ],
-)
-def test_a_run_that_ends_before_an_exchange_shows_is_forewarned(make_method, own, shows):
-    method = make_method("gfpl", own=own)
-    assert method.config_warnings(shows) == []
+    assert [t for t in range(1, 31) if method.exchanges(t)] == exchanges
+    assert method.config_warnings(shows or 1) == []
     if shows:
-        (said,) = method.config_warnings(shows - 1)
-        assert said.startswith(
+        (warning,) = method.config_warnings(shows - 1)
+        assert warning.startswith(
             f"num-server-rounds = {shows - 1}: the first exchange of mixtures is in round {shows - 1}"
         )
-    else:
-        assert method.config_warnings(1) == []
 
 
 def test_a_run_whose_new_clients_get_no_mixtures_is_forewarned(make_method):
@@ -99,24 +84,24 @@ def test_only_rounds_of_exchange_carry_components(make_method, make_client):
 # Switches ---------------------------------------------------------------------------------------------------
 
 
-def test_without_the_dual_classifier_pseudo_features_train_the_head_by_cross_entropy(
-    make_method, make_client
-):
-    method = make_method("gfpl", own={"dual_classifier": False, **SOON})
-    update = method.local_update(make_client(), mixtures(0, 3))
-    assert {"retrain-loss.ce", "loss.ce"} <= set(update.metrics)
-    assert not any("dot" in name for name in update.metrics)
-    assert update.payload.num_components > 0
-    assert not update.memory
-
-
-def test_without_pseudo_features_the_loss_is_dual_and_nothing_travels(make_method, make_client):
-    update = make_method("gfpl", own={"pseudo_features": False, **SOON}).local_update(
-        make_client(), Mixtures.empty(6)
-    )
-    assert {"loss.ce", "loss.dot"} == set(update.metrics)
-    assert update.payload.num_components == 0
-    assert set(update.memory) == {"projection.weight", "projection.bias"}
+@pytest.mark.parametrize(
+    ("off", "down", "terms", "sends", "remembers"),
+    [
+        ("dual_classifier", mixtures(0, 3), {"retrain-loss.ce", "loss.ce"}, True, set()),
+        (
+            "pseudo_features",
+            Mixtures.empty(6),
+            {"loss.ce", "loss.dot"},
+            False,
+            {"projection.weight", "projection.bias"},
+        ),
+    ],
+)
+def test_each_part_can_be_switched_off(make_method, make_client, off, down, terms, sends, remembers):
+    update = make_method("gfpl", own={off: False, **SOON}).local_update(make_client(), down)
+    assert {name for name in update.metrics if "loss" in name} == terms
+    assert (update.payload.num_components > 0) is sends
+    assert set(update.memory) == remembers
 
 
 def test_without_cross_entropy_a_step_descends_the_dot_regression_alone(make_method, make_client):

@@ -269,8 +269,7 @@ def test_a_network_for_which_there_is_no_memory_is_one_clear_line(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["resnet4", "shufflenet-v2", "mobilenet-v2", "efficientnet-b0", "cnn4", "googlenet", "vit-b-16"],
+    "name", ["resnet4", "shufflenet-v2", "mobilenet-v2", "efficientnet-b0", "cnn4", "googlenet", "vit-b-16"]
 )
 def test_image_models_name_an_input_that_is_no_image(name: str) -> None:
     with pytest.raises(

@@ -67,12 +67,7 @@ def test_a_dense_convolution_keeps_its_values_and_gradients(
 
 
 @pytest.mark.parametrize(
-    "conv",
-    [
-        nn.Conv2d(4, 3, 3, padding=1),
-        nn.Conv2d(4, 4, 3, padding=1, groups=4),
-        nn.Conv2d(4, 3, 1),
-    ],
+    "conv", [nn.Conv2d(4, 3, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.Conv2d(4, 3, 1)]
 )
 def test_a_single_map_and_no_map_at_all_are_the_librarys(conv: nn.Conv2d) -> None:
     model = optimize_layout(nn.Sequential(conv), "channels-last")

@@ -164,10 +164,7 @@ def test_names() -> None:
         ("small-4@", "after '@' must follow a label"),
         ("small-4@x+512", "'small-4' is a family"),
         ("cnn5@x", "unknown model 'cnn5'"),
-        (
-            "my.nets:small@x",
-            "a function of your own must load its weights itself; must be 'my.nets:small'",
-        ),
+        ("my.nets:small@x", "a function of your own must load its weights itself; must be 'my.nets:small'"),
         ("cnn4@x+0", "after '\\+' must follow 1 to 8 whole numbers"),
     ],
 )
@@ -176,45 +173,30 @@ def test_a_name_that_is_none(spec: str, said: str) -> None:
         architectures(spec)
 
 
-def test_weights_that_are_not_there_name_the_labels_that_are() -> None:
+def test_weights_that_are_missing_or_do_not_fit_are_one_line() -> None:
     with pytest.raises(
         PbflError, match=r"no weights of cnn4 under the label 'x' .* none are stored for it here"
     ):
         build_model("cnn4@x", SMALL, 0)
-    kept("cnn4", "y", build_model("cnn4", SMALL, 0))
-    kept("resnet4", "z", build_model("resnet4", SMALL, 0))
+    file = kept("cnn4", "y", build_model("cnn4", SMALL, 0))
+    kept("resnet4", "gray", build_model("resnet4", Task(3, 16, (1, 32, 32)), 0))
     with pytest.raises(PbflError, match="stored for it here: y; 'pbfl weights x cnn4 FILE' stores them"):
         digest("cnn4@x")
-
-
-def test_weights_that_do_not_fit_say_what_they_were_made_for() -> None:
-    kept("cnn4", "x", build_model("cnn4", SMALL, 0))
     with pytest.raises(PbflError, match=r"have shape 16x1600 in 'neck.*weight', this run needs 24x1600"):
-        build_model("cnn4@x", Task(3, 24, (3, 32, 32)), 0)
-    kept("resnet4", "gray", build_model("resnet4", Task(3, 16, (1, 32, 32)), 0))
+        build_model("cnn4@y", Task(3, 24, (3, 32, 32)), 0)
     with pytest.raises(
         PbflError, match=r"have shape 64x1x7x7 in 'stages.0.0.weight', this run needs 64x3x7x7"
     ):
         build_model("resnet4@gray", SMALL, 0)
-
-
-def test_a_kept_file_that_is_damaged_or_of_another_network() -> None:
-    file = kept("cnn4", "x", build_model("cnn4", SMALL, 0))
-    whole = file.read_bytes()
-    file.write_bytes(whole[:100])
+    file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(PbflError, match=r"is damaged .*; store the weights again"):
-        build_model("cnn4@x", SMALL, 0)
+        build_model("cnn4@y", SMALL, 0)
     save_file(build_model("resnet4", SMALL, 0).state_dict(), file)
     with pytest.raises(PbflError, match=r"belongs to another network: it (lacks|also has)"):
-        build_model("cnn4@x", SMALL, 0)
+        build_model("cnn4@y", SMALL, 0)
 
 
 # What pbfl weights takes ------------------------------------------------------------------------------------------
-
-
-def own_empty(tmp_path: Path) -> Path:
-    (tmp_path / "empty").mkdir()
-    return tmp_path / "empty"
 
 
 def saved(content: object, path: Path) -> Path:
@@ -246,20 +228,16 @@ def test_the_command_keeps_lists_and_replaces(tmp_path: Path) -> None:
     save_file(exported.state_dict(), tmp_path / "exported" / "model.safetensors")
     assert pbfl("weights", "mine", "resnet18", tmp_path / "exported").exit_code == 0
     assert same(load_file(weights_file("resnet18", "mine")), body(exported))
-    refused = pbfl("weights", "none", "resnet18", own_empty(tmp_path))
+    (tmp_path / "empty").mkdir()
+    refused = pbfl("weights", "none", "resnet18", tmp_path / "empty")
     assert "model.safetensors cannot be read" in " ".join(refused.stderr.split())
 
 
 def test_half_precision_is_kept_as_float32(tmp_path: Path) -> None:
-    half = {
-        name: t.half() if t.is_floating_point() else t for name, t in theirs("resnet18").state_dict().items()
-    }
-    taken = as_file(body_of("resnet18", half, "x"))
-    (tmp_path / "x.safetensors").write_bytes(taken)
-    assert {str(t.dtype) for t in load_file(tmp_path / "x.safetensors").values()} == {
-        "torch.float32",
-        "torch.int64",
-    }
+    half = theirs("resnet18").half().state_dict()
+    (tmp_path / "x.safetensors").write_bytes(as_file(body_of("resnet18", half, "x")))
+    dtypes = {tensor.dtype for tensor in load_file(tmp_path / "x.safetensors").values()}
+    assert dtypes == {torch.float32, torch.int64}
 
 
 class Harmful:
@@ -299,18 +277,32 @@ def test_the_harm_would_be_done_by_a_reader_that_runs_code(
     assert (tmp_path / "harm").exists()
 
 
-def test_checkpoints_of_another_network(tmp_path: Path) -> None:
-    with pytest.raises(PbflError, match=r"torchvision's resnet18 has no 'layer1.0.bn3.bias'"):
-        body_of("resnet18", {**theirs("resnet18").state_dict(), "layer1.0.bn3.bias": torch.zeros(3)}, "x")
-    gray = {**theirs("resnet18").state_dict(), "conv1.weight": torch.zeros(64, 1, 7, 7)}
-    with pytest.raises(
-        PbflError, match=re.escape("has shape (64, 1, 7, 7), in torchvision's resnet18 (64, 3, 7, 7)")
-    ):
-        body_of("resnet18", gray, "x")
-    with pytest.raises(PbflError, match=r"cnn4; it lacks 'stages.0.0.weight'"):
-        body_of("cnn4", theirs("resnet18").state_dict(), "x")
-    with pytest.raises(PbflError, match="pbfl-flwr's cnn4; it also has 'more'"):
-        body_of("cnn4", {**build_model("cnn4", SMALL, 0).state_dict(), "more": torch.zeros(1)}, "x")
+@pytest.mark.parametrize(
+    ("name", "of", "more", "message"),
+    [
+        (
+            "resnet18",
+            "theirs",
+            {"layer1.0.bn3.bias": (3,)},
+            "torchvision's resnet18 has no 'layer1.0.bn3.bias'",
+        ),
+        (
+            "resnet18",
+            "theirs",
+            {"conv1.weight": (64, 1, 7, 7)},
+            "has shape (64, 1, 7, 7), in torchvision's resnet18 (64",
+        ),
+        ("cnn4", "theirs", {}, "cnn4; it lacks 'stages.0.0.weight'"),
+        ("cnn4", "ours", {"more": (1,)}, "pbfl-flwr's cnn4; it also has 'more'"),
+    ],
+)
+def test_checkpoints_of_another_network(
+    name: str, of: str, more: dict[str, tuple[int, ...]], message: str
+) -> None:
+    net = theirs("resnet18") if of == "theirs" else build_model("cnn4", SMALL, 0)
+    tensors = {**net.state_dict(), **{key: torch.zeros(shape) for key, shape in more.items()}}
+    with pytest.raises(PbflError, match=re.escape(message)):
+        body_of(name, tensors, "x")
 
 
 @pytest.mark.parametrize(

@@ -9,24 +9,11 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes import aggregation
 from pbfl_flwr.prototypes.stages import scale_by_counts
-
-
-def upload(rows, counts=None):
-    """rows: class -> vector; classes 0..3, width 2."""
-    values, present = torch.zeros(4, 2), torch.zeros(4, dtype=torch.bool)
-    for label, row in rows.items():
-        values[label], present[label] = torch.tensor(row), True
-    table = None
-    if counts is not None:
-        table = torch.zeros(4, dtype=torch.int64)
-        for label, count in counts.items():
-            table[label] = count
-    return Prototypes(values, present, table)
-
+from tests.prototypes.tables import upload
 
 # Class 0: both clients, class 1: the first, class 2: the second, class 3: nobody.
-FIRST = upload({0: [1.0, 2.0], 1: [5.0, 5.0]}, {0: 1, 1: 7})
-SECOND = upload({0: [4.0, 8.0], 2: [-1.0, 0.0]}, {0: 2, 2: 3})
+FIRST = upload({0: [1.0, 2.0], 1: [5.0, 5.0]}, [1, 7, 0, 0])
+SECOND = upload({0: [4.0, 8.0], 2: [-1.0, 0.0]}, [2, 0, 3, 0])
 UPLOADS = [FIRST, SECOND]
 
 

@@ -12,20 +12,14 @@ from pbfl_flwr.methods.averaging import average
 from pbfl_flwr.payloads import Prototypes, Weights
 from pbfl_flwr.prototypes import aggregation
 from pbfl_flwr.task import Task
+from tests.prototypes.tables import upload
 
 TASK = Task(num_classes=3, feature_dim=2, input_shape=(2,))
 
 
-def upload(rows: dict[int, list[float]], counts: list[int] | None = None, n: int | None = None) -> Prototypes:
-    values, present = torch.zeros(3, 2), torch.zeros(3, dtype=torch.bool)
-    for label, row in rows.items():
-        values[label], present[label] = torch.tensor(row), True
-    return Prototypes(values, present, None if counts is None else torch.tensor(counts), n)
-
-
 # Class 0: both, class 1: the one in time, class 2: the late one, with s = 1/2.
-IN_TIME = upload({0: [1.0, 2.0], 1: [5.0, 5.0]}, [1, 7, 0], 8)
-LATE = upload({0: [4.0, 8.0], 2: [-1.0, 0.0]}, [2, 0, 3], 5)
+IN_TIME = upload({0: [1.0, 2.0], 1: [5.0, 5.0]}, [1, 7, 0], 8, 3)
+LATE = upload({0: [4.0, 8.0], 2: [-1.0, 0.0]}, [2, 0, 3], 5, 3)
 BOTH, SHARES = [IN_TIME, LATE], [1.0, 0.5]
 
 

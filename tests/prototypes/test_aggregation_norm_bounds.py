@@ -19,16 +19,9 @@ from pbfl_flwr.prototypes.attacks import falsified
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.seeds import generator
 from pbfl_flwr.task import Task
+from tests.prototypes.tables import upload
 
 INF = float("inf")
-
-
-def upload(rows: dict[int, list[float]], counts: list[int] | None = None) -> Prototypes:
-    """Classes 0..3, width 2."""
-    values, present = torch.zeros(4, 2), torch.zeros(4, dtype=torch.bool)
-    for label, row in rows.items():
-        values[label], present[label] = torch.tensor(row), True
-    return Prototypes(values, present, None if counts is None else torch.tensor(counts))
 
 
 # Lengths of class 0: 5, 10, 20; of class 1: 1, 4; of class 2: 0; nobody has class 3.
@@ -144,10 +137,7 @@ def test_late_uploads_count_for_less_of_what_is_left_of_them() -> None:
         ({"aggregation": "ppa"}, "with aggregation = 'ppa' rows are scaled by"),
         ({"method": "tinyproto"}, "with aggregation = 'aps-sum' rows are scaled by"),
         ({"secure-aggregation": True}, "with secure-aggregation the server sees no single row"),
-        (
-            {"method": "fedgh"},
-            "norm-bound = 2.0: method 'fedgh' has no such stage; must be 0.0, the default",
-        ),
+        ({"method": "fedgh"}, "norm-bound = 2.0: method 'fedgh' has no such stage; must be 0.0, the default"),
         ({"method": "fedavg", "models": "cnn4"}, "method 'fedavg' has no such stage"),
     ],
 )

@@ -65,11 +65,8 @@ class Ran:
 
 
 def write_csv(path: Path, columns: list[str], values: np.ndarray, classes: np.ndarray) -> None:
-    rows = [
-        ",".join([*map(repr, map(float, row)), str(label)])
-        for row, label in zip(values, classes, strict=True)
-    ]
-    path.write_text("\n".join([",".join([*columns, "label"]), *rows]) + "\n")
+    rows = [[*map(float, row), label] for row, label in zip(values, classes, strict=True)]
+    path.write_text("".join(",".join(map(str, row)) + "\n" for row in [[*columns, "label"], *rows]))
 
 
 def ran(place: Path, nodes: list[dict[str, Any]], **keys: Any) -> Ran:
@@ -81,14 +78,10 @@ def ran(place: Path, nodes: list[dict[str, Any]], **keys: Any) -> Ran:
     )  # fmt: skip
     fed.run()
     line = json.loads((place / "run/clients.jsonl").read_text().splitlines()[-1])
-    data = {
-        n["client-id"]: own_data(
-            settings_for(
-                Path(n["data-path"]), labels=n.get("labels", ""), input_shape=n.get("input-shape", "")
-            )
-        )
-        for n in nodes
-    }
+    data = {}
+    for node in nodes:
+        keys = {"labels": node.get("labels", ""), "input_shape": node.get("input-shape", "")}
+        data[node["client-id"]] = own_data(settings_for(Path(node["data-path"]), **keys))
     return Ran(place, line, data)
 
 
@@ -165,52 +158,49 @@ def exported(sites: Ran, flowers: Ran) -> dict[str, Path]:
     return {"clinic": sites.place / "clinic", "garden": flowers.place / "garden"}
 
 
-@pytest.mark.parametrize("name", ["clinic", "garden"])
-def test_the_program_answers_as_the_live_model(
-    name: str, sites: Ran, flowers: Ran, exported: dict[str, Path]
-) -> None:
-    run = sites if name == "clinic" else flowers
+@pytest.fixture(params=["clinic", "garden"])
+def tested(
+    request: pytest.FixtureRequest, sites: Ran, flowers: Ran, exported: dict[str, Path]
+) -> tuple[str, Ran, Path]:
+    """A client's name, its run and its exported model."""
+    name = request.param
+    return name, sites if name == "clinic" else flowers, exported[name]
+
+
+def test_the_program_answers_as_the_live_model(tested: tuple[str, Ran, Path]) -> None:
+    name, run, place = tested
     inputs = run.data[name].test.inputs
     expected = live(run, name, inputs)
-    program = torch.export.load(exported[name] / "model.pt2").module()
+    program = torch.export.load(place / "model.pt2").module()
     with torch.inference_mode():
         for rows in (slice(0, 1), slice(None)):  # any number of inputs
             torch.testing.assert_close(program(inputs[rows].float()), tuple(part[rows] for part in expected))
-    served = open_exported(exported[name]).served
+    served = open_exported(place).served
     with torch.inference_mode():
         torch.testing.assert_close(served(inputs.float()), expected)
 
 
-@pytest.mark.parametrize("name", ["clinic", "garden"])
-def test_onnx_answers_as_the_live_model(
-    name: str, sites: Ran, flowers: Ran, exported: dict[str, Path]
-) -> None:
+def test_onnx_answers_as_the_live_model(tested: tuple[str, Ran, Path]) -> None:
+    name, run, place = tested
     if not has_onnx():
-        assert not (exported[name] / "model.onnx").exists()
+        assert not (place / "model.onnx").exists()
         pytest.skip("onnx and onnxscript are not installed")
     reference = pytest.importorskip("onnx.reference")
-    run = sites if name == "clinic" else flowers
     inputs = run.data[name].test.inputs
-    session = reference.ReferenceEvaluator(str(exported[name] / "model.onnx"))
-    graph = session.proto_.graph
-    assert {value.type.tensor_type.shape.dim[0].dim_param for value in [*graph.input, *graph.output]} == {
-        "batch"
-    }
+    session = reference.ReferenceEvaluator(str(place / "model.onnx"))
+    values = [*session.proto_.graph.input, *session.proto_.graph.output]
+    assert {value.type.tensor_type.shape.dim[0].dim_param for value in values} == {"batch"}
     found = session.run(["logits", "features"], {"inputs": inputs.float().numpy()})
     for part, expected in zip(found, live(run, name, inputs), strict=True):
         np.testing.assert_allclose(part, expected.numpy(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["clinic", "garden"])
-def test_predictions_are_those_that_the_round_was_scored_by(
-    name: str, sites: Ran, flowers: Ran, exported: dict[str, Path]
-) -> None:
+def test_predictions_are_those_that_the_round_was_scored_by(tested: tuple[str, Ran, Path]) -> None:
     """The books of the last round hold the correct test samples of every predictor, made after the same training."""
-    run = sites if name == "clinic" else flowers
-    model, test = open_exported(exported[name]), run.data[name].test
-    assert (
-        set(run.correct(name)) == {"head", *model.prototypes} == {"head", "global", "global-local", "local"}
-    )
+    name, run, place = tested
+    model, test = open_exported(place), run.data[name].test
+    assert set(run.correct(name)) == {"head", *model.prototypes}
+    assert set(model.prototypes) == {"global", "global-local", "local"}
     for by, correct in run.correct(name).items():
         found = model.probabilities(test.inputs.numpy(), by)
         assert int((found.argmax(dim=1) == test.labels).sum()) == correct, by
@@ -292,18 +282,11 @@ def test_what_does_not_fit_is_one_line(
     (tmp_path / "noise.png").write_bytes(b"no picture")
     (tmp_path / "few.csv").write_text("sepal length,petal width\n1,2\n")
     (tmp_path / "empty").mkdir()
+    table, small = flowers.place / "iris.csv", tmp_path / "small.npz"
     cases: list[tuple[Exported, Path, str]] = [
         (garden, image, r"is an image, but this model takes numbers of shape \(4,\)"),
-        (
-            clinic,
-            flowers.place / "iris.csv",
-            r"is a table, but this model takes images of shape \(3, 16, 16\)",
-        ),
-        (
-            clinic,
-            tmp_path / "small.npz",
-            r"x is uint8 \(2, 3, 8, 8\), this model takes uint8 \('N', 3, 16, 16\)",
-        ),
+        (clinic, table, r"is a table, but this model takes images of shape \(3, 16, 16\)"),
+        (clinic, small, r"x is uint8 \(2, 3, 8, 8\), this model takes uint8 \('N', 3, 16, 16\)"),
         (clinic, tmp_path / "float.npz", "x is float64"),
         (garden, tmp_path / "nan.npz", "holds NaN or infinity"),
         (garden, tmp_path / "y.npz", r"has no array 'x'; it has \['y'\]"),
@@ -387,14 +370,9 @@ def test_where_a_state_is_looked_for(sites: Ran, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "clients/e").mkdir(parents=True)
     about = RunRecord(
-        version=VERSION,
-        configuration={"state-dir": ""},
-        versions={},
-        experiment="e",
-        primary_predictor="head",
-        moment="after",
-        clients=[],
-    )
+        version=VERSION, configuration={"state-dir": ""}, versions={}, experiment="e", primary_predictor="head",
+        moment="after", clients=[],
+    )  # fmt: skip
     (run / "run.json").write_text(json.dumps(about.to_json()))
     (run / "clients/e/client-00012.safetensors").touch()
     assert state_file(run, "12") == state_file(run, "") == run / "clients/e/client-00012.safetensors"

@@ -2,23 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.methods.fedcpd.attention import (
-    CBAM,
-    MapDistillation,
-    MapMemory,
-    convolutional,
-    map_channels,
-)
+from pbfl_flwr.methods.fedcpd.attention import CBAM, MapDistillation, MapMemory, convolutional, map_channels
 from pbfl_flwr.models.build import build_model, random_inputs
 from pbfl_flwr.task import Task
-from tests.models.kinds import (
-    EXAMPLES,
-    WITHOUT_PLACES,
-    is_one_of,
-    shapes,
-    takes_images,
-    task_of,
-)
+from tests.models.kinds import EXAMPLES, WITHOUT_PLACES, is_one_of, shapes, takes_images, task_of
 
 IMAGES = Task(4, 6, (3, 16, 16))
 
