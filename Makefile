@@ -1,6 +1,6 @@
 # make run   the main job: FedProto, 20 clients, four architectures, handwritten digits, 20 rounds
 # make test  format, lint, types and tests
-# make test-long  more tests of killed processes, some of which wait minutes for Flower
+# make test-long  more tests of real processes, some of which wait minutes for Flower
 # make test-newest-flower  tests of messages, grid and engines on the newest Flower that installs, in .venv-newest
 # make keys  docs/keys.md and the keys in pyproject.toml, from their declarations
 # make docs  the documentation as a site in docs/_build/html; fails on a link that leads nowhere

@@ -1,7 +1,6 @@
 """What every test relies on."""
 
 from collections.abc import Iterator
-from itertools import groupby
 
 import pytest
 import torch
@@ -23,29 +22,33 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lay what waits for processes evenly between the modules, or one of xdist's workers would get it all.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let every worker of xdist begin with its share of the slow tests, those with the longest timeout first.
 
-    Each worker begins with a contiguous share. Tests of one ``xdist_group`` share a fixture and stay together.
+    Each begins with a contiguous share of all tests. Tests of one ``xdist_group`` share a fixture and stay together.
     """
-    modules = [
-        [*tests] for _, tests in groupby((test for test in items if not slow(test)), lambda test: test.path)
-    ]
-    waiting = [[*tests] for _, tests in groupby(filter(slow, items), group)]
-    modules_left, step = iter(modules), sum(map(len, modules)) / max(1, len(waiting))
-    spread: list[pytest.Item] = []
-    passed = 0
-    for number, tests in enumerate(waiting):
-        while passed < number * step:
-            module = next(modules_left)
-            spread += module
-            passed += len(module)
-        spread += tests
-    items[:] = spread + [test for module in modules_left for test in module]
+    groups: dict[str, list[pytest.Item]] = {}
+    for test in filter(slow, items):
+        groups.setdefault(group(test), []).append(test)
+    count = getattr(config, "workerinput", {}).get("workercount", 1)
+    shares: list[list[pytest.Item]] = [[] for _ in range(count)]
+    for number, tests in enumerate(sorted(groups.values(), key=lambda tests: -timeout(tests[0]))):
+        shares[number % count] += tests
+    quick = [test for test in items if not slow(test)]
+    end = 0
+    for number, share in enumerate(shares):
+        size = len(items) * (number + 1) // count - len(items) * number // count
+        share += quick[end : (end := end + max(0, size - len(share)))]
+    items[:] = [test for share in shares for test in share] + quick[end:]
 
 
 def slow(test: pytest.Item) -> bool:
     return test.get_closest_marker("slow") is not None
+
+
+def timeout(test: pytest.Item) -> float:
+    mark = test.get_closest_marker("timeout")
+    return 0.0 if mark is None else mark.args[0]
 
 
 def group(test: pytest.Item) -> str:

@@ -34,6 +34,7 @@ from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES, FAMILIES
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import ClientsRecord
+from tests.real_runs import sets
 from tests.small_runs import columns, entry, over, pbfl, rounds_of, unread, without_room, write_run
 
 
@@ -476,12 +477,9 @@ def test_between_two_runs_a_signal_is_an_interruption(
 @pytest.mark.parametrize(
     "words",
     [
-        ["list", "methods"],
         ["list", "keys", "--markdown"],
-        ["show", "run"],
         ["show", "run", "--format", "csv"],
         ["watch", "run", "--once"],
-        ["run", "--dry-run"],
     ],
 )
 def test_what_nobody_reads_is_no_error(words: list[str], tmp_path: Path) -> None:
@@ -490,19 +488,11 @@ def test_what_nobody_reads_is_no_error(words: list[str], tmp_path: Path) -> None
 
 
 def test_runs_are_made_though_nobody_reads_their_lines(tmp_path: Path) -> None:
-    words = [
-        "--engine",
-        "processes",
-        "--workers",
-        1,
-        "--set",
-        "num-clients=2",
-        "--set",
-        "num-server-rounds=2",
-    ]
-    assert unread("sweep", *words, "--set", "seed=0,1", "--out", tmp_path / "sweep") == (0, "")
+    words = ["--engine", "processes", "--workers", 1, "--out", tmp_path / "sweep"]
+    small = sets("num-clients=2", "num-server-rounds=1", "max-samples=100", "seed=0,1")
+    assert unread("sweep", *words, *small) == (0, "")
     for seed in (0, 1):
-        assert len(RunDirectory(tmp_path / "sweep" / f"all-seed{seed}").round_records()) == 2
+        assert len(RunDirectory(tmp_path / "sweep" / f"all-seed{seed}").round_records()) == 1
     assert (tmp_path / "sweep" / "table.md").exists()
 
 
@@ -632,7 +622,7 @@ def keep_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
-@pytest.mark.parametrize("words", [["--help"], ["list", "methods"], ["list", "keys", "--markdown"]])
+@pytest.mark.parametrize("words", [["--help"], ["list", "keys", "--markdown"]])
 def test_words_that_find_no_room_are_a_line(words: list[str]) -> None:
     assert without_room(*words) == (1, "error: a file or what is printed: No space left on device\n")
 
@@ -651,13 +641,12 @@ def test_a_closed_output_is_no_error() -> None:
 
 
 def test_letters_that_the_output_lacks_are_written_as_their_numbers(tmp_path: Path) -> None:
-    rows = "".join(f"{i},{name}\n" for i, name in enumerate(["K\u00e4fer", "Wal"] * 4))
-    (tmp_path / "t.csv").write_text("a,label\n" + rows, encoding="utf-8")
-    command = [sys.executable, "-m", "pbfl_flwr.cli", "check-data", "t.csv"]
+    run = write_run(tmp_path / "K\u00e4fer", [entry(1, 0.5, 0.5)])
+    command = [sys.executable, "-m", "pbfl_flwr.cli", "show", str(run)]
     narrow = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=narrow, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "\n  K\\xe4fer  4" in done.stdout
+    assert done.stdout.startswith(f"{tmp_path}/K\\xe4fer\n")
 
 
 def test_what_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

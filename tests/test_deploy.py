@@ -26,60 +26,87 @@ from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import RoundRecord
-from tests.flower.inprocess import InProcessGrid
-from tests.test_engine import MARK, left_behind
+from tests.flower.inprocess import Fault, InProcessGrid, lost, same_tensors, silent
+from tests.real_runs import MARK, ROOT, left_behind, rounds_of, sets, start, wait
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
+]
 
-ROOT = Path(__file__).parents[1]
-MODELS = ("cnn2", "cnn4", "resnet4")
+MODELS = ("cnn2", "resnet4", "cnn4")
 CONFIG: dict[str, Scalar] = {
-    "num-clients": 3,
-    "num-server-rounds": 2,
     "feature-dim": 32,
     "threads": 1,
     "batch-size": 16,
-    "local-epochs": 4,
+    "local-epochs": 2,
+    "momentum": 0.5,
+    "optimizer-state": "kept",
     "learning-rate": 0.1,
     "join-timeout": 600.0,
 }
+RESTART_SECONDS = 15.0  # RestartSec of the unit in docs/deploy.md
 
 
-def devices(directory: Path) -> list[dict[str, Scalar]]:
-    """Write three devices' own images, each lacking other digits, and return what their operators say."""
-    pool = load_pool(DataSettings(dataset="digits"))
-    result: list[dict[str, Scalar]] = []
-    for index, model in enumerate(MODELS):
-        # Every device tests all ten digits: 12 of each, of three that it hardly knows only 4.
+class Federation:
+    """Devices with their own images and models, and what a run of theirs must come to.
+
+    Args:
+        place: directory for their data, states and runs.
+        count: number of devices, up to three.
+        rounds: T.
+    """
+
+    def __init__(self, place: Path, count: int, rounds: int, **keys: Scalar) -> None:
+        self.place, self.count, self.rounds = place, count, rounds
+        self.run_dir = place / "run"
+        self.config = {**CONFIG, "num-clients": count, "num-server-rounds": rounds, **keys}
+        self._data = [self._images(index) for index in range(count)]
+        self.nodes = self._nodes(self.run_dir / "clients")
+
+    def _images(self, index: int) -> Path:
+        """Write a device's training and test images: 12 of each digit, of three that it hardly knows only 4."""
+        pool = load_pool(DataSettings(dataset="digits"))
         few = {3 * index, 3 * index + 1, 3 * index + 2}
         rows = [
             np.flatnonzero(pool.labels == j)[40 * index : 40 * index + (4 if j in few else 12)]
             for j in range(10)
         ]
         chosen = np.concatenate(rows)
-        place = directory / f"device-{index}"
-        place.mkdir(parents=True)
-        np.savez(place / "digits.npz", x=pool.inputs[chosen], y=pool.labels[chosen])
-        result.append({"model": model, "data-path": str(place / "digits.npz")})
-    return result
+        file = self.place / f"device-{index}.npz"
+        np.savez(file, x=pool.inputs[chosen], y=pool.labels[chosen])
+        return file
+
+    def _nodes(self, states: Path) -> list[dict[str, Scalar]]:
+        own = [
+            {"model": model, "data-path": str(file)} for model, file in zip(MODELS, self._data, strict=False)
+        ]
+        return complete(own, self.count, states)
+
+    def in_process(self, faults: dict[tuple[int, int], Fault] | None = None) -> MethodStrategy:
+        """The same federation without the network, after its last round."""
+        nodes = self._nodes(self.place / "again")
+        grid = InProcessGrid(make_client_app(), self.config, self.count, node_configs=nodes, faults=faults)
+        strategy = MethodStrategy(parse(self.config, SECTIONS))
+        strategy.start(grid)
+        return strategy
+
+    def state_of(self, client: int) -> tuple[int, int]:
+        """Return (round, participations) of a client's file; (0, 0) if there is none."""
+        states = self.run_dir / "clients" / f"node-{client}"
+        files = list(states.rglob(f"client-{client:05d}.safetensors"))
+        if not files:
+            return 0, 0
+        about = load_tensors(files[0])[1]
+        return int(about["round"]), int(about["participations"])
 
 
-def in_process(
-    directory: Path, brought: list[dict[str, Scalar]], config: dict[str, Scalar] = CONFIG
-) -> MethodStrategy:
-    """The same federation without the network, after its last round."""
-    nodes = complete(brought, len(brought), directory / "clients")
-    grid = InProcessGrid(make_client_app(), config, len(nodes), node_configs=nodes)
-    strategy = MethodStrategy(parse(config, SECTIONS), None)
-    strategy.start(grid)
-    return strategy
-
-
-def finish(deployment: Deployment, run_id: str) -> str:
+def finish(deployment: Deployment, run_id: str) -> None:
     while (status := deployment.outcome(run_id)[0]) not in ENDED:
         while not deployment.ended():
             time.sleep(0.5)
-    return status
+    assert status == "finished:completed", deployment.tail()
 
 
 def results(rounds: Sequence[RoundRecord]) -> list[tuple[object, ...]]:
@@ -87,67 +114,159 @@ def results(rounds: Sequence[RoundRecord]) -> list[tuple[object, ...]]:
     return [
         (
             *(record.round, record.trained, record.accuracy, record.test_loss, record.client_metrics),
-            *(record.scalars, record.bytes_up.payload, record.bytes_up.application),
-            *(record.bytes_down.payload, record.bytes_down.application),
+            *(record.to_json().get("ages"), record.scalars, record.bytes_up.payload),
+            *(record.bytes_up.application, record.bytes_down.payload, record.bytes_down.application),
         )
         for record in rounds
     ]
 
 
-def test_devices_give_the_results_of_one_process_and_strangers_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def refuses_strangers(deployment: Deployment, place: Path) -> None:
+    """Neither a SuperNode with an unknown key is admitted, nor does one join a SuperLink of a foreign CA."""
+    security.make_keys(place, ["stranger"])
+    security.make_certificates(place / "elsewhere", ["127.0.0.1"], 30)
+    foreign = place / "elsewhere" / "ca.pem"
+    ca, known = deployment.ca, deployment.key(0)
+    # The doctor reports beforehand what a SuperNode would meet.
+    findings = check_connection(CheckTargets(deployment.fleet_address, ca, known))
+    assert [finding.what for finding in findings if finding.status is Status.FAILED] == []
+    findings = check_connection(CheckTargets(deployment.fleet_address, foreign, known))
+    (failed,) = [finding for finding in findings if finding.status is Status.FAILED]
+    assert failed.what == "tls"
+    assert "a foreign CA" in failed.message
+    refused = {
+        "the SuperLink does not know its key": deployment.start_node(
+            90, {"client-id": 3}, place / "stranger", ca
+        ),
+        "a foreign CA": deployment.start_node(91, {"client-id": 4}, known, foreign),
+    }
+    for index, (text, process) in enumerate(refused.items(), start=90):
+        assert process.wait(300) == 1
+        reason = why_ended(deployment.log_of(index).read_text())
+        assert reason is not None
+        assert reason.startswith(text)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL a process with all that it started, as a power cut would."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def server_process(superexec: subprocess.Popen[bytes] | None) -> int:
+    """Return the process id of the ServerApp, which the SuperExec has started."""
+    assert superexec is not None
+    for result in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (result / "cmdline").read_bytes().split(b"\0")
+            if os.getpgid(int(result.name)) == superexec.pid and any(
+                w.endswith(b"flwr-serverapp") for w in words
+            ):
+                return int(result.name)
+        except OSError:
+            continue  # it ended meanwhile
+    raise AssertionError("there is no ServerApp")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(MARK, str(tmp_path / "run"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("new_key", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_killed_devices_give_the_results_of_one_process_and_strangers_are_refused(
+    place: Path, new_key: bool
 ) -> None:
-    """A run in clear, then one of a round under SecAgg+ on the same devices, over gRPC with TLS and keys."""
-    run_dir, masked = tmp_path / "run", tmp_path / "masked"
-    monkeypatch.setenv(MARK, str(run_dir))
-    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
-    brought = devices(tmp_path)
-    security.make_keys(tmp_path, ["stranger"])
-    security.make_certificates(tmp_path / "elsewhere", ["127.0.0.1"], 30)
-    foreign = tmp_path / "elsewhere" / "ca.pem"
-    nodes = complete(brought, 3, run_dir / "clients")
-    one_round: dict[str, Scalar] = {**CONFIG, "num-server-rounds": 1, "local-epochs": 1}
+    """A SuperNode killed in round 2 returns with its state, then the ServerApp is killed and the run resumed."""
+    rounds = 4 if new_key else 8  # Flower refuses a known key until it has noticed the death, a minute later
+    # A node that is back before the grid is asked again is not reported: then the deadline ends the round.
+    federation = Federation(place, 2, rounds, **{"round-timeout": 180.0})
+    run_dir, nodes = federation.run_dir, federation.nodes
+    config = {**federation.config, "run-dir": str(run_dir)}
     with Deployment(run_dir, nodes) as deployment:
-        run_id = deployment.submit(ROOT, {**CONFIG, "run-dir": str(run_dir)})
-        ca, known = deployment.ca, deployment.key(0)
-        # The doctor reports beforehand what a SuperNode would meet.
-        findings = check_connection(CheckTargets(deployment.fleet_address, ca, known))
-        assert [finding.what for finding in findings if finding.status is Status.FAILED] == []
-        findings = check_connection(CheckTargets(deployment.fleet_address, foreign, known))
-        (failed,) = [finding for finding in findings if finding.status is Status.FAILED]
-        assert failed.what == "tls"
-        assert "a foreign CA" in failed.message
-        knocking = {
-            "the SuperLink does not know its key": deployment.start_node(
-                90, {"client-id": 3}, tmp_path / "stranger", ca
-            ),
-            "a foreign CA": deployment.start_node(91, {"client-id": 4}, known, foreign),
-        }
-        for index, (text, process) in enumerate(knocking.items(), start=90):
-            assert process.wait(300) == 1
-            reason = why_ended(deployment.log_of(index).read_text())
-            assert reason is not None
-            assert reason.startswith(text)
-        assert finish(deployment, run_id) == "finished:completed", deployment.tail()
-        run_id = deployment.submit(ROOT, {**one_round, "secure-aggregation": True, "run-dir": str(masked)})
-        assert finish(deployment, run_id) == "finished:completed", deployment.tail()
+        refuses_strangers(deployment, place)
+        first = deployment.submit(ROOT, config)
+        # Not before it has taken the question: one that nobody has taken waits for the next SuperNode with this key.
+        wait(lambda: "ROUND 2]" in deployment.log_of(1).read_text(), "the question of round 2")
+        kill_group(deployment._supernodes.pop(1))
+        before = federation.state_of(1)
+        assert before in ((1, 1), (2, 2)), "a state file is of a finished round or of the one before"
+        key = deployment.key(1)
+        if new_key:
+            security.make_keys(place, ["another"])
+            key = place / "another"
+            deployment._flwr("supernode", "register", f"{key}.pub", "--format", "json")
+        again, started = deployment.start_node(1, nodes[1], key, deployment.ca), time.monotonic()
+
+        def returned() -> bool:
+            """Whether it has trained again; meanwhile a refused one is started again, as systemd does."""
+            nonlocal again, started
+            if again.poll() is not None and time.monotonic() > started + RESTART_SECONDS:
+                again, started = deployment.start_node(1, nodes[1], key, deployment.ca), time.monotonic()
+            return any(1 in line["trained"] for line in rounds_of(run_dir)[1:])
+
+        wait(returned, "a round with the killed client", 900)
+        back = next(line["round"] for line in rounds_of(run_dir)[1:] if 1 in line["trained"])
+        wait(lambda: federation.state_of(0)[0] > back, "a client's next round")  # ahead of the server
+        os.kill(server_process(deployment._superexec), signal.SIGKILL)
+        assert len(rounds_of(run_dir)) < rounds
+        deployment.stop(first)
+        finish(deployment, deployment.submit(ROOT, {**config, "resume": True}))
     assert left_behind(run_dir) == []
+
     about = json.loads((run_dir / "run.json").read_text())
-    assert [(member["architecture"], member["simulated"]) for member in about["clients"]] == [
-        (model, False) for model in MODELS
-    ]
-    rounds = RunDirectory(run_dir).round_records()
-    assert [record.trained for record in rounds] == [[0, 1, 2]] * 2
-    # Ten float32 rows of d = 32 each.
-    assert all(record.bytes_up.payload > 3 * 4 * 10 * 32 for record in rounds)
-    assert results(rounds) == results(in_process(tmp_path / "again", brought).history)
-    same_sum(masked, in_process(tmp_path / "in-clear", brought, one_round))
+    clients = [(client["architecture"], client["simulated"]) for client in about["clients"]]
+    assert clients == [("cnn2", False), ("resnet4", False)]
+    absent = [line["round"] for line in rounds_of(run_dir) if 1 not in line["trained"]]
+    assert absent == list(range(2, back)), "it missed the round in which it was killed, and came back"
+    for line in rounds_of(run_dir):
+        assert [failure["client"] for failure in line["failures"]] == [1] * (line["round"] in absent)
+        assert not any("\n" in failure["reason"] for failure in line["failures"])
+    # Bit for bit as if the answers of those rounds had simply not come: model, momentum and generator are its own.
+    faults: dict[tuple[int, int], Fault] = {(1, number): silent for number in absent}
+    if trained := before == (2, 2):
+        faults[1, 2] = lost  # it had trained and written when it was killed
+    expected = federation.in_process(faults)
+    tensors, _ = load_tensors(run_dir / "checkpoint.safetensors")
+    assert same_tensors(tensors, expected.state.to_tensors())
+    assert results(RunDirectory(run_dir).round_records()) == results(expected.history)
+    participations = [rounds, rounds - len(absent) + trained]
+    assert [federation.state_of(client) for client in (0, 1)] == [(rounds, count) for count in participations]
 
 
-def same_sum(run_dir: Path, plain: MethodStrategy) -> None:
-    """Whether a round under masks comes to what the same round in clear comes to, but for the sum's steps."""
+@pytest.mark.long
+def test_run_of_a_killed_superlink_resumes(place: Path) -> None:
+    """Its SuperNodes end, and are started again by whoever watches them."""
+    federation = Federation(place, 2, 3)
+    run_dir, config = federation.run_dir, {**federation.config, "run-dir": str(federation.run_dir)}
+    with Deployment(run_dir, federation.nodes, secure=False) as deployment:
+        deployment.submit(ROOT, config)
+        wait(lambda: federation.state_of(1)[0] >= 2, "a client's round 2")  # ahead of the server
+        assert deployment._superlink is not None
+        kill_group(deployment._superlink)
+        assert 1 <= len(rounds_of(run_dir)) < 3
+    with Deployment(run_dir, federation.nodes, secure=False) as deployment:
+        finish(deployment, deployment.submit(ROOT, {**config, "resume": True}))
+    assert left_behind(run_dir) == []
+    assert [federation.state_of(client) for client in (0, 1)] == [(3, 3)] * 2, "nobody trained a round twice"
+    expected = federation.in_process()
+    tensors, _ = load_tensors(run_dir / "checkpoint.safetensors")
+    assert same_tensors(tensors, expected.state.to_tensors())
+    assert results(RunDirectory(run_dir).round_records()) == results(expected.history)
+
+
+@pytest.mark.long
+def test_masked_sum_of_devices_is_the_sum_in_clear(place: Path) -> None:
+    """A round of three devices under SecAgg+ over gRPC with TLS and keys, but for the steps of the sum."""
+    federation = Federation(place, 3, 1)
+    run_dir = federation.run_dir
+    with Deployment(run_dir, federation.nodes) as deployment:
+        config = {**federation.config, "secure-aggregation": True, "run-dir": str(run_dir)}
+        finish(deployment, deployment.submit(ROOT, config))
     result, _ = load_tensors(run_dir / "checkpoint.safetensors")
     (line,) = RunDirectory(run_dir).round_records()
+    plain = federation.in_process()
     expected = plain.state.to_tensors()
     assert set(result) == set(expected)
     step = sums.step(sums.RANGES["mean"], 3)
@@ -160,71 +279,39 @@ def same_sum(run_dir: Path, plain: MethodStrategy) -> None:
             assert torch.equal(result[name], tensor)
     assert line.failures == []
     assert line.trained == [0, 1, 2]
-    assert (line.accuracy, line.client_metrics) == (
-        plain.history[0].accuracy,
-        plain.history[0].client_metrics,
-    )
+    assert line.accuracy == plain.history[0].accuracy
+    assert line.client_metrics == plain.history[0].client_metrics
     # Every client sent one masked vector: 8 bytes for each of K rows of d, K presences and one count.
     vectors = 3 * 8 * (10 * 32 + 10 + 1)
     assert vectors <= line.bytes_up.payload < 1.2 * vectors
 
 
-def start(run_dir: Path, home: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "pbfl_flwr.cli", "deploy", "local", "--run-dir", str(run_dir), *arguments],
-        env={**os.environ, MARK: str(run_dir), "PBFL_HOME": str(home), "COLUMNS": "160"},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
-SMALL = ["--set", "models=cnn2", "--set", "feature-dim=16", "--set", "partition=iid"]
-
-
-def test_command_reports_the_result_of_the_run(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start(
-        run_dir, tmp_path / "home", "-n", "1", "--insecure", "--set", "num-server-rounds=1", *SMALL
-    )
-    output, _ = process.communicate(timeout=800)
-    assert process.returncode == 0, output
-    assert "(insecure), 1 SuperNodes" in output
-    assert "round 1/1  accuracy" in output
-    assert "best (on test data)" in output
-    assert left_behind(run_dir) == []
-
-
-def test_command_fails_if_a_device_fails(tmp_path: Path) -> None:
-    (tmp_path / "a-file").touch()
-    node = f"state-dir='{tmp_path / 'a-file'}'"  # only the SuperNode finds out
-    process = start(tmp_path / "run", tmp_path / "home", "--node", node, "--insecure", *SMALL)
-    output, _ = process.communicate(timeout=800)
-    assert process.returncode == 1, output
-    assert "the run failed: round 1: 0 valid replies, min-replies is 1" in output
-    assert "a-file" in output
-    assert left_behind(tmp_path / "run") == []
-
-
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.long),
+    ],
 )
-def test_no_process_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_ended_command_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, tmp_path / "home", "-n", "2", "--set", "num-server-rounds=1000", *SMALL)
+    words = sets("models=cnn2", "feature-dim=16", "partition=iid", "num-server-rounds=1000")
+    process = start(run_dir, "deploy", "local", "--run-dir", run_dir, "-n", "1", *words)
     assert process.stdout is not None
+    lines = []
     for line in process.stdout:
-        if line.startswith("SuperLink "):
+        lines.append(line)
+        if line.startswith("round "):
             break
-    assert len(left_behind(run_dir)) > 4  # the command, SuperLink, SuperExec, two SuperNodes, ...
+    assert "(TLS, SuperNode authentication), 1 SuperNodes" in "".join(lines)
+    assert "round    1/1000  accuracy" in lines[-1], lines
+    assert len(left_behind(run_dir)) > 4  # the command, SuperLink, SuperExec, SuperNode, ServerApp, ...
     process.send_signal(number)
     output, _ = process.communicate(timeout=300)
     if number is signal.SIGKILL:
-        end = time.monotonic() + 120
-        while left_behind(run_dir) and time.monotonic() < end:
-            time.sleep(0.5)
+        assert left_behind(run_dir, 120) == []
     else:
         assert process.returncode == 130, output
-    assert left_behind(run_dir) == []
+        assert f"resume with: pbfl deploy local --resume {run_dir}" in output
+        assert left_behind(run_dir) == []

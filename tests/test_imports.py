@@ -164,16 +164,6 @@ def test_the_package_has_at_most_8_modules_at_its_root() -> None:
     assert len(list((ROOT / "pbfl_flwr").glob("*.py"))) <= 8
 
 
-def test_a_client_process_does_not_load_slow_libraries() -> None:
-    """On a device every message has a new process, and these take it from seconds to tens of seconds."""
-    heavy = ("matplotlib", "ray", "scipy", "sklearn", "torchvision")
-    asked = f"import sys, client_app.app; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
 def test_commands_that_only_read_do_not_load_slow_libraries(tmp_path: Path) -> None:
     heavy = ("torch", "flwr", "ray", "scipy", "matplotlib", "sklearn", "torchvision")
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])

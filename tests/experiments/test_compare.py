@@ -5,7 +5,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ from pbfl_flwr.models.build import architecture_of
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import InProcessGrid
+from tests.real_runs import left_behind, start, wait_for_rounds
 from tests.small_runs import columns, entry, over, pbfl, write_run
-from tests.test_engine import MARK, hear, nothing_is_left, wait_for_rounds
 
 FILE = """
 title = "Two methods"
@@ -535,12 +534,11 @@ def test_data_that_look_wrong_are_warned_of_once_before_the_runs(file: Path, tmp
         assert (f"# {said}" in pbfl("run", "--dry-run", *options).stdout.splitlines()) == there
 
 
-@pytest.mark.slow
-def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
+def test_runs_of_several_methods_make_one_table(tmp_path: Path) -> None:
     title, runs = compare.read("all-methods-fashion-mnist")
     small = ["dataset=digits", "max-samples=300", "num-clients=3", "num-server-rounds=2", "feature-dim=64"]
-    small += ["join-timeout=0.5"]
-    planned = compare.plan(runs, small, [], [], tmp_path)
+    labels = ["FedProto", "Local", "GFPL"]
+    planned = compare.plan(runs, [*small, "join-timeout=0.5"], [], labels, tmp_path)
 
     def start(requested: RequestedKeys, directory: Path) -> int:
         config = {**requested.values, "run-dir": str(directory)}
@@ -550,17 +548,15 @@ def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
         return 0
 
     assert several.run_in_turn(planned, start) == []
-    found = compare.finished_groups(planned)
-    assert [row.label for row in found] == list(runs)
-    for row in found:
+    rows = compare.finished_groups(planned)
+    assert {row.label for row in rows} == set(labels)
+    for row in rows:
         assert summary.ROUNDS.cell(row) == "2"
         assert summary.SECONDS.values(row)[0] > 0
         assert summary.TOTAL.values(row)[0] > 0
-    assert [row.label for row in found if summary.UP.values(row) == [0.0]] == [
-        "Local",
-        "GFPL",
-    ]  # GFPL exchanges in its tenth round
-    assert len(summary.comparison_sheet(title, found).rows) == len(runs)
+        # GFPL exchanges in its tenth round.
+        assert (summary.UP.values(row)[0] > 0) == (row.label == "FedProto")
+    assert len(summary.comparison_sheet(title, rows).rows) == 3
 
 
 def test_a_table_that_cannot_be_written_is_one_line(file: Path, tmp_path: Path) -> None:
@@ -637,76 +633,49 @@ def results(out: Path) -> dict[str, str]:
     return {run.name: RunDirectory(run).result() for run in out.iterdir() if run.is_dir()}
 
 
+TWO_SLOTS = """
+from pbfl_flwr.cli import main
+from pbfl_flwr.experiments.execute import several
+from pbfl_flwr.flower.engines.placement import Slot
+several.fitting_slots = lambda count, *_: [Slot(1)] * count
+main()
+"""
+
+
 @pytest.mark.slow
-def test_runs_side_by_side_come_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path := tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
-    monkeypatch.setattr(several, "fitting_slots", lambda wanted, *_: [Slot(1)] * wanted)  # on any machine
-    command = ["compare", path, "--set", "num-server-rounds=2", "--engine", "processes", "--workers", 1]
-    assert pbfl(*command, "--out", tmp_path / "one").exit_code == 0
-    done = pbfl(*command, "--out", tmp_path / "two", "--parallel", 2)
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_stopped_runs_side_by_side_go_on_to_the_results_of_runs_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = tmp_path / "c.toml", tmp_path / "out"
+    file.write_text(SIDE_BY_SIDE)
+    words = ["compare", file, "--engine", "processes", "--workers", 1, "--out"]
+    endless = [out, "--parallel", 2, "--set", "num-server-rounds=10000"]
+    process = start(tmp_path, *words, *endless, program=[sys.executable, "-c", TWO_SLOTS])
+    runs = [out / f"{label}-seed0" for label in "AB"]
+    for run in runs:
+        wait_for_rounds(process, run, 2)  # the first is in the checkpoint for certain
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert "run the same command to continue" in output
+    assert left_behind(tmp_path) == []
+    rounds = max(len(RunDirectory(run).round_records()) for run in runs) + 1
+    monkeypatch.setattr(several, "fitting_slots", lambda count, *_: [Slot(1)] * count)  # on any machine
+    more = ["--set", f"num-server-rounds={rounds}"]
+    done = pbfl(*words, out, "--parallel", 2, *more)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
+    assert not any(line.startswith("A-seed0: round 1/") for line in lines)
     for name in ("A-seed0", "B-seed0"):
-        assert any(line.startswith(f"{name}: round 2/2  accuracy") for line in lines)
+        assert any(line.startswith(f"{name}: round {rounds}/{rounds}  accuracy") for line in lines)
         assert f"{name}: finished" in lines
-    found = results(tmp_path / "two")
-    assert found == results(tmp_path / "one")
-    assert all(found.values())
-    tables = [list(csv.DictReader((tmp_path / out / "table.csv").open())) for out in ("one", "two")]
+    assert pbfl(*words, tmp_path / "in-turn", *more).exit_code == 0
+    assert results(out) == results(tmp_path / "in-turn")
+    assert all(results(out).values())
+    tables = [list(csv.DictReader((place / "table.csv").open())) for place in (out, tmp_path / "in-turn")]
     measured = dict.fromkeys(("seconds", "peak_mb"), "")
     assert [{**row, **measured} for row in tables[0]] == [{**row, **measured} for row in tables[1]]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="sends signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_runs_side_by_side_and_the_same_command_goes_on(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    (tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
-    code = (
-        "from pbfl_flwr.cli import main; from pbfl_flwr.experiments.execute import several; "
-        "from pbfl_flwr.flower.engines.placement import Resources, Slot; "
-        "several.fitting_slots = lambda wanted, *_: [Slot(1)] * wanted; main()"
-    )
-    words = [
-        "compare",
-        "c.toml",
-        "--out",
-        "out",
-        "--parallel",
-        "2",
-        "--engine",
-        "processes",
-        "--workers",
-        "1",
-    ]
-
-    def begun(rounds: int) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", code, *words, "--set", f"num-server-rounds={rounds}"],
-            cwd=tmp_path,
-            env={**os.environ, MARK: str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=hear,
-        )
-
-    process = begun(10000)
-    runs = [tmp_path / "out" / f"{label}-seed0" for label in "AB"]
-    for run in runs:
-        wait_for_rounds(run, 2)  # the first is in the checkpoint for certain
-    process.send_signal(number)
-    said, _ = process.communicate(timeout=100)
-    assert process.returncode == 130
-    assert "run the same command to continue" in said
-    assert nothing_is_left(tmp_path)
-    done = max(len(RunDirectory(run).round_records()) for run in runs)
-    process = begun(done + 1)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    assert all(len(RunDirectory(run).round_records()) == done + 1 for run in runs)
-    assert "A-seed0: round 1/" not in said
 
 
 def test_lines_of_runs_in_several_directories_say_which_they_are_of(tmp_path: Path) -> None:

@@ -75,12 +75,9 @@ def test_a_round_is_told_once_also_when_the_history_is_cut_and_made_again(tmp_pa
     follower.update()
     add(2, 0.75)
     add(3, 0.875)
-    said = [
-        line.split("accuracy")[1].split("%")[0].strip()
-        for line in console.export_text().splitlines()
-        if "round " in line
-    ]
-    assert said == ["62.5", "75.0", "87.5"]
+    lines = [line for line in console.export_text().splitlines() if "round " in line]
+    assert [line.split("accuracy")[1].split("%")[0].strip() for line in lines] == ["62.5", "75.0", "87.5"]
+    assert [line.split()[1] for line in lines] == ["2/3", "2/3", "3/3"], "though its record says 1"
 
 
 def test_a_score_is_over_those_who_have_joined_by_then(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from pbfl_flwr.experiments.plan import comparison as compare
 from pbfl_flwr.experiments.plan import sweep
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot
 from pbfl_flwr.util.memory import available_memory
+from tests.real_runs import MARK, left_behind
 from tests.small_runs import entry, pbfl, write_run
-from tests.test_engine import MARK, nothing_is_left
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ several.run_in_parallel(runs, [Slot(1)] * 2, command, Console())
         time.sleep(0.1)
     process.kill()
     process.wait()
-    assert nothing_is_left(tmp_path)
+    assert left_behind(tmp_path, 60) == []
 
 
 def test_a_run_that_cannot_begin_keeps_no_other_from_it(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ SPLITS: tuple[tuple[dict[int, int], dict[int, int]], ...] = (
     ({5: 7, 7: 8, 8: 6, 2: 2}, {5: 2, 7: 2, 8: 2}),
 )
 NUM_CLIENTS = len(SPLITS)
+KINDS = ("fedproto", "fedavg", "fesem", "fedgen", "fedkd", "gfpl")
+"""A method for each kind of payload: rows, weights, a cluster's weights, a generator, factors, mixtures."""
 
 Answer = Callable[[], Message]
 """Runs the client on the message and returns its reply."""

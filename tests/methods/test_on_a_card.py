@@ -17,6 +17,7 @@ from tests.pretend_card import CUDA, OnCard, card
 
 needs_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GFPL: dict[str, Scalar] = {"gfpl.start": 1, "gfpl.interval": 1}
+# What else moves tensors: masked and quantised prototypes, noise, kept state of an optimizer, several evaluations.
 VARIANTS: dict[str, dict[str, Scalar]] = {
     "sparse": {
         "cps-dim": 8,
@@ -25,43 +26,36 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
         "wire-dtype": "int8",
         "dense-uploads": True,
     },
-    "class-regularizer": {
-        "cps-dim": 8,
-        "aggregation": "aps-sum",
-        "cpkd": "class",
-        "cps-regularizer": "masked",
-    },
-    "norm": {"regularizer-form": "l2", "collect": "trajectory", "aggregation": "weighted"},
-    "last-epoch": {"collect": "last-epoch", "local-epochs": 2},
-    "before": {"collect": "before", "evaluate-moment": "before", "protocol": "pfl"},
-    "private": {"dp-clip": 1.0, "dp-noise": 0.5, "dp-randomness": "seed"},
-    "sgd": {"momentum": 0.9, "optimizer-state": "kept", "weight-decay": 0.01, "max-grad-norm": 1.0},
+    "private": {"dp-clip": 1.0, "dp-noise": 0.5, "dp-randomness": "seed", "regularizer-form": "l2"},
     "adam": {"optimizer": "adam", "learning-rate": 0.001, "optimizer-state": "kept", "max-grad-norm": 1.0},
-    "adamw": {"optimizer": "adamw", "learning-rate": 0.001, "weight-decay": 0.01},
-    "held-out": {"validation-share": 0.3, "local-epochs": 2, "drop-last": "never"},
-    "by-class": {"per-class": True, "both-moments": True, "eval-batch-size": 3},
-    "augmented": {"augmentation": "crop,flip", "local-epochs": 2},
-    "contiguous": {"layout": "contiguous", "models": "resnet6,shufflenet-v2"},
+    "evaluated": {
+        "per-class": True,
+        "both-moments": True,
+        "validation-share": 0.3,
+        "local-epochs": 2,
+        "collect": "last-epoch",
+        "augmentation": "crop,flip",
+    },
 }
 
 
 def alike(tmp_path: Path, method: str, keys: dict[str, Any], **how: Any) -> None:
-    on_cpu = federation(tmp_path / "cpu", method, num_clients=3, **how, **keys).run()
+    on_cpu = federation(tmp_path / "cpu", method, num_clients=2, **how, **keys).run()
     before = OnCard.operations
     with card(), patch.object(session, "choose_device", lambda wanted: CUDA):
-        on_card = federation(tmp_path / "card", method, num_clients=3, **how, **keys).run()
+        on_card = federation(tmp_path / "card", method, num_clients=2, **how, **keys).run()
     assert [line.failures for line in on_card.strategy.history] == [[], []]
     assert on_card.fingerprint == on_cpu.fingerprint
     assert OnCard.operations > before + 100, "it was trained elsewhere"
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_on_a_card(name: str, tmp_path: Path) -> None:
+def test_variant_on_a_card(name: str, tmp_path: Path) -> None:
     alike(tmp_path, "fedproto", VARIANTS[name])
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_on_a_card(name: str, tmp_path: Path) -> None:
+def test_method_on_a_card(name: str, tmp_path: Path) -> None:
     alike(tmp_path, name, GFPL if name == "gfpl" else {})
 
 
@@ -84,7 +78,7 @@ def on_a_real_card(tmp_path: Path, name: str, **keys: Scalar) -> dict[str, float
 
 @needs_a_card
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_on_a_real_card(name: str, tmp_path: Path) -> None:
+def test_method_on_a_real_card(name: str, tmp_path: Path) -> None:
     on_a_real_card(tmp_path, name)
 
 

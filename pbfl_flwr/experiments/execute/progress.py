@@ -25,7 +25,7 @@ class Follower:
 
     Args:
         run_dir: the run directory.
-        num_rounds: T.
+        num_rounds: T, 0 if only the run's record has it.
         console: to print to.
         name: prefix of every line, for several runs on one console; empty for none.
         from_start: whether to print the rounds that are finished already.
@@ -55,7 +55,8 @@ class Follower:
         if not self._predictor and self._run.taken:
             about = self._run.record()
             self._predictor, self._num_honest = about.primary_predictor, len(honest(about))
-            self._num_rounds = about.last_round
+            # When a run is resumed for more rounds, the record has their old number until the server begins.
+            self._num_rounds = self._num_rounds or about.last_round
             self._say(introduction(about))
             if about.malicious:
                 attack = AttackSettings.from_flat(about.configuration)

@@ -51,7 +51,7 @@ def test_partition_id_alone_makes_no_simulation(monkeypatch: pytest.MonkeyPatch)
         own_settings(external, node)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_detects_ray_workers(tmp_path: Path) -> None:
     import ray
 

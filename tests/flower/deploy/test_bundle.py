@@ -1,9 +1,6 @@
 """What is handed to Flower makes the same bundle as the whole directory, without looking at the rest of it."""
 
-import os
 import shutil
-import subprocess
-import sys
 import tomllib
 import zipfile
 from io import BytesIO
@@ -17,6 +14,9 @@ import pbfl_flwr
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy.bundle import PACKED, copy_included, slim
 from tests.small_runs import pbfl
+from tests.test_imports import APPS, GRAPH, import_graph
+
+CHECKOUT = Path(__file__).parents[3]
 
 PROJECT = """
 [project]
@@ -79,19 +79,14 @@ def test_app_without_directories_in_fab_include_is_used_whole(tmp_path: Path, in
     assert not (tmp_path / "copy").exists()
 
 
-IMPORT_ALL = """
-import importlib, pkgutil, client_app.app, pbfl_flwr, server_app.app
-assert pbfl_flwr.__file__.startswith(__import__("os").getcwd())
-for module in pkgutil.walk_packages(pbfl_flwr.__path__, "pbfl_flwr."):
-    try:
-        importlib.import_module(module.name)
-    except ModuleNotFoundError as error:  # a sink's or a file format's, which devices need not have
-        assert not error.name.startswith("pbfl_flwr"), error
-"""
+@pytest.fixture(scope="module")
+def fab() -> bytes:
+    return build_fab_from_disk(CHECKOUT)
 
 
-def test_bundle_imports_alone_and_lacks_the_command_line(tmp_path: Path) -> None:
-    fab = build_fab_from_disk(Path(__file__).parents[3])
+def test_bundle_has_every_module_that_its_modules_import_and_no_command_line(
+    tmp_path: Path, fab: bytes
+) -> None:
     with zipfile.ZipFile(BytesIO(fab)) as bundle:
         bundle.extractall(tmp_path)
     assert not {entry.name for entry in (tmp_path / "pbfl_flwr").iterdir()} & {
@@ -100,33 +95,34 @@ def test_bundle_imports_alone_and_lacks_the_command_line(tmp_path: Path) -> None
         "serving",
     }
     assert len(fab) < 1_300_000  # 160 s at 64 kbit/s
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", IMPORT_ALL]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    graph = import_graph(tmp_path, ("pbfl_flwr", *APPS))
+    assert {"client_app.app", "server_app.app"} <= graph.keys()
+    # A module that is missing would stand for the package above it.
+    assert {module: names for module, names in graph.items() if names != GRAPH[module]} == {}
 
 
-def test_installed_wheel_makes_the_bundle_of_a_checkout(tmp_path: Path) -> None:
+def test_installed_wheel_makes_the_bundle_of_a_checkout(tmp_path: Path, fab: bytes) -> None:
     """There the files of a checkout's top level are in pbfl_flwr/app, and other packages are around."""
-    checkout, site = Path(__file__).parents[3], tmp_path / "site-packages"
-    project = tomllib.loads((checkout / "pyproject.toml").read_text())
+    site = tmp_path / "site-packages"
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    for package in (*wheel["packages"], "tests"):
-        shutil.copytree(checkout / package, site / package)
+    for package in (*wheel["packages"], "docs"):
+        shutil.copytree(CHECKOUT / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
     (site / PACKED).mkdir()
     for source, target in wheel["force-include"].items():
-        shutil.copyfile(checkout / source, site / target)
+        shutil.copyfile(CHECKOUT / source, site / target)
     (site / "LICENSE").write_text("of somebody else's package")
-    assert build_fab_from_disk(copy_included(site, tmp_path / "copy")) == build_fab_from_disk(checkout)
+    assert build_fab_from_disk(copy_included(site, tmp_path / "copy")) == fab
     with patch.object(pbfl_flwr, "__file__", str(site / "pbfl_flwr/__init__.py")):
         assert pbfl("app", tmp_path / "slim").exit_code == 0
-    slim(checkout, tmp_path / "same")
+    slim(CHECKOUT, tmp_path / "same")
     assert build_fab_from_disk(tmp_path / "slim") == build_fab_from_disk(tmp_path / "same")
 
 
-def test_slim_app_has_keys_and_entry_points_only(tmp_path: Path) -> None:
-    app = Path(__file__).parents[3]
-    slim(app, tmp_path / "slim")
+def test_command_writes_a_slim_app_of_keys_and_entry_points_and_overwrites_none(tmp_path: Path) -> None:
+    done = pbfl("app", tmp_path / "slim")
+    assert done.exit_code == 0
+    assert "need the same pbfl-flwr" in " ".join(done.output.split())
     fab = build_fab_from_disk(tmp_path / "slim")
     with zipfile.ZipFile(BytesIO(fab)) as bundle:
         packages = {name.split("/")[0] for name in bundle.namelist()}
@@ -135,11 +131,12 @@ def test_slim_app_has_keys_and_entry_points_only(tmp_path: Path) -> None:
     assert len(fab) < 40_000
     whole, result = (
         tomllib.loads((where / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-        for where in (app, tmp_path / "slim")
+        for where in (CHECKOUT, tmp_path / "slim")
     )
     assert result["config"] == whole["config"]
-    with pytest.raises(PbflError, match="exists already; choose another directory"):
-        slim(app, tmp_path / "slim")
+    again = pbfl("app", tmp_path / "slim")
+    assert again.exit_code == 2
+    assert "exists already; choose another directory" in " ".join(again.output.split())
 
 
 def test_slim_app_needs_fab_include(tmp_path: Path) -> None:
@@ -148,13 +145,3 @@ def test_slim_app_needs_fab_include(tmp_path: Path) -> None:
     with pytest.raises(PbflError, match=r"pyproject\.toml' has no fab-include"):
         slim(app, tmp_path / "slim")
     assert not (tmp_path / "slim").exists()
-
-
-def test_command_writes_a_slim_app_and_overwrites_none(tmp_path: Path) -> None:
-    done = pbfl("app", tmp_path / "slim")
-    assert done.exit_code == 0
-    assert "need the same pbfl-flwr" in " ".join(done.output.split())
-    assert (tmp_path / "slim" / "client_app" / "app.py").exists()
-    again = pbfl("app", tmp_path / "slim")
-    assert again.exit_code == 2
-    assert "choose another directory" in " ".join(again.output.split())

@@ -22,62 +22,42 @@ from pbfl_flwr.runs.directory import RunDirectory
 from tests.flower.engines.test_grid import KEYS, ask, echo, said
 
 
-def processes(tmp_path: Path, count: int) -> list[ProcessWorker]:
-    return [ProcessWorker(WorkerSpec(1, "", tmp_path / "log")) for _ in range(count)]
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGSTOP")
-def test_hanging_worker_is_killed_when_its_client_is_asked_again(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+def test_dead_or_hanging_worker_costs_one_reply_and_sigterm_none(tmp_path: Path) -> None:
     config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
-    with ThreadPoolExecutor(2) as threads, WorkerPool(processes(tmp_path, 2)) as pool:
+    workers = [ProcessWorker(WorkerSpec(1, "", tmp_path / "log")) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads, WorkerPool(workers) as pool:
         grid = LocalGrid(pool.handle, threads.submit, config, 3, pool.give_up)
-        assert said(grid.send_and_receive(ask(grid, [0, 1]))) == [0, 1]
-        stopped = pool._free.get()
-        assert isinstance(stopped, ProcessWorker)
-        os.kill(stopped._process.pid or 0, signal.SIGSTOP)
+        for worker in workers:
+            worker._process.terminate()  # as a cluster does at the end of a job's time; no client's failure
+        assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
+        os.kill(workers[0]._process.pid or 0, signal.SIGKILL)
+        replies = grid.send_and_receive(ask(grid, [0, 1, 2]))
+        (failed,) = [reply for reply in replies if reply.has_error()]
+        assert failed.error.reason == DIED
+        assert said(grid.send_and_receive(ask(grid, [0, 1]))) == [0, 1], "another took its place"
+        hanging = pool._free.get()
+        assert isinstance(hanging, ProcessWorker)
+        os.kill(hanging._process.pid or 0, signal.SIGSTOP)
         pool._free, others = SimpleQueue(), pool._free
-        pool._free.put(stopped)
+        pool._free.put(hanging)
         asked = ask(grid, [2])
         assert grid.send_and_receive(asked, timeout=1) == []
         pool._free.put(others.get())
         assert said(grid.send_and_receive(ask(grid, [0]))) == [0], "the others go on"
-        assert said(grid.send_and_receive(ask(grid, [2, 1]))) == [2, 1]
+        assert said(grid.send_and_receive(ask(grid, [2, 1]))) == [2, 1], (
+            "it is killed when its client is asked"
+        )
         wait([grid._replies[asked[0].metadata.message_id]], 60)
         (given_up,) = grid.pull_messages([asked[0].metadata.message_id])
         assert given_up.error.reason == DIED
         assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
+        processes = [worker._process for worker in workers]
+    assert not any(process.is_alive() for process in processes)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
-def test_dying_worker_fails_one_reply_only(tmp_path: Path) -> None:
-    config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
-    workers = processes(tmp_path, 2)
-    with WorkerPool(workers) as pool:
-        grid = LocalGrid(pool.handle, run_immediately, config, 3)
-        os.kill(workers[0]._process.pid or 0, signal.SIGKILL)
-        replies = grid.send_and_receive(ask(grid, [0, 1, 2]))
-        started = [worker._process for worker in workers]
-    assert replies[0].error.reason == DIED
-    assert said(replies[1:]) == [1, 2], "one of them by the worker that took its place"
-    assert not any(process.is_alive() for process in started)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
-def test_workers_ignore_sigterm(tmp_path: Path) -> None:
-    """A cluster sends it to every process of a job at the end of its time; that is no client's failure."""
-    config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
-    workers = processes(tmp_path, 2)
-    with WorkerPool(workers) as pool:
-        grid = LocalGrid(pool.handle, run_immediately, config, 3)
-        for worker in workers:
-            worker._process.terminate()
-        assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
-
-
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
 def test_first_worker_ignores_sigterm_from_its_start() -> None:
     """With it Python starts one of its own, after which it hears all signals again."""

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from multiprocessing import current_process
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -112,7 +113,16 @@ def test_models_defined_in_main_need_one_worker(tmp_path: Path) -> None:
         federate(tmp_path / "run", keys, 3, Resources(workers=1))
 
 
-def test_script_without_main_guard_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_to_start_workers_from_a_script_that_a_worker_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(PbflError, match="a worker imports the script that starts it"):
+        federate(tmp_path / "run", KEYS, 3, Resources(workers=2))
+
+
+@pytest.mark.long
+def test_script_without_main_guard_is_explained(tmp_path: Path) -> None:
     """A script without ``if __name__ == "__main__":`` is run by every worker that imports it."""
     script = tmp_path / "script.py"
     script.write_text(

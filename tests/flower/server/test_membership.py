@@ -23,12 +23,13 @@ from pbfl_flwr.flower.server import membership as returning
 from pbfl_flwr.flower.server.membership import Admission, Membership, checked_roster, handshake_with_new_nodes
 from pbfl_flwr.flower.server.roster import Roster, client_from_reply
 from pbfl_flwr.method import Round
-from pbfl_flwr.methods import METHODS, SECTIONS
+from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import (
+    KINDS,
     SHORT,
     Answer,
     Fault,
@@ -113,8 +114,8 @@ def test_warns_of_joining_client_with_other_pretrained_weights(tmp_path: Path) -
     ]
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_clients_join_with_every_method(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", KINDS)
+def test_clients_join_with_every_kind_of_payload(tmp_path: Path, method: str) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     short = SHORT.get(method, {})
     fed = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, method=method, num_server_rounds=2, **short)

@@ -20,11 +20,11 @@ from pbfl_flwr.experiments.report import fairness_sheet
 from pbfl_flwr.experiments.results import FinishedRun, load, series
 from pbfl_flwr.experiments.summary import UP, comparison_sheet
 from pbfl_flwr.flower.server.stopping import RunEnded
-from pbfl_flwr.methods import METHODS, SECTIONS
+from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.serving.export import state_file
-from tests.flower.inprocess import Answer, Federation, federation, raises, same_tensors
+from tests.flower.inprocess import KINDS, Answer, Federation, federation, raises, same_tensors
 from tests.small_runs import entry, write_run
 
 NEW: dict[str, Any] = {"new_clients": 2, "new_client_rounds": 3}
@@ -48,7 +48,7 @@ def asked(run: Federation, kind: str) -> dict[int, set[int]]:
     return rounds
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", KINDS)
 def test_new_clients_do_not_affect_the_regular_rounds(tmp_path: Path, method: str) -> None:
     rounds: dict[str, Any] = {"num_clients": 3, "new_clients": 1, "new_client_rounds": 2}
     small = federation(tmp_path / "small", method, num_clients=2).run()

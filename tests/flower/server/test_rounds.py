@@ -25,11 +25,11 @@ from pbfl_flwr.flower.server.rounds import (
     summarise_accuracy,
     updated_ages,
 )
-from pbfl_flwr.methods import METHODS
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.runs.records import Accuracy, RoundRecord
 from pbfl_flwr.sinks import steps
 from tests.flower.inprocess import (
+    KINDS,
     Federation,
     federation,
     plain,
@@ -158,7 +158,7 @@ def test_warns_of_predictor_that_no_client_could_score(
 
 @pytest.mark.parametrize(
     ("method", "moment"),
-    [*((method, "after") for method in sorted(METHODS)), *((m, "before") for m in ("fedala", "tinyproto"))],
+    [*((method, "after") for method in KINDS), *((m, "before") for m in ("fedala", "tinyproto"))],
 )
 def test_other_accuracy_equals_that_of_a_run_at_the_other_moment(
     tmp_path: Path, method: str, moment: str
