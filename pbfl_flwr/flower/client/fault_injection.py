@@ -84,7 +84,8 @@ def inject(
     if fault.crash:
         raise PbflError("injected fault: crash")
     reply = last_reply() if fault.stale and last_reply is not None else train()
-    time.sleep(fault.seconds)
+    if fault.seconds:
+        time.sleep(fault.seconds)
     if fault.drop:
         return Message(Error(DROPPED, "injected fault: its reply was dropped"), reply_to=message)
     return _corrupted(reply, message, fault.places) if fault.corrupt else reply

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import queue
 import signal
 import threading
@@ -13,16 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import current_process, get_context, resource_tracker
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Error, Message, RecordDict
 from threadpoolctl import threadpool_limits
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import CLIENT_FAULT, make_client_app
 from pbfl_flwr.flower.client.device import as_worker, release_gpu_memory
 from pbfl_flwr.flower.deploy.processes import HANGUPS
+from pbfl_flwr.flower.engines.channel import Channel, channel
 
 DIED = "the worker process that ran it died; was there too little memory?"
 FAILED = (
@@ -159,7 +158,7 @@ class WorkerPool:
 
 
 class ProcessWorker(Worker):
-    """A process on this machine and the parent's end of the pipe to it.
+    """A process on this machine and the parent's end of the channel to it.
 
     Not of :mod:`concurrent.futures`, whose workers outlive a killed parent, and whose pool is lost with one of them.
     """
@@ -170,8 +169,8 @@ class ProcessWorker(Worker):
     def start(self) -> None:
         """Start the process, also a new one after the last one was killed."""
         self.spent = False
+        self._channel, child_end = channel()
         context = get_context("spawn")  # torch's threads do not survive a fork
-        self._pipe, child_end = context.Pipe()
         self._process = context.Process(target=_work, args=(child_end, self._spec), daemon=True)
         try:
             with _signals_blocked():
@@ -189,14 +188,13 @@ class ProcessWorker(Worker):
             WorkerDied: if the process ended meanwhile.
         """
         try:
-            self._pipe.send_bytes(pickle.dumps((message, context)))
-            answer = self._pipe.recv_bytes()
+            self._channel.send((message, context))
+            answer: tuple[Message, RecordDict, bool] = self._channel.receive()
         except (EOFError, OSError):
             self._process.join(EXIT_SECONDS)
             # 1 after an exception; negative after a signal.
             raise WorkerDied(FAILED if self._process.exitcode == 1 else DIED) from None
-        reply: Message
-        reply, context.state, self.spent = pickle.loads(answer)
+        reply, context.state, self.spent = answer
         return reply
 
     @property
@@ -210,9 +208,9 @@ class ProcessWorker(Worker):
         self._process.join()
 
     def end(self) -> None:
-        """End the process and close its pipe."""
+        """End the process and close the channel to it."""
         self.kill()
-        self._pipe.close()
+        self._channel.close()
 
 
 def check_not_importing() -> None:
@@ -242,8 +240,8 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(connection: Connection, spec: WorkerSpec) -> None:
-    """Handle messages until the pipe is closed, which also happens when the parent ends."""
+def _work(parent: Channel, spec: WorkerSpec) -> None:
+    """Handle messages until the channel is closed, which also happens when the parent ends."""
     for number in (signal.SIGINT, signal.SIGTERM, *HANGUPS):  # clusters signal every process of a job
         signal.signal(number, signal.SIG_IGN)
     os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpus
@@ -251,15 +249,15 @@ def _work(connection: Connection, spec: WorkerSpec) -> None:
         for output in (1, 2):  # descriptors, since sys.stdout may be None
             os.dup2(log.fileno(), output)
     with as_worker(spec.cores), threadpool_limits(spec.cores):
-        _handle_all(connection, make_client_app())
+        _handle_all(parent, make_client_app())
 
 
-def _handle_all(connection: Connection, app: Callable[[Message, Context], Message]) -> None:
+def _handle_all(parent: Channel, app: Callable[[Message, Context], Message]) -> None:
     while True:
         try:
-            message, context = pickle.loads(connection.recv_bytes())
+            message, context = parent.receive()
         except EOFError:
             return
         reply = app(message, context)
         spent = reply.has_error() and not release_gpu_memory()
-        connection.send_bytes(pickle.dumps((reply, context.state, spent)))
+        parent.send((reply, context.state, spent))

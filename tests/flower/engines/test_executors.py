@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
-from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -16,6 +15,7 @@ from flwr.app import Context, Error, Message
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.flower.engines import executors
+from pbfl_flwr.flower.engines.channel import channel
 from pbfl_flwr.flower.engines.executors import DIED, ProcessWorker, WorkerPool, WorkerSpec
 from pbfl_flwr.flower.engines.grid import LocalGrid, run_immediately
 from pbfl_flwr.runs.directory import RunDirectory
@@ -130,7 +130,7 @@ def test_worker_with_a_broken_gpu_is_replaced(
         def start(self) -> None:
             started.append(self)
             self.spent = False
-            self._pipe, child_end = Pipe()
+            self._channel, child_end = channel()
             threading.Thread(target=executors._handle_all, args=(child_end, answer), daemon=True).start()
 
         def kill(self) -> None:
