@@ -2,6 +2,8 @@
 
     python benchmarks/long_federation.py [--rounds 500] [--seed 0] [--faults 0.3] [--out long.json] [--folder DIR]
 
+The same command with the same DIR goes on after it was killed itself, which is one more fault: everything ends at once.
+
 FedProto on five SuperNodes with digits of their own. In a share of the rounds, drawn from the seed, a SuperNode is
 killed (SIGKILL, with its ClientApp), stopped (SIGSTOP) or cut off from the SuperLink, and comes back; at a quarter and
 three quarters of the rounds the ServerApp is killed, at half of them the SuperLink, and the run is resumed. Afterwards
@@ -16,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import pickle
 import random
 import signal
 import socket
@@ -50,11 +53,12 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import RoundRecord
-from pbfl_flwr.util.atomic_files import DamagedState
+from pbfl_flwr.util.atomic_files import DamagedState, write_atomically
 
 ROOT = Path(__file__).parents[1]
 NODES = 5
 ALLOWED_GROWTH = 0.10
+SEEN = "seen.pickle"
 RETRY_SECONDS = 15.0  # RestartSec of the unit in docs/deploy.md
 SAMPLE_SECONDS = 5.0
 CONFIG: dict[str, Scalar] = {
@@ -184,6 +188,7 @@ class Disturbed:
         happened: kind of fault -> how often.
         trained: (client, round) whose state was seen on the client's disk.
         memory: role -> (rounds done, MiB of the largest process).
+        seconds: that it has taken so far.
     """
 
     folder: Path
@@ -193,6 +198,7 @@ class Disturbed:
     happened: Counter[str] = field(default_factory=Counter)
     trained: set[tuple[int, int]] = field(default_factory=set)
     memory: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+    seconds: float = 0.0
     _comes_back: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     _drawn: int = 1
     _sampled: float = 0.0
@@ -205,6 +211,28 @@ class Disturbed:
         file = self.run_dir / "rounds.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
+    def save(self) -> None:
+        """Write what was seen, so that the script can go on after it was killed."""
+        seen = (
+            self.random.getstate(),
+            self.happened,
+            self.trained,
+            dict(self.memory),
+            self.seconds,
+            self._drawn,
+        )
+        write_atomically(self.folder / SEEN, pickle.dumps(seen))
+
+    def load(self) -> None:
+        """Continue with what an earlier process of this script saw."""
+        if (file := self.folder / SEEN).exists():
+            state, self.happened, self.trained, memory, self.seconds, self._drawn = pickle.loads(
+                file.read_bytes()
+            )
+            self.random.setstate(state)
+            self.memory.update(memory)
+            self.happened["everything killed"] += 1
+
     def run(self, nodes: list[dict[str, Scalar]]) -> None:
         links = [Link() for _ in nodes]
         kills = [
@@ -213,6 +241,7 @@ class Disturbed:
             ("ServerApp", 3 * self.rounds // 4),
         ]
         config = {**CONFIG, "num-server-rounds": self.rounds, "run-dir": str(self.run_dir)}
+        kills = [kill for kill in kills if kill[1] > self.done()]
         while self.done() < self.rounds:
             with Linked(self.run_dir, nodes, links) as deployment:
                 while self.done() < self.rounds:
@@ -282,12 +311,15 @@ class Disturbed:
                 with contextlib.suppress(DamagedState):  # it was replaced meanwhile
                     self.trained.add((client, int(load_tensors(file)[1]["round"])))
         if time.monotonic() - self._sampled >= SAMPLE_SECONDS:
+            if self._sampled:
+                self.seconds += time.monotonic() - self._sampled
             self._sampled = time.monotonic()
             largest: dict[str, float] = {}
             for _, role, size in processes_below(os.getpid(), ROLES):
                 largest[role] = max(size, largest.get(role, 0.0))
             for role, size in largest.items():
                 self.memory[role].append((done, size))
+            self.save()
 
 
 def devices(folder: Path) -> list[dict[str, Scalar]]:
@@ -378,9 +410,8 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     given = devices(folder)
     disturbed = Disturbed(folder, chosen.rounds, random.Random(chosen.seed), chosen.faults)
-    started = time.monotonic()
+    disturbed.load()
     disturbed.run(complete(given, NODES, disturbed.run_dir / "clients"))
-    took = time.monotonic() - started
     records = RunDirectory(disturbed.run_dir).round_records()
     expected = undisturbed(folder / "undisturbed", chosen.rounds, given, records, disturbed.trained)
     wrong = differences(disturbed.run_dir, records, expected)
@@ -389,7 +420,7 @@ def main() -> int:
     lost = sum(NODES - len(record.trained) for record in records)
     figures: dict[str, Any] = {
         "rounds": len(records),
-        "hours": took / 3600,
+        "hours": disturbed.seconds / 3600,
         "seconds a round, median": median(record.seconds.total for record in records),
         "replies lost": lost,
         "replies": NODES * len(records),
