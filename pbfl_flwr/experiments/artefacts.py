@@ -219,9 +219,9 @@ def saved_class_means(state: ClientState) -> tuple[Tensor, Tensor]:
     Raises:
         NotAvailable: if the method saves none.
     """
-    if not {"prototypes", "held"} <= set(state.memory):
+    if not {"prototypes", "present"} <= set(state.memory):
         raise NotAvailable("the method's clients save no class means")
-    return state.memory["prototypes"], state.memory["held"]
+    return state.memory["prototypes"], state.memory["present"]
 
 
 def _tensors(file: Path) -> Mapping[str, Tensor]:

@@ -170,7 +170,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             released.counts if stages.sends_counts else None,
             released.num_examples if stages.sends_total else None,
         )
-        memory = {"prototypes": values, "held": present_here, **report.optimizer, **released.memory}
+        memory = {"prototypes": values, "present": present_here, **report.optimizer, **released.memory}
         return Update(upload, memory, {**report.metrics(), **released.metrics})
 
     def predictors(self, client: Client, down: Prototypes) -> dict[str, Predictor]:
@@ -182,8 +182,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             predictors["global"] = Nearest(targets, down.present)
             if bool((down.present & local_classes).any()):
                 predictors["global-local"] = Nearest(targets, down.present & local_classes)
-        if "held" in client.memory and bool(client.memory["held"].any()):
-            predictors["local"] = Nearest(client.memory["prototypes"], client.memory["held"])
+        if "present" in client.memory and bool(client.memory["present"].any()):
+            predictors["local"] = Nearest(client.memory["prototypes"], client.memory["present"])
         return predictors
 
     def _targets(self, client: Client, down: Prototypes) -> Tensor:

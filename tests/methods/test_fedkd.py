@@ -97,10 +97,12 @@ def test_a_round_follows_the_equations(make_method, make_client, task, protocol)
 LABELS = dict.fromkeys((0, 1), (0, 0, 1, 1, 2, 2, 0, 1))
 
 
-def held(memory):
+def stored(memory):
     """The version of the mentee that a client keeps, and its tensors."""
-    tensors = {name.removeprefix("held."): t for name, t in memory.items() if name.startswith("held.")}
-    return int(memory["held-version"]), tensors
+    tensors = {
+        name.removeprefix("received."): t for name, t in memory.items() if name.startswith("received.")
+    }
+    return int(memory["received-version"]), tensors
 
 
 def test_clients_rebuild_exactly_what_the_server_has(make_method, make_client, task):
@@ -110,7 +112,7 @@ def test_clients_rebuild_exactly_what_the_server_has(make_method, make_client, t
     assert third.received[0].factors
     assert third.received[0].scalars() < first.state.weights.scalars()
     for memory in third.memories.values():
-        version, tensors = held(memory)
+        version, tensors = stored(memory)
         assert version == 2
         assert same(tensors, dict(second.state.weights.tensors))
 
@@ -124,7 +126,7 @@ def test_who_missed_a_round_gets_the_whole_mentee(make_method, make_client):
     assert (third.received[0].base, third.received[1].base) == (1, -1)
     assert third.received[1].version == third.received[0].version == second.state.version == 2
     assert same(dict(third.received[1].dense), dict(second.state.weights.tensors))
-    assert same(held(third.memories[1])[1], dict(second.state.weights.tensors))
+    assert same(stored(third.memories[1])[1], dict(second.state.weights.tensors))
     *_, late = play(method, make_client, LABELS, 5, present=lambda number: (0,) if number == 5 else ())
     assert (late.state.version, late.state.update.version, late.state.update.base) == (5, 5, 0)
     assert method.broadcast(late.state, 0) is late.state.update
@@ -141,7 +143,7 @@ def test_an_update_to_something_else_is_refused_and_a_repeated_one_is_not_applie
     assert method.aggregate(after.state, {}, Round(3, task, 2)) is after.state
     repeated = make_client(0, round=3, memory=after.memories[0])
     update = method.local_update(repeated, after.received[0])  # its answer to round 2 was lost on the way
-    assert same(held(update.memory)[1], held(after.memories[0])[1])
+    assert same(stored(update.memory)[1], stored(after.memories[0])[1])
 
 
 def test_as_coded_sends_parameters_and_stands_for_itself(make_method, make_client, task):
@@ -151,7 +153,7 @@ def test_as_coded_sends_parameters_and_stands_for_itself(make_method, make_clien
     assert second.received[0].base == -1
     matrices = {name for name, tensor in start.weights.tensors.items() if tensor.dim() > 1}
     assert set(second.received[0].factors) == matrices
-    assert not [name for name in second.memories[0] if name.startswith("held")]
+    assert not [name for name in second.memories[0] if name.startswith("received")]
     still = method.local_update(make_client(learning_rate=1e-12), method.broadcast(start, 0)).payload
     torch.testing.assert_close(still.dense["head.bias"], start.weights.tensors["head.bias"])
     assert method.broadcast(first.state, 7) is first.state.update  # everybody can read it

@@ -77,8 +77,8 @@ def test_only_rounds_of_exchange_carry_components(make_method, make_client):
         # two classes a client, two components a class, 2·6 + 1 numbers each
         assert [u.scalars() for u in uploads] == ([4 * 13, 4 * 13] if exchange else [0, 0])
         report = method.report(state)
-        assert report["components-held"] == (0 if number < 2 else 8)
-        assert report["classes-held"] == (0 if number < 2 else 3)
+        assert report["components-stored"] == (0 if number < 2 else 8)
+        assert report["classes-stored"] == (0 if number < 2 else 3)
 
 
 # Switches ---------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_the_projection_is_kept_and_predicts(make_method, make_client, task):
 def test_what_comes_up_between_exchanges_is_not_used(make_method, task):
     method = make_method("gfpl")
     state = method.aggregate(method.init(task, 0), {0: mixtures(0)}, Round(9, task, 1))
-    assert state.held.num_components == state.broadcast.num_components == 0
+    assert state.latest.num_components == state.broadcast.num_components == 0
 
 
 def test_uploads_are_validated(make_method, task):
@@ -253,4 +253,4 @@ def test_one_class_few_samples_none_and_a_class_nobody_holds(make_method, make_c
         assert uploads[1].labels.tolist() == [0, 0, 2]  # fewer samples than components
         assert uploads[2].labels.tolist() == [2]
         assert after.state.broadcast.labels.unique().tolist() == [0, 1, 2]
-        assert method.report(after.state)["classes-held"] == 3
+        assert method.report(after.state)["classes-stored"] == 3

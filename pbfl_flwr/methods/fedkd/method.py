@@ -210,8 +210,8 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
             "projection": projection.weight.detach().cpu().clone(),
         }
         if self.scheme == "safe":
-            memory |= {f"held.{name}": tensor for name, tensor in received.items()}
-            memory["held-version"] = torch.tensor([down.version])
+            memory |= {f"received.{name}": tensor for name, tensor in received.items()}
+            memory["received-version"] = torch.tensor([down.version])
         lost = sum(factors.sigma.shape[-1] == 0 for factors in upload.factors.values())
         share = upload.scalars() / sum(tensor.numel() for tensor in received.values())
         return Update(
@@ -224,8 +224,8 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         change = expand(down, {name: p.shape for name, p in reference.named_parameters()})
         if down.base < 0:
             return change
-        stored = part_of(client.memory, "held")
-        version = int(client.memory["held-version"]) if stored else -1
+        stored = part_of(client.memory, "received")
+        version = int(client.memory["received-version"]) if stored else -1
         if version == down.version:
             return stored  # received before; only the upload was lost
         if version != down.base:

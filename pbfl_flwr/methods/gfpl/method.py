@@ -163,7 +163,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
             return state.silent()
         state, config = state.received(uploads, self.stale), self.config
         fused = fuse(
-            [state.held], round_info.task.feature_dim, threshold=config.threshold, distance=config.distance
+            [state.latest], round_info.task.feature_dim, threshold=config.threshold, distance=config.distance
         )
         return replace(state, broadcast=fused)
 
@@ -178,9 +178,9 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
 
     def report(self, state: MixtureState) -> dict[str, float]:
         """Components and classes that the server holds, and components in its next broadcast."""
-        held, sent = state.held, state.broadcast.num_components
-        metrics = {"components-held": held.num_components, "components-sent": sent}
-        return {**metrics, "classes-held": len(held.labels.unique())}
+        latest, sent = state.latest, state.broadcast.num_components
+        metrics = {"components-stored": latest.num_components, "components-sent": sent}
+        return {**metrics, "classes-stored": len(latest.labels.unique())}
 
     def exchanges(self, number: int) -> bool:
         """Return whether mixtures are uploaded in a round: t >= t1 and t mod S_T = 0."""

@@ -263,12 +263,12 @@ class MixtureState:
 
     Attributes:
         broadcast: the fused mixtures after an exchange, empty after any other round.
-        held: the last upload of every client.
-        owners: (N,) int64, the client of each component in ``held``.
+        latest: the last upload of every client.
+        owners: (N,) int64, the client of each component in ``latest``.
     """
 
     broadcast: Mixtures
-    held: Mixtures
+    latest: Mixtures
     owners: Tensor
 
     @classmethod
@@ -278,7 +278,7 @@ class MixtureState:
 
     def silent(self) -> MixtureState:
         """Return the state with an empty broadcast."""
-        return replace(self, broadcast=Mixtures.empty(self.held.means.shape[1]))
+        return replace(self, broadcast=Mixtures.empty(self.latest.means.shape[1]))
 
     def received(self, uploads: Mapping[int, Mixtures], stale: Stale) -> MixtureState:
         """Return the state in which these uploads replace their clients' previous ones.
@@ -290,24 +290,24 @@ class MixtureState:
         other = ~torch.isin(self.owners, torch.tensor(list(uploads), dtype=torch.int64))
         if stale == "drop":
             other = torch.zeros_like(other)
-        parts = [self.held.chosen(other), *uploads.values()]
+        parts = [self.latest.chosen(other), *uploads.values()]
         owners = [torch.full((up.num_components,), client) for client, up in uploads.items()]
-        held = Mixtures.concatenated(parts, self.held.means.shape[1])
-        return replace(self, held=held, owners=torch.cat([self.owners[other], *owners]))
+        latest = Mixtures.concatenated(parts, self.latest.means.shape[1])
+        return replace(self, latest=latest, owners=torch.cat([self.owners[other], *owners]))
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
-        return {**joined(broadcast=self.broadcast, held=self.held), "owners": self.owners}
+        return {**joined(broadcast=self.broadcast, latest=self.latest), "owners": self.owners}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> MixtureState:
         """Rebuild the state of a checkpoint."""
-        broadcast, held = (
-            Mixtures.from_tensors(part_of(tensors, name), task) for name in ("broadcast", "held")
+        broadcast, latest = (
+            Mixtures.from_tensors(part_of(tensors, name), task) for name in ("broadcast", "latest")
         )
-        if len(owners := tensors["owners"]) != held.num_components:
-            raise RejectedPayload(f"{len(owners)} owners for {held.num_components} components")
-        return cls(broadcast, held, owners)
+        if len(owners := tensors["owners"]) != latest.num_components:
+            raise RejectedPayload(f"{len(owners)} owners for {latest.num_components} components")
+        return cls(broadcast, latest, owners)
 
     def scalars(self) -> int:
         """Return the scalars of the broadcast."""

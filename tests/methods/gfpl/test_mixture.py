@@ -366,6 +366,6 @@ def test_state_keeps_what_silent_clients_sent_last():
     assert state.owners.tolist() == [0, 4, 4]
     later = state.received({4: third}, "keep")
     assert later.owners.tolist() == [0, 4, 4, 4]
-    assert same(later.held.chosen(later.owners == 4), third)
+    assert same(later.latest.chosen(later.owners == 4), third)
     assert state.received({4: third}, "drop").owners.tolist() == [4, 4, 4]
     assert state.owners.tolist() == [0, 4, 4]
