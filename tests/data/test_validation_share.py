@@ -47,11 +47,11 @@ def test_both_shards_are_scored_and_travel() -> None:
     def oracle(features: Tensor, logits: Tensor) -> Tensor:
         return torch.eye(3)[torch.zeros(len(features), dtype=torch.long)]  # always class 0
 
-    found = evaluate(who, {"head": oracle})
-    assert found.validation is not None
-    assert found.validation.num_samples == len(shards.train)
-    assert found.validation.correct["head"] == int((shards.train.labels == 0).sum())
-    report = Report(9, found.num_samples, 1, found.correct, num_validation=8, validation={"head": 2})
+    result = evaluate(who, {"head": oracle})
+    assert result.validation is not None
+    assert result.validation.num_samples == len(shards.train)
+    assert result.validation.correct["head"] == int((shards.train.labels == 0).sum())
+    report = Report(9, result.num_samples, 1, result.correct, num_validation=8, validation={"head": 2})
     back = Report.from_record(report.to_record())
     assert (back.num_validation, back.validation) == (8, {"head": 2})
     assert summarise_accuracy(on_validation({0: back, 1: Report(9, 4)}))["head"].weighted == 0.25

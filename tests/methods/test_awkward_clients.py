@@ -41,7 +41,7 @@ def finite(payload):
 
 
 @pytest.mark.parametrize("protocol", ARCHITECTURES)
-def test_nobody_is_too_awkward(any_method, protocol, make_client):
+def test_every_method_copes_with_awkward_clients(any_method, protocol, make_client):
     architecture = ARCHITECTURES[protocol]
     keys = {"models": architecture, "protocol": protocol, **MORE.get(any_method, {})}
     method = build_method(settings_of(any_method, **keys))
@@ -72,7 +72,7 @@ def test_nobody_is_too_awkward(any_method, protocol, make_client):
         assert finite(state)
 
 
-def test_what_the_optimizer_keeps_goes_on_with_the_client(any_method, make_client):
+def test_the_optimizers_state_goes_on_with_the_client(any_method, make_client):
     """The number of Adam's steps is twice as high after two rounds."""
     method = build_method(settings_of(any_method, models="cnn4", **MORE.get(any_method, {})))
     kept = {"optimizer": "adam", "optimizer_state": "kept"}

@@ -42,7 +42,7 @@ def test_every_method_runs_with_deeper_classifiers_or_refuses(method: str, tmp_p
 
 
 @pytest.mark.parametrize("method", ["fedper", "fedrep", "fedcpd"])
-def test_classifiers_that_stay_at_home_may_differ_but_not_the_bodies(make_method, task, method: str) -> None:
+def test_classifiers_that_do_not_travel_may_differ_but_not_the_bodies(make_method, task, method: str) -> None:
     make_method(method).check(task, ["cnn4", "cnn4+32", "cnn4+8-8"])
     with pytest.raises(PbflError, match=rf"'{method}'.*found cnn4, resnet4;"):
         make_method(method).check(task, ["cnn4+32", "resnet4"])
@@ -84,16 +84,14 @@ def test_lg_fedavg_names_two_classifiers_that_differ(make_method, task, models, 
 
 
 @pytest.mark.parametrize("method", sorted(LINEAR))
-def test_a_linear_classifier_is_said_to_be_needed(make_method, task, method: str) -> None:
-    said = r"a linear classifier in every model \(head\.weight \(4, 6\), .*\), found hidden layers of 5 in 'cnn4\+5'$"
-    with pytest.raises(PbflError, match=rf"^method '{method}' exchanges classifiers and needs {said}"):
+def test_rejects_deeper_classifiers_where_a_linear_one_is_needed(make_method, task, method: str) -> None:
+    text = r"a linear classifier in every model \(head\.weight \(4, 6\), .*\), found hidden layers of 5 in 'cnn4\+5'$"
+    with pytest.raises(PbflError, match=rf"^method '{method}' exchanges classifiers and needs {text}"):
         make_method(method, models="cnn4+5").check(task, ["cnn4+5"])
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedcpd", "fednh", "fedpa", "fesem"])
-def test_clients_that_agree_on_another_network_than_the_server_has_are_refused(
-    make_method, task, method
-) -> None:
+def test_rejects_clients_with_another_network_than_the_server(make_method, task, method) -> None:
     own = {"base": "fedavg"} if method == "fedcpd" else {}
     with pytest.raises(
         PbflError, match=r"needs one architecture on all clients, found cnn4, cnn4\+16; set models"
@@ -106,8 +104,8 @@ def test_the_page_of_models_names_the_methods_that_limit_classifiers() -> None:
     rows = [
         line.split("|")[1:-1] for line in page.partition("## Classifiers")[2].splitlines() if line[:1] == "|"
     ]
-    found = {first.strip(): sorted(re.findall("`(.+?)`", second)) for first, second in rows[2:]}
-    assert found == {
+    result = {first.strip(): sorted(re.findall("`(.+?)`", second)) for first, second in rows[2:]}
+    assert result == {
         "any, each client its own": [],  # all others
         "any, the same on all clients": sorted(ALIKE - LINEAR),
         "linear": sorted(LINEAR),

@@ -87,8 +87,8 @@ class Played:
 
     @property
     def aggregations(self) -> list[Aggregation]:
-        found: list[Aggregation] = self.federation.strategy.__dict__["aggregations"]
-        return found
+        actual: list[Aggregation] = self.federation.strategy.__dict__["aggregations"]
+        return actual
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +98,10 @@ def played(any_method: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
     def watching(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
         def watched(name: str, predictor: Predictor) -> Callable[[Tensor, Tensor], Tensor]:
             def scores(features: Tensor, logits: Tensor) -> Tensor:
-                found = predictor(features, logits)
-                seen.scored.append((client.id, name, found))
-                assert found.shape == (len(features), client.task.num_classes)
-                return found
+                actual = predictor(features, logits)
+                seen.scored.append((client.id, name, actual))
+                assert actual.shape == (len(features), client.task.num_classes)
+                return actual
 
             return scores
 
@@ -224,7 +224,7 @@ def test_same_seed_same_bits_in_any_order(played: Played, tmp_path: Path) -> Non
     assert again.fingerprint == played.federation.fingerprint
 
 
-def test_a_client_that_fails_harms_nobody(played: Played, tmp_path: Path) -> None:
+def test_a_client_that_fails_does_not_change_the_others(played: Played, tmp_path: Path) -> None:
     """Client 2 raises in mid-round; what the others upload has the same bits as if it had not."""
     faulty = federation(
         tmp_path, played.name, strategy=Recorder, faults={(2, 1): raises}, num_server_rounds=1
@@ -235,9 +235,9 @@ def test_a_client_that_fails_harms_nobody(played: Played, tmp_path: Path) -> Non
     assert failure.client == 2
     assert "boom" in failure.reason
     assert "\n" not in failure.reason
-    expected, found = played.aggregations[0].uploads, faulty.strategy.__dict__["aggregations"][0].uploads
+    expected, actual = played.aggregations[0].uploads, faulty.strategy.__dict__["aggregations"][0].uploads
     for client in (0, 1, 3, 4):
-        assert same_tensors(found[client].to_tensors(), expected[client].to_tensors())
+        assert same_tensors(actual[client].to_tensors(), expected[client].to_tensors())
 
 
 def test_no_upload_crashes_the_server(played: Played) -> None:
@@ -333,8 +333,8 @@ def test_a_stage_that_a_method_does_not_have_is_refused(key: str) -> None:
         try:
             build_method(settings)
         except PbflError as error:
-            said = str(error)
+            message = str(error)
         else:
-            said = ""
-        refused = f"{key} = {value!r}: method '{method}' has no such stage; must be " in said
-        assert refused is not used, (method, said)
+            message = ""
+        refused = f"{key} = {value!r}: method '{method}' has no such stage; must be " in message
+        assert refused is not used, (method, message)

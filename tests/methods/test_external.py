@@ -113,7 +113,7 @@ def test_the_examples_run(tmp_path, name, keys, term, first):
     assert name == "feddyn" or "global" in history[1].accuracy
 
 
-def test_a_breakpoint_without_a_terminal_is_said(tmp_path, monkeypatch):
+def test_a_breakpoint_without_a_terminal_is_explained(tmp_path, monkeypatch):
     def stop(self, client, down):
         raise BdbQuit
 

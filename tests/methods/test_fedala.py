@@ -83,7 +83,7 @@ class HeadFirst(nn.Module):
         return self.body(inputs)
 
 
-def test_the_last_tensors_are_the_classifiers_whatever_a_network_declares_first(make_method, make_client):
+def test_the_last_tensors_are_the_classifiers_in_any_order_of_declaration(make_method, make_client):
     client = replace(make_client(), model=HeadFirst())
     memory = make_method("fedala").local_update(client, Weights(copies(client.model.state_dict()))).memory
     assert set(memory) == {"own.head.weight", "own.head.bias"}

@@ -24,7 +24,7 @@ TRAINING = {"batch_order": "fixed", "drop_last": "never", "learning_rate": RATE,
 def cbam(p, level, maps):
     """CBAM of Woo et al., one sample at a time."""
     at = {name.split(".", 2)[2]: t for name, t in p.items() if name.startswith(f"attention.{level}.")}
-    found = []
+    result = []
     for x in maps:
         gates = torch.zeros(())
         for summary in (x.flatten(1).mean(1), x.flatten(1).max(1).values):
@@ -32,8 +32,8 @@ def cbam(p, level, maps):
             gates = gates + at["channel_gate.2.weight"] @ hidden + at["channel_gate.2.bias"]
         x = x * torch.sigmoid(gates)[:, None, None]
         places = torch.stack([x.mean(0), x.max(0).values])
-        found.append(x * torch.sigmoid(F.conv2d(places[None], at["spatial_gate.weight"], padding=3))[0])
-    return torch.stack(found)
+        result.append(x * torch.sigmoid(F.conv2d(places[None], at["spatial_gate.weight"], padding=3))[0])
+    return torch.stack(result)
 
 
 def fusion(p, kind, maps):

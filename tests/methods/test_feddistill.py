@@ -90,7 +90,7 @@ def test_mean_over_holders_and_the_own_part_taken_out(make_method, task):
     assert paper.aggregate(state, {}, Round(2, task, 3)) is state
 
 
-def test_a_class_nobody_sent_is_kept_with_its_holders_or_dropped(make_method, task):
+def test_a_class_without_uploads_is_kept_with_its_holders_or_dropped(make_method, task):
     one, other = [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]
     for stale, expected in (("keep", [True, True, False, False]), ("drop", [False, True, False, False])):
         method = make_method("feddistill", stale=stale)
@@ -104,7 +104,7 @@ def test_a_class_nobody_sent_is_kept_with_its_holders_or_dropped(make_method, ta
             assert method.broadcast(state, 1).values[0].tolist() == one
 
 
-def test_what_is_left_of_a_mean_is_not_negative(make_method, task):
+def test_the_mean_of_the_others_is_not_negative(make_method, task):
     """Three clients of which one alone gives a class any weight: for the others 0, not what rounding leaves."""
     method = make_method("feddistill")
     for share in range(1, 10):
@@ -117,16 +117,16 @@ def test_what_is_left_of_a_mean_is_not_negative(make_method, task):
 def test_the_term_is_weighed(make_method, make_client, protocol):
     """One step: of the loss, and of what the distillation adds to it, γ times as much."""
     taught = rows(c1=[0.1, 0.7, 0.1, 0.1])  # a row of one class is enough
-    found = {}
+    result = {}
     for weight in (0.0, 1.0, 3.0):
         method = make_method("feddistill", protocol=protocol, own={"distillation_weight": weight})
         client = make_client(batch_size=8, learning_rate=0.1)
         update = method.local_update(client, taught)
-        found[weight] = update.metrics["loss.distillation"], client.model.head.bias.detach()
-    assert found[1.0][0] > 0
-    assert found[3.0][0] == pytest.approx(3 * found[1.0][0])
-    assert found[0.0][0] == 0
-    one, three = (found[weight][1] - found[0.0][1] for weight in (1.0, 3.0))
+        result[weight] = update.metrics["loss.distillation"], client.model.head.bias.detach()
+    assert result[1.0][0] > 0
+    assert result[3.0][0] == pytest.approx(3 * result[1.0][0])
+    assert result[0.0][0] == 0
+    one, three = (result[weight][1] - result[0.0][1] for weight in (1.0, 3.0))
     torch.testing.assert_close(three, 3 * one, rtol=1e-3, atol=1e-6)
 
 

@@ -28,7 +28,7 @@ def test_heads_are_averaged_and_counts_of_all_known_clients_added(make_method, t
     assert state.taught.label_counts.tolist() == [0, 0, 0, 0]
 
 
-def test_the_generator_learns_what_the_averaged_head_recognises(make_method, task):
+def test_the_generator_learns_features_that_the_averaged_head_classifies(make_method, task):
     method = make_method("fedgen", own=SMALL, batch_size=32)
     state = method.init(task, 0)
     assert method.broadcast(state, 0).generator.tensors == {}  # clients use it once it was trained
@@ -64,8 +64,8 @@ def test_a_second_round_of_a_client_follows_the_reference_loop(make_method, make
         (cross_entropy(network(x), y) + cross_entropy(network.head(h), labels)).backward()
         sgd.step()
     for name, parameter in network.named_parameters():
-        found = client.model.get_parameter(name).detach()
-        torch.testing.assert_close(found, parameter.detach(), atol=1e-5, rtol=1e-4)
+        result = client.model.get_parameter(name).detach()
+        torch.testing.assert_close(result, parameter.detach(), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("drop_last", "counts"), [("small", [3, 1, 1, 0]), ("always", [3, 1, 0, 0])])

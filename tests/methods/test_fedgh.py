@@ -27,11 +27,11 @@ def test_a_client_trains_its_whole_network_from_the_head_it_received(make_method
     loss = torch.nn.functional.cross_entropy(twin(client.data.train.inputs), client.data.train.labels)
     loss.backward()
     assert method.local_update(client, down).metrics["loss.ce"] == pytest.approx(loss.item(), rel=1e-5)
-    for found, start in zip(client.model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(found.detach(), start.detach() - 0.1 * start.grad)
+    for result, start in zip(client.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(result.detach(), start.detach() - 0.1 * start.grad)
 
 
-def test_what_leaves_is_clipped_and_noised_as_asked(make_method, make_client, task):
+def test_uploads_are_clipped_and_noised(make_method, make_client, task):
     sample = {"dp_clip": 0.1, "dp_unit": "sample", "min_class_count": 1}
     client = make_client()
     upload = make_method("fedgh", **sample).local_update(client, zero_head()).payload
@@ -55,7 +55,7 @@ def test_what_leaves_is_clipped_and_noised_as_asked(make_method, make_client, ta
         make_method("fedgh", drop_last="always", **sample)
 
 
-def test_who_sent_nothing_does_not_stop_the_others(make_method, task):
+def test_uploads_without_prototypes_are_skipped(make_method, task):
     method, sent = make_method("fedgh"), one_prototype(1, torch.eye(6)[0])
     both = method.aggregate(zero_head(), {0: Prototypes.empty(4, 6), 1: sent}, Round(1, task, 2))
     alone = method.aggregate(zero_head(), {1: sent}, Round(1, task, 2))
@@ -72,7 +72,7 @@ def test_server_follows_a_literal_loop_over_shuffled_batches(make_method, task):
     )
     random = torch.Generator().manual_seed(0)
     sent = {i: Prototypes(torch.randn(4, 6, generator=random), torch.tensor([True] * 4)) for i in (0, 1)}
-    found = method.aggregate(method.init(task, 1), sent, Round(5, task, 2, seed=9)).tensors
+    result = method.aggregate(method.init(task, 1), sent, Round(5, task, 2, seed=9)).tensors
 
     head = torch.nn.Linear(6, 4)
     head.load_state_dict({k.removeprefix("head."): v for k, v in method.init(task, 1).tensors.items()})
@@ -90,8 +90,8 @@ def test_server_follows_a_literal_loop_over_shuffled_batches(make_method, task):
                 for parameter in head.parameters():
                     assert parameter.grad is not None
                     parameter.sub_(0.1 * parameter.grad)
-    assert torch.allclose(found["head.weight"], head.weight, atol=1e-6)
-    assert torch.allclose(found["head.bias"], head.bias, atol=1e-6)
+    assert torch.allclose(result["head.weight"], head.weight, atol=1e-6)
+    assert torch.allclose(result["head.bias"], head.bias, atol=1e-6)
 
 
 def test_uploads_are_checked(make_method, task):

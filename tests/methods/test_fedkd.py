@@ -117,7 +117,7 @@ def test_clients_rebuild_exactly_what_the_server_has(make_method, make_client, t
         assert same(tensors, dict(second.state.weights.tensors))
 
 
-def test_who_missed_a_round_gets_the_whole_mentee(make_method, make_client):
+def test_a_client_that_missed_a_round_gets_the_whole_mentee(make_method, make_client):
     method = make_method("fedkd", own={"energy_start": 0.6})
     absent_once = {1: (0, 1), 2: (0,), 3: (0, 1)}
     _, second, third = play(
@@ -162,7 +162,7 @@ def test_as_coded_sends_parameters_and_stands_for_itself(make_method, make_clien
     assert method.round_warnings(first.state) == []
 
 
-def test_matrices_that_as_coded_loses_are_said(make_method, make_client, task):
+def test_warns_of_matrices_that_as_coded_loses(make_method, make_client, task):
     """At energy 1 every matrix needs its full rank; the clients' zeros travel as they are from then on."""
     method = make_method("fedkd", protocol="htfl", own={"energy_start": 1.0, "energy_end": 1.0})
     state = method.init(task, 0)
@@ -183,10 +183,10 @@ def test_matrices_that_as_coded_loses_are_said(make_method, make_client, task):
 def test_lost_matrices_cross_the_wire_as_int8(make_method, make_client, task):
     method = make_method("fedkd", protocol="htfl", wire_dtype="int8", own={"energy_start": 1.0})
     sent = method.local_update(make_client(0), method.broadcast(method.init(task, 0), 0)).payload
-    found = wire.decode(wire.encode(sent, "int8"), LowRank, task)
-    shapes = [{name: factors.shape for name, factors in one.factors.items()} for one in (found, sent)]
+    result = wire.decode(wire.encode(sent, "int8"), LowRank, task)
+    shapes = [{name: factors.shape for name, factors in one.factors.items()} for one in (result, sent)]
     assert shapes[0] == shapes[1]
-    assert all(not bool(factors.product().any()) for factors in found.factors.values())
+    assert all(not bool(factors.product().any()) for factors in result.factors.values())
 
 
 def test_the_map_is_the_same_on_all_clients_at_first_and_each_keeps_its_own(make_method, make_client, task):
@@ -194,8 +194,8 @@ def test_the_map_is_the_same_on_all_clients_at_first_and_each_keeps_its_own(make
     down = method.broadcast(method.init(task, 0), 0)
     still = {"learning_rate": 1e-12}
     for i in (0, 1):
-        found = method.local_update(make_client(i, **still), down).memory["projection"]
-        torch.testing.assert_close(found, first_map(0))
+        result = method.local_update(make_client(i, **still), down).memory["projection"]
+        torch.testing.assert_close(result, first_map(0))
     kept = {"projection": torch.eye(6)}
     again = method.local_update(make_client(0, round=2, memory=kept, **still), down)
     torch.testing.assert_close(again.memory["projection"], torch.eye(6))

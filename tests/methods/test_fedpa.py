@@ -27,7 +27,7 @@ def test_schedules():
     assert [prototype_weight(0), prototype_weight(1), prototype_weight(500)] == [5, 4.9, 0.15]
 
 
-def test_who_teaches_a_class():
+def test_teaching_weights_by_hand():
     # n = (2, 0) and (0, 0): class 0: 3/4 and 1/4, class 1: halves
     assert teaching_weights(torch.tensor([[2, 0], [0, 0]])).tolist() == [[0.75, 0.5], [0.25, 0.5]]
 
@@ -56,7 +56,7 @@ def test_generator_loss_is_its_three_terms(make_method, task):
     table = Prototypes(torch.randn(4, 6, generator=random) * present[:, None], present)
     classes = torch.tensor([True, True, True, False])
     loss = GeneratorLoss(heads, omega, table, classes, 8, 2.0, 0.15, torch.Generator().manual_seed(5))
-    found = float(loss(network).detach())
+    result = float(loss(network).detach())
 
     again = torch.Generator().manual_seed(5)
     labels = torch.multinomial(classes.double(), 8, replacement=True, generator=again)
@@ -72,7 +72,7 @@ def test_generator_loss_is_its_three_terms(make_method, task):
             for b, y in enumerate(labels.tolist()):
                 nll = -float((h[b] @ weight.T + bias).log_softmax(0)[y])
                 expected += 2.0 * float(omega[k, y]) * nll / 8
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert result == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_generator_is_pushed_off_the_prototypes_of_the_round_before(make_method, task):
@@ -128,29 +128,6 @@ def test_a_second_round_of_a_client_follows_the_repositorys_loop(make_method, ma
         torch.testing.assert_close(upload.weights.tensors[name], parameter.detach(), atol=1e-5, rtol=1e-4)
 
 
-def test_means_weigh_by_the_samples_seen(make_method, task):
-    # class 0: (1·3 + 5·1)/4 = 2; class 1 of client 1 alone; weights by n_i: (3·0 + 1·4)/4 = 1
-    method = make_method("fedpa", own=SMALL)
-    state = method.init(task, 0)
-    present = torch.tensor([[True, False, False, False], [True, True, False, False]])
-    counts = torch.tensor([[3, 0, 0, 0], [1, 2, 0, 0]])
-    uploads = {}
-    for i, value in ((0, 1.0), (1, 5.0)):
-        weights = {n: torch.full_like(t, 4.0 * i) for n, t in state.taught.weights.tensors.items()}
-        rows = torch.full((4, 6), value) * present[i].unsqueeze(1)
-        uploads[i] = WeightsAndPrototypes(
-            Weights(weights, 3 - 2 * i), Prototypes(rows, present[i], counts[i])
-        )
-    new = method.aggregate(state, uploads, Round(1, task, 2))
-    table = new.taught.prototypes
-    assert table is not None
-    assert table.values[:, 0].tolist() == [2, 5, 0, 0]
-    assert table.present.tolist() == [True, True, False, False]
-    assert all(bool((tensor == 1).all()) for tensor in new.taught.weights.tensors.values())
-    assert method.report(state) == {}
-    assert method.report(new)["generator-loss"] > 0
-
-
 def test_local_steps_replace_epochs_and_the_rate_decays(make_method, make_client, task):
     one = make_method("fedpa", own={**SMALL, "local_steps": 5})
     client = make_client(labels=(0, 1) * 4, learning_rate=0.1)
@@ -180,3 +157,26 @@ def test_prototypes_without_counts_are_rejected(make_method, task):
     state = method.init(task, 0)
     with pytest.raises(RejectedPayload, match="lack their counts"):
         method.validate(WeightsAndPrototypes(state.taught.weights, Prototypes.empty(4, 6)), state, task)
+
+
+def test_means_weigh_by_the_samples_seen(make_method, task):
+    # class 0: (1·3 + 5·1)/4 = 2; class 1 of client 1 alone; weights by n_i: (3·0 + 1·4)/4 = 1
+    method = make_method("fedpa", own=SMALL)
+    state = method.init(task, 0)
+    present = torch.tensor([[True, False, False, False], [True, True, False, False]])
+    counts = torch.tensor([[3, 0, 0, 0], [1, 2, 0, 0]])
+    uploads = {}
+    for i, value in ((0, 1.0), (1, 5.0)):
+        weights = {n: torch.full_like(t, 4.0 * i) for n, t in state.taught.weights.tensors.items()}
+        rows = torch.full((4, 6), value) * present[i].unsqueeze(1)
+        uploads[i] = WeightsAndPrototypes(
+            Weights(weights, 3 - 2 * i), Prototypes(rows, present[i], counts[i])
+        )
+    new = method.aggregate(state, uploads, Round(1, task, 2))
+    table = new.taught.prototypes
+    assert table is not None
+    assert table.values[:, 0].tolist() == [2, 5, 0, 0]
+    assert table.present.tolist() == [True, True, False, False]
+    assert all(bool((tensor == 1).all()) for tensor in new.taught.weights.tensors.values())
+    assert method.report(state) == {}
+    assert method.report(new)["generator-loss"] > 0

@@ -45,7 +45,7 @@ def test_each_phase_draws_its_own_order(make_method, make_client, task):
         torch.testing.assert_close(client.model.get_parameter(name), parameter, atol=1e-6, rtol=1e-5)
 
 
-def test_what_accompanies_the_body_is_trained_with_it(make_method, make_client):
+def test_other_modules_are_trained_with_the_body(make_method, make_client):
     client, companion = make_client(architecture="cnn4"), torch.nn.Linear(6, 4).eval()
     before = companion.weight.detach().clone()
 
@@ -77,9 +77,7 @@ def test_features_are_computed_once_only_where_nothing_in_the_body_draws_or_coun
     assert (fixed_features(make_client(architecture=architecture)) is not None) == computed
 
 
-def test_a_head_on_features_computed_once_learns_what_it_learns_batch_by_batch(
-    make_method, make_client, task, monkeypatch
-):
+def test_a_head_learns_the_same_from_features_computed_once(make_method, make_client, task, monkeypatch):
     settings = {"batch_size": 3, "learning_rate": 0.1}
     method = make_method("fedrep", own={"head_epochs": 3})
     once, each = make_client(architecture="cnn4", **settings), make_client(architecture="cnn4", **settings)

@@ -55,10 +55,10 @@ def test_rounds_of_exchange_and_a_warning_if_none_shows(make_method, own, exchan
         )
 
 
-def test_a_run_whose_new_clients_get_no_mixtures_is_forewarned(make_method):
+def test_warns_if_new_clients_get_no_mixtures(make_method):
     method = make_method("gfpl", new_clients=2, num_clients=6)
-    (said,) = method.config_warnings(12)
-    assert said.startswith("num-server-rounds = 12: new clients get no mixtures")
+    (message,) = method.config_warnings(12)
+    assert message.startswith("num-server-rounds = 12: new clients get no mixtures")
     assert method.config_warnings(20) == make_method("gfpl").config_warnings(12) == []
     assert make_method("gfpl", new_clients=2, num_clients=6, own=OFF).config_warnings(12) == []
 
@@ -117,9 +117,9 @@ def test_without_cross_entropy_a_step_descends_the_dot_regression_alone(make_met
     body = [p for name, p in alone.model.named_parameters() if not name.startswith("head")]
     slopes = torch.autograd.grad(loss, [*body, layer.weight, layer.bias])
     expected = [p - 0.01 * slope for p, slope in zip([*body, layer.weight, layer.bias], slopes, strict=True)]
-    found = [p for name, p in client.model.named_parameters() if not name.startswith("head")]
-    found += [update.memory["projection.weight"], update.memory["projection.bias"]]
-    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(found, expected, strict=True))
+    result = [p for name, p in client.model.named_parameters() if not name.startswith("head")]
+    result += [update.memory["projection.weight"], update.memory["projection.bias"]]
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(result, expected, strict=True))
     assert torch.equal(client.model.head.weight, alone.model.head.weight)
     assert set(update.metrics) == {"loss.dot"}
     assert method.primary_predictor == "etf"
@@ -177,13 +177,13 @@ def test_retraining_the_projection_only(make_method, make_client):
 
 def test_retraining_starts_without_the_momentum_that_the_local_epochs_kept(make_method, make_client):
     method, down = make_method("gfpl"), mixtures(0, 1)
-    found = []
+    result = []
     for memory in ({}, {"momentum.head.weight": torch.ones(4, 6), "momentum.head.bias": torch.ones(4)}):
         client = make_client(memory=memory, momentum=0.9, optimizer_state="kept")
         assert set(dict(client.model.named_parameters())) >= {"head.weight", "head.bias"}
         retrained(method, client, down)
-        found.append(weights(client))
-    assert equal(*found)
+        result.append(weights(client))
+    assert equal(*result)
 
 
 def test_clamping_keeps_pseudo_features_non_negative(make_method, make_client, monkeypatch):
@@ -216,7 +216,7 @@ def test_the_projection_is_kept_and_predicts(make_method, make_client, task):
 # Server -----------------------------------------------------------------------------------------------------
 
 
-def test_what_comes_up_between_exchanges_is_not_used(make_method, task):
+def test_uploads_between_exchanges_are_ignored(make_method, task):
     method = make_method("gfpl")
     state = method.aggregate(method.init(task, 0), {0: mixtures(0)}, Round(9, task, 1))
     assert state.latest.num_components == state.broadcast.num_components == 0
@@ -244,7 +244,7 @@ def test_the_frame_needs_as_many_dimensions_as_classes(make_method):
 # Edges ------------------------------------------------------------------------------------------------------
 
 
-def test_one_class_few_samples_none_and_a_class_nobody_holds(make_method, make_client):
+def test_clients_of_one_class_of_few_samples_and_of_none(make_method, make_client):
     method = make_method("gfpl", own=SOON)
     holders = {0: (1,) * 6, 1: (0, 0, 2), 2: (2,), 3: ()}  # nobody holds class 3
     for after in play(method, make_client, holders, 3):

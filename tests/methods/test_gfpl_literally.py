@@ -55,15 +55,15 @@ def train(network, projection, Z, features, inputs, labels, parameters):
 
 def components(z, y, weight):
     """Equation 6 for one component, (label, w, μ, σ²) a class; a single sample has the pooled deviation."""
-    found, residuals = [], []
+    actual, residuals = [], []
     for j in sorted(set(y.tolist())):
         own = z[y == j].double()
         residuals.append(own - own.mean(0))
         variance = (residuals[-1] ** 2).mean(0) + 1e-6 if len(own) > 1 else None
-        found.append((j, float(len(own)) if weight == "count" else 1.0, own.mean(0), variance))
-    freedom = max(1, len(y) - len(found))
+        actual.append((j, float(len(own)) if weight == "count" else 1.0, own.mean(0), variance))
+    freedom = max(1, len(y) - len(actual))
     pooled = ((torch.cat(residuals) ** 2).sum(0) / freedom).clamp_min(1e-6)
-    return [(j, w, mean, pooled if variance is None else variance) for j, w, mean, variance in found]
+    return [(j, w, mean, pooled if variance is None else variance) for j, w, mean, variance in actual]
 
 
 def distance(p, q):

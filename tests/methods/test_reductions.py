@@ -36,9 +36,9 @@ def test_switched_off_it_is_its_base(make_method, make_client, name, own, base, 
         ends.append(last)
     for i in TWO_CLIENTS:
         for parameter, value in ends[1].networks[i].items():
-            found = ends[0].networks[i][parameter]
+            result = ends[0].networks[i][parameter]
             assert (
-                torch.equal(found, value) if exactly else torch.allclose(found, value, atol=1e-5, rtol=1e-5)
+                torch.equal(result, value) if exactly else torch.allclose(result, value, atol=1e-5, rtol=1e-5)
             )
         if name in ("fedcpd", "gfpl"):  # nothing is remembered or sent for the parts that are off
             assert ends[0].memories[i].keys() == ends[1].memories[i].keys()

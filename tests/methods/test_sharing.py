@@ -38,11 +38,11 @@ def test_how_each_method_weighs_unless_it_is_told_otherwise(make_method, weighti
 
 
 def test_weights_are_scored_as_they_come_and_own_networks_after_training():
-    found = {name: build_method(parse({"method": name}, SECTIONS)).moment for name in METHODS}
-    before = {name for name, moment in found.items() if moment == "before"}
+    result = {name: build_method(parse({"method": name}, SECTIONS)).moment for name in METHODS}
+    before = {name for name, moment in result.items() if moment == "before"}
     received = "fedavg fedprox fedper fedrep fedala fesem fednh fedfa lg-fedavg fedgen fedgh fedcpd"
     assert before == set(received.split())
-    assert found.keys() - before == {name for name, moment in found.items() if moment == "after"}
+    assert result.keys() - before == {name for name, moment in result.items() if moment == "after"}
 
 
 def test_the_three_parts_of_a_network():

@@ -55,7 +55,7 @@ def test_names(name: str, base: str, sizes: tuple[int, ...], widths: tuple[int, 
         ("nets.zoo:build+32", "a function of your own must build the classifier itself; must be 'nets.zoo:build'"),
     ],
 )  # fmt: skip
-def test_what_is_no_classifier_is_one_line(name: str, message: str) -> None:
+def test_rejects_names_of_classifiers_in_one_line(name: str, message: str) -> None:
     with pytest.raises(PbflError) as caught:
         architectures(f"cnn4,{name}")
     assert message in str(caught.value)
@@ -98,14 +98,6 @@ def test_features_then_a_deeper_head(name: str) -> None:
         assert torch.equal(logits, layers[2](hidden))
     assert float(logits.min()) < 0 < float(logits.max()), "logits end in no ReLU"
     assert is_deterministic(model) == is_deterministic(linear)
-
-
-@pytest.mark.parametrize(
-    ("name", "where"), [("efficientnet-b0+8", ["head.0"]), ("cnn2+8-8", ["stages.1.1", "head.0"])]
-)
-def test_dropout_stays_before_the_first_layer(name: str, where: list[str]) -> None:
-    model = build_model(name, Task(num_classes=10, feature_dim=50, input_shape=GREY), seed=0)
-    assert [n for n, m in model.named_modules() if isinstance(m, nn.Dropout | nn.Dropout2d)] == where
 
 
 def test_the_same_classifier_travels_under_the_same_names_with_and_without_dropout() -> None:

@@ -65,9 +65,9 @@ def test_features_then_head(name: str, shape: tuple[int, ...]) -> None:
     # A stage that works in place would change the map before it.
     with torch.no_grad():
         current = x.clone()
-        for stage, found in zip(model.stages, maps, strict=True):
+        for stage, result in zip(model.stages, maps, strict=True):
             current = stage(current.clone())
-            assert torch.equal(current, found)
+            assert torch.equal(current, result)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "cnn2+40", "efficientnet-b0+40", "lstm+40"])

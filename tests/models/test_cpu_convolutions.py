@@ -42,8 +42,8 @@ def test_a_depthwise_convolution_keeps_its_values_and_gradients(
     expected = gradients(conv, inputs)
     optimize_layout(model, "channels-last")
     assert isinstance(model[0], DepthwiseConv2d)
-    for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    for result, wanted in zip(gradients(model[0], inputs), expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("sides", [(1, 1), (2, 2), (4, 4), (1, 4), (4, 1), (3, 2), (5, 6)])
@@ -62,8 +62,8 @@ def test_a_dense_convolution_keeps_its_values_and_gradients(
     expected = gradients(conv, inputs)
     optimize_layout(model, "channels-last")
     assert isinstance(model[0], FewPixelsConv2d)
-    for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    for result, wanted in zip(gradients(model[0], inputs), expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_a_single_map_and_no_map_at_all_are_the_librarys(conv: nn.Conv2d) -> Non
     assert model(maps[:0]).shape == (0, conv.out_channels, 2, 2)
 
 
-def test_a_kernel_that_meets_no_pixel_gives_the_bias() -> None:
+def test_a_kernel_over_padding_alone_gives_the_bias() -> None:
     conv = nn.Conv2d(2, 1, 2, stride=9, padding=4)
     inputs = torch.ones(2, 2, 1, 1)
     expected = gradients(conv, inputs)
     model = optimize_layout(nn.Sequential(conv), "channels-last")
-    for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for result, wanted in zip(gradients(model[0], inputs), expected, strict=True):
+        torch.testing.assert_close(result, wanted)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -95,8 +95,8 @@ def test_a_pointwise_convolution_keeps_its_values_and_gradients(bias: bool) -> N
     expected = gradients(conv, inputs)
     optimize_layout(model, "channels-last")
     assert isinstance(model[0], PointwiseConv2d)
-    for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    for result, wanted in zip(gradients(model[0], inputs), expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_last_stage_of_a_resnet_is_small() -> None:
     sizes: list[int] = []
     for module in model.modules():
         if isinstance(module, FewPixelsConv2d):
-            module.register_forward_hook(lambda _, given, found: sizes.append(found[0, 0].numel()))
+            module.register_forward_hook(lambda _, given, result: sizes.append(result[0, 0].numel()))
     model.features(torch.zeros(1, *TASK.input_shape))
     assert sum(size <= FEW_PIXELS for size in sizes) == 2
 
@@ -158,7 +158,7 @@ def test_deep_networks_meet_small_maps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cnn4", "resnet18", "mobilenet-v2"])
-def test_a_step_goes_along_the_gradient_whatever_the_layout(name: str) -> None:
+def test_a_step_follows_the_gradient_in_every_layout(name: str) -> None:
     """torch's fused SGD pairs the wrong numbers where a parameter is channels-last and its gradient is not."""
     model = optimize_layout(build_model(name, TASK, 0), "channels-last").train()
     inputs = torch.randn(4, *TASK.input_shape, generator=torch.Generator().manual_seed(1))
@@ -169,8 +169,8 @@ def test_a_step_goes_along_the_gradient_whatever_the_layout(name: str) -> None:
     ).square().mean().backward()
     wanted = [p.detach() - 0.1 * p.grad for p in parameters if p.grad is not None]
     descent.step()
-    for found, expected in zip([p for p in parameters if p.grad is not None], wanted, strict=True):
-        torch.testing.assert_close(found.detach(), expected)
+    for result, expected in zip([p for p in parameters if p.grad is not None], wanted, strict=True):
+        torch.testing.assert_close(result.detach(), expected)
 
 
 def test_a_network_that_was_scored_first_can_be_trained() -> None:
@@ -202,14 +202,14 @@ def test_reduced_precision_stays_close_and_hands_on_float32(name: str) -> None:
     reduced = optimize_layout(build_model(name, task, 0), "channels-last", "bfloat16").eval()
     inputs = torch.randn(16, *task.input_shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        wanted, found = plain.features(inputs), reduced.features(inputs)
+        wanted, result = plain.features(inputs), reduced.features(inputs)
         maps, features = reduced.maps_and_features(inputs)
         exact = plain.feature_maps(inputs)
-    assert torch.equal(features, found)  # both ways through the body compute alike
+    assert torch.equal(features, result)  # both ways through the body compute alike
     assert [item.shape for item in maps] == [item.shape for item in exact]
     assert {item.dtype for item in maps} == {torch.float32}
     assert not any(torch.equal(*pair) for pair in zip(maps, exact, strict=True))
-    assert found.dtype == reduced(inputs).dtype == torch.float32
-    assert not torch.equal(found, wanted)  # or nothing was reduced
-    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+    assert result.dtype == reduced(inputs).dtype == torch.float32
+    assert not torch.equal(result, wanted)  # or nothing was reduced
+    assert float((result - wanted).norm() / wanted.norm()) < 0.05
     assert {parameter.dtype for parameter in reduced.parameters()} == {torch.float32}

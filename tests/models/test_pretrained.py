@@ -81,7 +81,7 @@ def test_every_tensor_of_torchvisions_network_has_its_place(architecture: str) -
 
 
 @pytest.mark.parametrize("architecture", [name for name in OF_TORCHVISION if name not in ALIKE])
-def test_the_body_gives_what_torchvisions_network_hands_to_its_classifier(architecture: str) -> None:
+def test_the_body_gives_the_features_of_torchvisions_network(architecture: str) -> None:
     net, side = theirs(architecture), 224 if architecture.startswith("vit") else 64
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
     taken = body_of(architecture, net.state_dict(), "torchvision's")
@@ -89,10 +89,10 @@ def test_the_body_gives_what_torchvisions_network_hands_to_its_classifier(archit
         expected = without_classifier(net)(images)
         ours = build_model(architecture, Task(7, expected.shape[1], (3, side, side)), 0)
         lacking, strange = ours.load_state_dict(taken, strict=False)
-        found = ours.eval().features(images)
+        result = ours.eval().features(images)
     assert not strange
     assert all(name.startswith(HEAD_PREFIX) for name in lacking)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_with_a_label_begins_with_the_kept_body_and_a_classifier_of_its_seed() -> None:
@@ -128,7 +128,7 @@ def test_places_of_patches_are_interpolated_as_torchvision_does_it() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["mlp-20-10", "har-gru", "textcnn", "transformer-3-1", "cnn4"])
-def test_this_projects_own_models_can_be_kept_whatever_they_take(architecture: str) -> None:
+def test_own_models_of_every_input_can_be_stored(architecture: str) -> None:
     kind = {"har-gru": Task(2, 12, (9, 64)), "textcnn": Task(2, 12, (16,), 30)}
     task = kind.get(architecture, Task(2, 12, (16,), 30) if "transformer" in architecture else SMALL)
     trained = build_model(architecture, task, 4)
@@ -156,7 +156,7 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "text"),
     [
         ("cnn4@", "after '@' must follow a label of 1 to 64 letters"),
         ("cnn4@../../etc", "after '@' must follow a label"),
@@ -168,8 +168,8 @@ def test_names() -> None:
         ("cnn4@x+0", "after '\\+' must follow 1 to 8 whole numbers"),
     ],
 )
-def test_a_name_that_is_none(spec: str, said: str) -> None:
-    with pytest.raises(PbflError, match=said):
+def test_a_name_that_is_none(spec: str, text: str) -> None:
+    with pytest.raises(PbflError, match=text):
         architectures(spec)
 
 
@@ -246,7 +246,7 @@ class Harmful:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "text"),
     [
         (
             {"a": torch.zeros(2)},
@@ -259,12 +259,12 @@ class Harmful:
     ],
 )
 def test_files_that_hold_something_else(
-    content: object, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: object, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     refused = pbfl("weights", "x", "resnet18", saved(content, tmp_path / "x.pth"))
     assert refused.exit_code == 2
-    assert said in " ".join(refused.stderr.split())
+    assert text in " ".join(refused.stderr.split())
     assert not (tmp_path / "harm").exists()
     assert not weights_file("resnet18", "x").exists()
 
@@ -306,7 +306,7 @@ def test_checkpoints_of_another_network(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (("a/b", "cnn4"), "label 'a/b': must be"),
         (("x", "cnn5"), "did you mean"),
@@ -317,10 +317,10 @@ def test_checkpoints_of_another_network(
         (("x", "cnn4"), "nothing.pth cannot be read (No such file or directory)"),
     ],
 )
-def test_words_that_are_wrong(words: tuple[str, str], said: str, tmp_path: Path) -> None:
+def test_words_that_are_wrong(words: tuple[str, str], text: str, tmp_path: Path) -> None:
     refused = pbfl("weights", *words, tmp_path / "nothing.pth")
     assert refused.exit_code == 2
-    assert said in " ".join(refused.stderr.split())
+    assert text in " ".join(refused.stderr.split())
 
 
 def test_counters_that_older_files_lack_are_not_needed(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from pbfl_flwr.task import Task
 TASK = Task(num_classes=10, feature_dim=24, input_shape=(1, 16, 16))
 
 
-def test_families_are_made_of_models_and_no_name_means_two_things() -> None:
+def test_families_consist_of_models_and_names_are_unique() -> None:
     assert FAMILIES["heterogeneous-4"] == ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0")
     assert FAMILIES["small-4"] == ("cnn4", "resnet4", "resnet6", "resnet8")
     assert FAMILIES["text-2"] == ("fasttext", "textcnn")
@@ -102,7 +102,7 @@ def test_clients_take_the_list_in_turn() -> None:
         ("", ["unknown model ''"]),
     ],
 )
-def test_unknown_names_say_what_is_allowed(spec: str, parts: list[str]) -> None:
+def test_unknown_names_are_rejected_with_the_nearest_one(spec: str, parts: list[str]) -> None:
     with pytest.raises(PbflError) as caught:
         architectures(spec)
     assert "\n" not in str(caught.value)
@@ -198,14 +198,14 @@ class _FailsBetweenLayers(SplitModel):
         raise RuntimeError("no layer of mine")
 
 
-def test_dry_forward_blames_no_layer_for_what_happens_between_layers() -> None:
+def test_dry_forward_names_no_layer_for_an_error_between_layers() -> None:
     model = _FailsBetweenLayers(TASK, [_Recovers()], nn.Linear(256, 24), nn.Linear(24, 10))
     message = r"model 'own', features: does not accept input of shape \(2, 1, 16, 16\) \(no layer of mine\)"
     with pytest.raises(PbflError, match=message):
         dry_forward("own", model, TASK)
 
 
-def test_dry_forward_blames_the_layer_that_failed_not_one_that_recovered() -> None:
+def test_dry_forward_names_the_layer_that_failed_not_one_that_recovered() -> None:
     model = SplitModel(TASK, [_Recovers()], nn.Linear(7, 24), nn.Linear(24, 10))
     with pytest.raises(
         PbflError, match=r"layer neck, Linear\(in_features=7, .* does not accept input of shape \(2, 256\)"
@@ -372,7 +372,7 @@ def test_no_code_is_imported_unless_named(external: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", ["cnn4", "resnet4"])
 def test_pooling_before_the_relu_gives_the_bits_of_pooling_after_it(name: str) -> None:
     inputs = torch.randn(8, *TASK.input_shape, generator=torch.Generator().manual_seed(2))
-    found: list[list[torch.Tensor]] = []
+    actual: list[list[torch.Tensor]] = []
     for swapped in (False, True):
         model = build_model(name, TASK, seed=0)
         for stage in model.modules() if swapped else ():
@@ -384,8 +384,8 @@ def test_pooling_before_the_relu_gives_the_bits_of_pooling_after_it(name: str) -
         assert (kinds.index(nn.MaxPool2d) > kinds.index(nn.ReLU)) == swapped
         features = model.features(inputs)
         model.head(features).square().sum().backward()
-        found.append([features, *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        actual.append([features, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(torch.equal(*pair) for pair in zip(*actual, strict=True))
 
 
 def test_the_page_of_models_names_every_family_with_its_networks_and_every_model() -> None:

@@ -43,7 +43,7 @@ def test_an_input_that_is_no_window_is_one_line(name: str, shape: tuple[int, ...
         ("harcnn-3-2", 127),
     ],
 )
-def test_the_shortest_window_is_said_and_taken(name: str, shortest: int) -> None:
+def test_the_shortest_window_is_accepted_and_named_in_the_error(name: str, shortest: int) -> None:
     with pytest.raises(PbflError, match=rf"'{name}', .* of length {shortest} or more, found input shape"):
         build_model(name, task(3, shortest - 1), seed=0)
     check_models(name, task(3, shortest))
@@ -127,7 +127,7 @@ def test_har_gru_by_the_loop_of_its_equations() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sample_is_answered_alike_whatever_is_in_its_batch(name: str) -> None:
+def test_features_of_a_sample_do_not_depend_on_its_batch(name: str) -> None:
     model, x = build_model(name, HAR, seed=0).train(), random_inputs(HAR, 4)
     torch.testing.assert_close(model.features(x)[:1], model.features(x[:1]))
     assert is_deterministic(model) == (

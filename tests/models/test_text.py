@@ -63,8 +63,8 @@ def test_textcnn_takes_the_largest_answer_over_all_places() -> None:
 def test_logistic_regression_averages_all_places() -> None:
     model: Any = build_model("text-logistic", TEXT, 0).eval()
     table = model.stages[0].weight
-    found = model.features(torch.tensor([[3, 7, 7] + [0] * 6]))
-    torch.testing.assert_close(found[0], (table[3] + 2 * table[7]) / L)
+    result = model.features(torch.tensor([[3, 7, 7] + [0] * 6]))
+    torch.testing.assert_close(result[0], (table[3] + 2 * table[7]) / L)
 
 
 def padded(*texts: list[int], length: int = L) -> Tensor:
@@ -169,12 +169,12 @@ def test_a_text_of_padding_alone_has_finite_features_and_gradients(name: str) ->
 def test_dropout_draws_from_the_seed(name: str) -> None:
     model = build_model(name, TEXT, 0).train()
     ids = random_inputs(TEXT, 4)
-    found = []
+    result = []
     for seed in (1, 1, 2):
         with seeded(seed):
-            found.append(model.features(ids))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2]) == (name == "bilstm")  # which has no dropout
+            result.append(model.features(ids))
+    assert torch.equal(result[0], result[1])
+    assert torch.equal(result[0], result[2]) == (name == "bilstm")  # which has no dropout
 
 
 def test_bilstm_draws_what_one_bidirectional_lstm_draws() -> None:

@@ -62,15 +62,15 @@ NAMES = ["labels", "rows", "counts", "n", "weights", "means", "stds", "w.a", "w.
 
 @st.composite
 def anything(draw: st.DrawFn) -> dict[str, Tensor]:
-    found = {}
+    result = {}
     for name in draw(st.sets(st.sampled_from(NAMES), max_size=5)):
         shape = draw(st.lists(st.integers(0, 6), max_size=3))
         value = draw(st.sampled_from([0.0, 1.0, 3.0, -1.0, 1e30, float("nan"), float("inf")]))
         dtype = draw(st.sampled_from(DTYPES))
-        found[name] = torch.full(shape, value).nan_to_num(7.0, 7.0).to(dtype)
+        result[name] = torch.full(shape, value).nan_to_num(7.0, 7.0).to(dtype)
         if dtype.is_floating_point:
-            found[name] = torch.full(shape, value).to(dtype)
-    return found
+            result[name] = torch.full(shape, value).to(dtype)
+    return result
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -90,7 +90,7 @@ def test_of_anything_at_all_only_a_valid_payload_comes_out(
         assert torch.equal(again.to_tensors()[name], tensor)
 
 
-def test_what_is_empty_is_not_nothing() -> None:
+def test_empty_prototypes_have_a_shape() -> None:
     empty = Prototypes.empty(5, 3)
     back = Prototypes.from_tensors(empty.to_tensors(), TASK)
     assert back.values.shape == (5, 3)
@@ -137,12 +137,12 @@ def test_payloads_of_payloads() -> None:
 
 def test_separate_tensors_own_their_memory() -> None:
     rows = torch.arange(6.0).reshape(2, 3)
-    found = separate({"a": rows, "b": rows, "row": rows[1], "t": rows.T})
+    result = separate({"a": rows, "b": rows, "row": rows[1], "t": rows.T})
     assert all(
-        torch.equal(found[name], tensor) for name, tensor in (("a", rows), ("row", rows[1]), ("t", rows.T))
+        torch.equal(result[name], tensor) for name, tensor in (("a", rows), ("row", rows[1]), ("t", rows.T))
     )
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 4
-    assert all(tensor.is_contiguous() for tensor in found.values())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in result.values()}) == 4
+    assert all(tensor.is_contiguous() for tensor in result.values())
 
 
 def test_lists_that_are_too_long_are_refused_in_a_short_line() -> None:

@@ -89,13 +89,13 @@ HONEST = st.builds(
 
 @given(st.lists(HONEST, min_size=4, max_size=4), ANYTHING, st.booleans())
 @settings(deadline=None, max_examples=300)
-def test_whatever_one_of_five_sends_the_others_stay_and_it_is_bounded(
+def test_one_of_five_clients_is_bounded_and_does_not_exclude_the_others(
     honest: list[Sizes], anything: Sizes, scaled: bool
 ) -> None:
     limits = Plausibility(100.0, scaled, counted=True)
-    found = implausible(*honest, anything, limits=limits)
-    assert set(found) <= {4}
-    if not found:
+    result = implausible(*honest, anything, limits=limits)
+    assert set(result) <= {4}
+    if not result:
         most = max(max(size.rows.values()) for size in honest)
         assert anything.samples <= 50
         assert max(anything.tensors.values(), default=0) <= 100 * max(size.tensors["a"] for size in honest)

@@ -72,27 +72,6 @@ def random_uploads(seed, clients, share=0.6, classes=5, width=3):
     return uploads
 
 
-def test_ppa_is_the_simple_mean_where_everything_is_balanced():
-    # Remark 1 of the CPS paper: all clients hold all classes, equal n_i, uniform classes
-    uploads = [
-        replace(one, counts=torch.full((5,), 6), values=torch.randn(5, 3))
-        for one in random_uploads(0, 4, share=2.0)
-    ]
-    n = 4 * 5 * 6
-    ppa = aggregation.ppa([scaled(one) for one in uploads], 5, n)
-    torch.testing.assert_close(ppa.values, aggregation.mean(uploads).values)
-    torch.testing.assert_close(ppa.values, 4 * aggregation.weighted_shrunk(uploads).values)
-
-
-def test_ppa_is_the_sample_mean_times_relative_class_size():
-    uploads = random_uploads(3, 6)
-    per_class = torch.stack([one.counts for one in uploads]).sum(0)  # n_j
-    n = int(per_class.sum())
-    ppa = aggregation.ppa([scaled(one) for one in uploads], 5, n)
-    expected = aggregation.weighted(uploads).values * (5 * per_class / n)[:, None]
-    torch.testing.assert_close(ppa.values, expected.float())
-
-
 @pytest.mark.parametrize(
     ("rows", "median", "trimmed"),
     [

@@ -40,7 +40,7 @@ def test_a_late_upload_counts_for_its_share() -> None:
     assert aggregation.aps(BOTH, 2.0, "mean", SHARES).values[:, 0].tolist() == [4, 10, -2]
 
 
-def test_weights_too() -> None:
+def test_average_counts_late_weights_for_their_share() -> None:
     state = Weights({"w": torch.zeros(2)})
     uploads = {0: Weights({"w": torch.tensor([1.0, 0.0])}, 3), 4: Weights({"w": torch.tensor([4.0, 8.0])}, 2)}
     # by samples: weights 3 and 0.5·2: (3 + 4)/4, 8/4; uniform: 1 and 0.5: (1 + 2)/1.5, 4/1.5

@@ -47,20 +47,20 @@ def test_bounds_by_hand(lengths: list[list[float]], bounds: list[float]) -> None
 
 
 def test_long_rows_are_scaled_and_others_left_alone() -> None:
-    found = Bounded(SENT, 1.5)  # class 0 up to 15, class 1 up to 1.5
-    assert list(found) == [0, 4, 7]
-    assert found[0] is SENT[0]
-    assert found[4] is SENT[4]
-    assert found[7].values.tolist() == [[9, 12], [0, 1.5], [0, 0], [0, 0]]
-    assert torch.equal(found[7].present, SENT[7].present)
-    assert found.cut == 2
+    result = Bounded(SENT, 1.5)  # class 0 up to 15, class 1 up to 1.5
+    assert list(result) == [0, 4, 7]
+    assert result[0] is SENT[0]
+    assert result[4] is SENT[4]
+    assert result[7].values.tolist() == [[9, 12], [0, 1.5], [0, 0], [0, 0]]
+    assert torch.equal(result[7].present, SENT[7].present)
+    assert result.cut == 2
     assert SENT[7].values[0].tolist() == [12, 16], "what came stays as it is"
     at_the_bound = Bounded(SENT, 2.0)
     assert at_the_bound[7].values[0].tolist() == [12, 16]
     assert at_the_bound.cut == 1  # 4 in class 1
 
 
-def test_off_and_nobody() -> None:
+def test_no_bound_and_no_uploads() -> None:
     assert bounded(SENT, 0.0) == (SENT, {})
     assert bounded({}, 2.0) == ({}, {})
     assert bounded(SENT, 2.0)[1] == {"bounded-rows": 1.0}
@@ -73,15 +73,15 @@ TASK = Task(num_classes=4, feature_dim=2, input_shape=(1, 16, 16))
 
 def method(**keys: Scalar) -> Pipeline:
     given = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
-    found = build_method(parse({"method": "fedproto", "feature-dim": 2, **given}, SECTIONS))
-    assert isinstance(found, Pipeline)
-    return found
+    result = build_method(parse({"method": "fedproto", "feature-dim": 2, **given}, SECTIONS))
+    assert isinstance(result, Pipeline)
+    return result
 
 
 def aggregate(sent: dict[int, Prototypes], **keys: Scalar) -> tuple[Tensor, dict[str, float]]:
-    found = method(**keys)
-    state = found.aggregate(found.init(TASK, 0), sent, Round(1, TASK, 8))
-    return state.broadcast.values, found.report(state)
+    result = method(**keys)
+    state = result.aggregate(result.init(TASK, 0), sent, Round(1, TASK, 8))
+    return state.broadcast.values, result.report(state)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_bound_comes_before_the_rule(rule: str, row: list[float]) -> None:
     assert "bounded-rows" not in aggregate(SENT, aggregation=rule)[1]
 
 
-def test_counts_still_weigh() -> None:
+def test_weighted_rules_weigh_bounded_rows() -> None:
     sent = {0: upload({0: [3, 4]}, [1, 0, 0, 0]), 1: upload({0: [30, 40]}, [3, 0, 0, 0])}
     values, _ = aggregate(sent, aggregation="weighted", norm_bound=1.0)  # both of length 5
     assert values[0].tolist() == [3, 4]
@@ -110,29 +110,29 @@ def test_the_bound_reaches_trained_prototypes() -> None:
     far = {0: SENT[0], 1: upload({0: [3e4, 4e4], 1: [0, 1e4]})}
     cut = {0: SENT[0], 1: upload({0: [3, 4], 1: [0, 1]})}
     quick: dict[str, Scalar] = {"method": "fedtgp", "fedtgp__server_epochs": 3}
-    found, _ = aggregate(far, norm_bound=1.0, **quick)
-    assert torch.equal(found, aggregate(cut, **quick)[0])
-    assert not torch.equal(found, aggregate(far, **quick)[0])
+    result, _ = aggregate(far, norm_bound=1.0, **quick)
+    assert torch.equal(result, aggregate(cut, **quick)[0])
+    assert not torch.equal(result, aggregate(far, **quick)[0])
 
 
 def test_uploads_are_decoded_one_at_a_time() -> None:
     """The sums stream although the bound looks at every upload twice."""
     assert method(norm_bound=1.5).streams()
     streamed: Any = Uploads({client: wire.encode(one) for client, one in SENT.items()}, Prototypes, TASK)
-    found = method(norm_bound=1.5)
-    state = found.aggregate(found.init(TASK, 0), streamed, Round(1, TASK, 8))
+    result = method(norm_bound=1.5)
+    state = result.aggregate(result.init(TASK, 0), streamed, Round(1, TASK, 8))
     assert torch.equal(state.broadcast.values, aggregate(SENT, norm_bound=1.5)[0])
 
 
-def test_late_uploads_count_for_less_of_what_is_left_of_them() -> None:
-    found = method(norm_bound=1.0)
-    state = found.aggregate(found.init(TASK, 0), SENT, Round(1, TASK, 8, shares={7: 0.5}))
+def test_late_uploads_are_bounded_and_then_weighted() -> None:
+    result = method(norm_bound=1.0)
+    state = result.aggregate(result.init(TASK, 0), SENT, Round(1, TASK, 8, shares={7: 0.5}))
     # 5, 10, 10 with weights 1, 1, 0.5: 20/2.5
     torch.testing.assert_close(state.broadcast.values[0], 8 * torch.tensor([0.6, 0.8]))
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"aggregation": "ppa"}, "with aggregation = 'ppa' rows are scaled by"),
         ({"method": "tinyproto"}, "with aggregation = 'aps-sum' rows are scaled by"),
@@ -141,17 +141,17 @@ def test_late_uploads_count_for_less_of_what_is_left_of_them() -> None:
         ({"method": "fedavg", "models": "cnn4"}, "method 'fedavg' has no such stage"),
     ],
 )
-def test_where_it_makes_no_sense_it_is_refused(keys: dict[str, Scalar], said: str) -> None:
+def test_rejects_the_bound_for_rules_that_scale_rows(keys: dict[str, Scalar], message: str) -> None:
     with pytest.raises(PbflError) as error:
         build_method(parse({"norm-bound": 2.0, **keys}, SECTIONS))
     assert str(error.value).startswith("norm-bound = 2.0: ")
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 # What it is worth -----------------------------------------------------------------------------------------------
 
 
-def test_defences_turn_a_lie_that_the_mean_follows() -> None:
+def test_robust_rules_and_the_bound_withstand_a_scaled_upload() -> None:
     """Five clients around (1, 0) and (-1, 0); one sends -10 times its rows."""
     shifts = (-0.2, -0.1, 0.0, 0.1, 0.2)
     honest = {client: upload({0: [1.0, shift], 1: [-1.0, shift]}) for client, shift in enumerate(shifts)}

@@ -296,17 +296,6 @@ def test_a_single_prototype_has_no_geometry():
     assert geometry(torch.tensor([[0.6, 0.8]])) == Geometry(0.0, 0.0, 0.0, 0.0, 0.0) == Geometry()
 
 
-def test_the_input_is_left_alone_and_the_result_is_reproducible():
-    start = relu_like(10, 64)
-    copy = start.clone()
-    for solver in ("thomson", "simplex", "lbfgs"):
-        first = align(start, everybody(start), solver)
-        again = align(start, everybody(start), solver)
-        assert torch.equal(first.values, again.values)
-        assert first.report == again.report
-    assert torch.equal(start, copy)
-
-
 def test_user_errors_are_named():
     with pytest.raises(PbflError, match="6 classes and feature-dim is 4"):
         align(gaussian(6, 4), everybody(gaussian(6, 4)), "simplex")
@@ -316,7 +305,7 @@ def test_user_errors_are_named():
 
 def test_unit_is_the_length_alone() -> None:
     rows = torch.tensor([[3.0, 4.0], [9.0, 9.0], [0.0, 5.0]])
-    found = align(rows, torch.tensor([True, False, True]), "unit")
-    torch.testing.assert_close(found.values, torch.tensor([[0.6, 0.8], [0.0, 0.0], [0.0, 1.0]]))
-    assert (found.report.solver, found.report.iterations, found.report.converged) == ("unit", 0, True)
-    assert found.report.before == found.report.after
+    actual = align(rows, torch.tensor([True, False, True]), "unit")
+    torch.testing.assert_close(actual.values, torch.tensor([[0.6, 0.8], [0.0, 0.0], [0.0, 1.0]]))
+    assert (actual.report.solver, actual.report.iterations, actual.report.converged) == ("unit", 0, True)
+    assert actual.report.before == actual.report.after

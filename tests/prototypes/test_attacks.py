@@ -36,7 +36,7 @@ def lie(kind: AttackKind, upload: Prototypes = HONEST, *seed: int, factor: float
         ("permute", 1, [[3, 4], [0, 0], [1, -2], [0, 4]], [3, 0, 7, 1]),
     ],
 )
-def test_lies_by_hand(kind: AttackKind, factor: float, rows: list[list[float]], counts: list[int]) -> None:
+def test_attacks_by_hand(kind: AttackKind, factor: float, rows: list[list[float]], counts: list[int]) -> None:
     before = HONEST.values.clone()
     sent = lie(kind, factor=factor)
     assert sent.values.tolist() == rows
@@ -81,7 +81,7 @@ def drawn(share: float, clients: int = 20, seed: int = 0, kind: str = "sign-flip
     )
 
 
-def test_who_lies_depends_on_the_seed_and_the_number_of_clients_alone() -> None:
+def test_malicious_clients_depend_on_the_seed_and_the_number_of_clients_alone() -> None:
     assert drawn(0.2) == drawn(0.2, kind="permute")
     assert len(drawn(0.2)) == 4
     assert list(drawn(0.2)) == sorted(set(drawn(0.2)))

@@ -120,7 +120,7 @@ def test_the_seed_alone_decides():
         (20, 64, 16, "block", "ff515ec8f24c"),
     ],
 )
-def test_these_digests_are_what_seed_5_means(num_classes, feature_dim, size, scheme, digest):
+def test_masks_of_a_seed_never_change(num_classes, feature_dim, size, scheme, digest):
     masks = allocate_masks(num_classes, feature_dim, size, scheme=scheme, seed=5)
     bits = "".join(str(int(bit)) for bit in masks.flatten())
     assert hashlib.sha256(bits.encode()).hexdigest()[:12] == digest

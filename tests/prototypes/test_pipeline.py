@@ -69,7 +69,7 @@ def client(counts: list[int] = [3, 2, 0, 0]) -> Client:  # noqa: B006
     return Client(0, 2, TASK, build_model("cnn2", TASK, 0), data, parse({}).training)
 
 
-def test_what_else_helps_against_boundless_prototypes_is_named_where_it_does() -> None:
+def test_divergence_hint_names_the_collection_that_bounds_prototypes() -> None:
     plain = client()  # of cnn2
     normed = replace(plain, model=build_model("resnet4", TASK, 0))
     named = {
@@ -209,7 +209,7 @@ def test_aps_sums_or_averages_and_the_client_scales(form: str, divisor: list[int
     ],
     ids=lambda given: "-".join(map(str, given.values())) if isinstance(given, dict) else "",
 )
-def test_the_upload_that_stands_for_a_sum_gives_what_all_give(
+def test_the_sum_of_uploads_aggregates_as_the_uploads_do(
     keys: dict[str, Any], factor: Callable[[list[int]], float] | None, answering: list[int]
 ) -> None:
     pipeline = method(**keys)
@@ -263,16 +263,6 @@ def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form:
     assert state.ages.tolist()[:2] == [0, 2]
 
 
-@pytest.mark.parametrize(("form", "size"), [("aps-sum", 0.9), ("aps-mean", 0.3)])
-def test_prototypes_are_of_one_size_whoever_answers(form: str, size: float) -> None:
-    # three clients of 10 samples of every class, K = 4: μ = 0.9·4/120, Σ n_ij = 30 and their mean 10
-    pipeline, mine = method(aggregation=form), client()
-    everything = Prototypes(torch.full((4, 8), 10.0), torch.ones(4, dtype=torch.bool), None, 40)
-    for answered in (3, 2, 1):
-        down = run(pipeline, dict.fromkeys(range(answered), everything))
-        torch.testing.assert_close(pipeline._targets(mine, down), torch.full((4, 8), size))
-
-
 @pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
 def test_a_scale_that_is_a_number_is_for_all_clients(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # μ = 0.1, three clients of 10 samples: μ·Σ = 3; two of them answer: 0.1·20·3/2 = 3 as well
@@ -295,29 +285,15 @@ def test_a_scale_that_is_a_number_is_for_all_clients(base: str, monkeypatch: pyt
             torch.testing.assert_close(pipeline._targets(mine, down)[0], torch.full((8,), 3.0))
 
 
-def test_what_a_client_sends_is_scaled_and_masked() -> None:
-    """The upload is n_ij·c̄_ij within the mask of class j, where c̄_ij is what the client remembers."""
-    mine = client([3, 2, 0, 0])
-    pipeline = method(aggregation="ppa", cps_dim=2)
-    update = pipeline.local_update(mine, Prototypes.empty(4, 2))
-    table = masks.allocate_masks(4, 8, 2, scheme="dimension", seed=pipeline.mask_seed)
-    assert update.payload.present.tolist() == [True, True, False, False]
-    assert update.payload.num_examples == 5
-    assert update.payload.counts is None
-    for j, n in ((0, 3), (1, 2)):
-        expected = n * update.memory["prototypes"][j][table[j]]
-        torch.testing.assert_close(update.payload.values[j], expected)
-
-
-def test_settings_that_others_keep_from_an_effect_are_said() -> None:
+def test_warns_of_settings_without_effect() -> None:
     idle: dict[str, Scalar] = {
         "trim_share": 0.1,
         "aps_scale": 0.5,
         "cps_scheme": "block",
         "total_examples": 60,
     }
-    said = method("fedproto", **idle).config_warnings(5)
-    assert [line.partition(" has no effect without ")[::2] for line in said] == [
+    message = method("fedproto", **idle).config_warnings(5)
+    assert [line.partition(" has no effect without ")[::2] for line in message] == [
         ("trim-share = 0.1", "aggregation = 'trimmed-mean'"),
         ("aps-scale = 0.5", "aggregation = 'aps-sum' or 'aps-mean'"),
         ("total-examples = 60", "aggregation = 'ppa'"),
@@ -328,11 +304,11 @@ def test_settings_that_others_keep_from_an_effect_are_said() -> None:
     assert method("fedtgp").config_warnings(5) == method("protonorm").config_warnings(5) == []
 
 
-def test_a_multiple_of_raw_means_is_forewarned() -> None:
+def test_warns_of_upscaling_prototypes_that_are_not_normalised() -> None:
     for keys in ({}, {"alignment": "unit"}, {"alignment": "off", "upscale": 1}):
         assert method("protonorm", **keys).config_warnings(5) == []
-    (said,) = method("protonorm", alignment="off").config_warnings(5)
-    assert said.startswith("upscale = 100 multiplies prototypes that are not normalised, since alignment")
+    (message,) = method("protonorm", alignment="off").config_warnings(5)
+    assert message.startswith("upscale = 100 multiplies prototypes that are not normalised, since alignment")
 
 
 # Alignment with sparsification ------------------------------------------------------------------------------
@@ -370,7 +346,7 @@ def test_the_simplex_has_room_for_one_class_more_than_dimensions() -> None:
 
 
 @pytest.mark.parametrize("stale", ["keep", "drop"])
-def test_a_class_nobody_sends_is_kept_or_dropped(stale: str) -> None:
+def test_a_class_without_uploads_is_kept_or_dropped(stale: str) -> None:
     pipeline = method(stale=stale)
     first = pipeline.aggregate(pipeline.init(TASK, 0), uploads(), round_info(1))
     second = pipeline.aggregate(first, {0: uploads()[0]}, round_info(2))  # classes 0 and 1 only
@@ -470,15 +446,15 @@ def printed(millions: float) -> str:
     return f"{math.floor(millions * 100 + 0.5) / 100:.2f}"
 
 
-def test_what_has_not_converged_is_said() -> None:
+def test_warns_of_training_and_alignment_that_have_not_converged() -> None:
     plain = method()
     state = plain.init(TASK, 0)
     converged = replace(state, metrics={"server-converged": 1.0, "alignment-converged": 1.0})
     assert plain.round_warnings(state) == plain.round_warnings(converged) == []
-    (said,) = plain.round_warnings(replace(state, metrics={"server-converged": 0.0}))
-    assert "their loss is not below 0.001" in said
-    (said,) = plain.round_warnings(replace(state, metrics={"alignment-converged": 0.0}))
-    assert "stopped at its maximum number of iterations" in said
+    (message,) = plain.round_warnings(replace(state, metrics={"server-converged": 0.0}))
+    assert "their loss is not below 0.001" in message
+    (message,) = plain.round_warnings(replace(state, metrics={"alignment-converged": 0.0}))
+    assert "stopped at its maximum number of iterations" in message
 
 
 def test_an_automatic_scale_is_never_guessed() -> None:

@@ -114,7 +114,7 @@ def integrated(epsilon: float, mu: float) -> float:
 
 @pytest.mark.parametrize(("noise", "releases"), [(1.0, 1), (1.0, 20), (5.0, 20), (20.0, 300), (0.7, 3)])
 @pytest.mark.parametrize("delta", [1e-3, 1e-5])
-def test_epsilon_is_what_the_integral_says(noise: float, releases: int, delta: float) -> None:
+def test_epsilon_agrees_with_the_integral(noise: float, releases: int, delta: float) -> None:
     epsilon = epsilon_of(noise, releases, delta)
     assert integrated(epsilon, math.sqrt(releases) / noise) == pytest.approx(delta, rel=1e-4)
 
@@ -129,9 +129,9 @@ def test_releases_add_up() -> None:
     assert epsilon_of(2.0, 9, 1e-5) == pytest.approx(epsilon_of(2.0 / 3, 1, 1e-5))
     assert epsilon_of(2.0, 0, 1e-5) == 0.0
     assert epsilon_of(1e6, 1, 1e-5) == 0.0  # δ alone covers it
-    found = [epsilon_of(1.0, releases, 1e-5) for releases in (1, 2, 10, 1000, 100_000)]
-    assert found == sorted(found)
-    assert math.isfinite(found[-1])
+    result = [epsilon_of(1.0, releases, 1e-5) for releases in (1, 2, 10, 1000, 100_000)]
+    assert result == sorted(result)
+    assert math.isfinite(result[-1])
 
 
 # Stages -----------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_noise_has_its_deviation_and_is_never_the_same() -> None:
 
 
 @pytest.mark.parametrize("byte", [b"\x00", b"\xff"])
-def test_noise_is_finite_whatever_the_system_draws(byte: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_finite_for_every_draw(byte: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pbfl_flwr.prototypes.privacy.os.urandom", lambda size: byte * size)
     # The outermost of 2^52 numbers on either side, u = 2^-53: Φ^-1(u) is -8.2095; half the sum of four is twice that.
     assert float(gaussian(1, 1)) == pytest.approx(16.419 if byte == b"\xff" else -16.419, abs=1e-3)
@@ -239,7 +239,7 @@ NOISE: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"dense-uploads": True}, "rule 'mean' divides by the number of clients"),
         ({"dense-uploads": True, "method": "fedtgp", "aggregation": "ppa"}, "trains on every row"),
@@ -256,8 +256,8 @@ NOISE: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 1.0}
         ({"count-bucket": 1}, "count-bucket = 1: must be greater than or equal to 2 or 'off' or 'powers'"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(keys: dict[str, Scalar], said: str) -> None:
-    with pytest.raises(PbflError, match=re.escape(said)) as error:
+def test_rejects_settings_whose_privacy_cannot_be_guaranteed(keys: dict[str, Scalar], message: str) -> None:
+    with pytest.raises(PbflError, match=re.escape(message)) as error:
         build_method(parse(keys, SECTIONS))
     assert "\n" not in str(error.value)
 

@@ -72,7 +72,9 @@ def test_prototypes_get_no_gradient():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(["mse", "l2"]), st.booleans(), st.booleans())
-def test_no_nan_whatever_is_absent(seed, form, per_class, on_the_prototype):
+def test_losses_and_gradients_are_finite_whichever_classes_are_absent(
+    seed, form, per_class, on_the_prototype
+):
     random = torch.Generator().manual_seed(seed)
     prototypes = torch.randn(4, 3, generator=random)
     present = torch.rand(4, generator=random) < 0.5

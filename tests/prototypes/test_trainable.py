@@ -122,7 +122,7 @@ def test_momentum_buffers_live_in_the_state():
     assert plain.tensors.keys() == state.tensors.keys()
 
 
-def test_nobody_sent_anything():
+def test_training_without_uploads_changes_nothing():
     state = initial_state(3, 6, seed=0)
     after, prototypes, report = train(state, torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64))
     assert same(after.tensors, state.tensors)

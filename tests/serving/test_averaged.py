@@ -57,35 +57,35 @@ def test_a_whole_network_is_what_clients_would_be_scored_with(name: str, tmp_pat
     method = build_method(parse(configuration(tmp_path, name, models="resnet4"), SECTIONS))
     task = Task(10, 64, (1, 16, 16))
     state = method.init(task, 3)
-    found = method.network(state)
-    assert bool(found) == (name in WHOLE)
-    if not found or name == "fedala":  # whose clients take over a part of it only
+    actual = method.network(state)
+    assert bool(actual) == (name in WHOLE)
+    if not actual or name == "fedala":  # whose clients take over a part of it only
         return
     client = Client(0, 1, task, build_model("resnet4", task, 99), tiny_client(0))
     method.install(client, method.broadcast(state, 0))
     expected = dict(client.model.named_parameters())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def test_a_classifier_with_hidden_layers_keeps_its_own_names(tmp_path: Path) -> None:
     """Where only the classifier travels its third layer is head.2, which here is the second one's own name."""
     run = ran(tmp_path, models="cnn4+64-10", num_server_rounds=1).directory.path
-    found, state = averaged(run).weights, part_of(load_tensors(run / "checkpoint.safetensors")[0], "w")
-    assert [name for name in found if name.startswith("head.2")] == ["head.2.weight", "head.2.bias"]
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], state[name]) for name in found)
+    actual, state = averaged(run).weights, part_of(load_tensors(run / "checkpoint.safetensors")[0], "w")
+    assert [name for name in actual if name.startswith("head.2")] == ["head.2.weight", "head.2.bias"]
+    assert actual.keys() == state.keys()
+    assert all(torch.equal(actual[name], state[name]) for name in actual)
 
 
 def test_buffers_of_own_models_that_have_two_names_or_are_not_kept(tmp_path: Path) -> None:
     own = "tests.methods.tiny_nets:Twice"
     run = ran(tmp_path, models=own, num_server_rounds=1).directory.path
-    found = averaged(run, allowed_code=own).weights
+    actual = averaged(run, allowed_code=own).weights
     means = [load_tensors(file)[0]["model.mean"] for file in states_of(run)]
-    assert "one" not in found
+    assert "one" not in actual
     assert len({float(mean) for mean in means}) > 1
-    assert min(means) < found["mean"] < max(means)
-    assert torch.equal(found["mean"], found["again"])
+    assert min(means) < actual["mean"] < max(means)
+    assert torch.equal(actual["mean"], actual["again"])
 
 
 def test_without_batch_norm_it_scores_as_the_clients_did(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ def pictures(
     start: int, count: int, keep: tuple[int, ...] = tuple(range(10))
 ) -> tuple[np.ndarray, np.ndarray]:
     """Digits as uint8 (n, 16, 16), each pixel doubled."""
-    found = load_digits()
-    rows = [i for i in range(start, len(found.target)) if found.target[i] in keep][:count]
-    images = np.repeat(np.repeat(np.minimum(found.images[rows] * 16, 255), 2, axis=1), 2, axis=2)
-    return images.astype(np.uint8), found.target[rows]
+    actual = load_digits()
+    rows = [i for i in range(start, len(actual.target)) if actual.target[i] in keep][:count]
+    images = np.repeat(np.repeat(np.minimum(actual.images[rows] * 16, 255), 2, axis=1), 2, axis=2)
+    return images.astype(np.uint8), actual.target[rows]
 
 
 def rgb(images: np.ndarray) -> np.ndarray:
@@ -57,8 +57,8 @@ class Ran:
     data: dict[str, ClientData]
 
     def correct(self, name: str) -> dict[str, int]:
-        found: dict[str, int] = self.line["correct"][self.line["name"].index(name)]
-        return found
+        actual: dict[str, int] = self.line["correct"][self.line["name"].index(name)]
+        return actual
 
     def kept(self, name: str) -> SavedModel:
         return read_state(state_file(self.place / "state", name))
@@ -190,8 +190,8 @@ def test_onnx_answers_as_the_live_model(tested: tuple[str, Ran, Path]) -> None:
     session = reference.ReferenceEvaluator(str(place / "model.onnx"))
     values = [*session.proto_.graph.input, *session.proto_.graph.output]
     assert {value.type.tensor_type.shape.dim[0].dim_param for value in values} == {"batch"}
-    found = session.run(["logits", "features"], {"inputs": inputs.float().numpy()})
-    for part, expected in zip(found, live(run, name, inputs), strict=True):
+    actual = session.run(["logits", "features"], {"inputs": inputs.float().numpy()})
+    for part, expected in zip(actual, live(run, name, inputs), strict=True):
         np.testing.assert_allclose(part, expected.numpy(), rtol=1e-4, atol=1e-4)
 
 
@@ -202,9 +202,9 @@ def test_predictions_are_those_that_the_round_was_scored_by(tested: tuple[str, R
     assert set(run.correct(name)) == {"head", *model.prototypes}
     assert set(model.prototypes) == {"global", "global-local", "local"}
     for by, correct in run.correct(name).items():
-        found = model.probabilities(test.inputs.numpy(), by)
-        assert int((found.argmax(dim=1) == test.labels).sum()) == correct, by
-        torch.testing.assert_close(found.sum(dim=1), torch.ones(len(test), dtype=torch.float64))
+        actual = model.probabilities(test.inputs.numpy(), by)
+        assert int((actual.argmax(dim=1) == test.labels).sum()) == correct, by
+        torch.testing.assert_close(actual.sum(dim=1), torch.ones(len(test), dtype=torch.float64))
 
 
 def test_a_class_without_a_prototype_is_not_predicted(sites: Ran, tmp_path: Path) -> None:
@@ -212,13 +212,13 @@ def test_a_class_without_a_prototype_is_not_predicted(sites: Ran, tmp_path: Path
     weights = {name: tensor.clone() for name, tensor in kept.weights.items()}
     export(replace(kept, weights=weights), tmp_path / "van")
     x, _ = pictures(0, 40)
-    found = open_exported(tmp_path / "van").probabilities(rgb(x), "local")
-    assert found[:, [0, 1, 2, 4, 5, 6, 8, 9]].max() == 0
+    actual = open_exported(tmp_path / "van").probabilities(rgb(x), "local")
+    assert actual[:, [0, 1, 2, 4, 5, 6, 8, 9]].max() == 0
     # by hand: softmax of -‖f - c‖² over classes 3 and 7
     _, features = live(sites, "van", torch.from_numpy(rgb(x)))
     rows = kept.prototypes["local.rows"][[3, 7]]
     distance = (features[:, None].double() - rows.double()).square().sum(dim=2)
-    torch.testing.assert_close(found[:, [3, 7]], (-distance).softmax(dim=1), atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(actual[:, [3, 7]], (-distance).softmax(dim=1), atol=1e-4, rtol=1e-3)
 
 
 def test_images_arrays_and_tables(
@@ -296,8 +296,8 @@ def test_what_does_not_fit_is_one_line(
         (clinic, tmp_path / "nothing.png", "there is no"),
         (clinic, exported["clinic"] / "card.json", "must be one of images"),
     ]
-    for model, file, said in cases:
-        with pytest.raises(PbflError, match=said):
+    for model, file, message in cases:
+        with pytest.raises(PbflError, match=message):
             list(predict(model, [file]))
     with pytest.raises(PbflError, match="text-column = 'said': this model does not take texts"):
         list(predict(garden, [flowers.place / "iris.csv"], text_column="said"))
@@ -325,7 +325,7 @@ def test_nothing_is_unpickled_and_damage_is_found(
             open_exported(copy)
         (copy / name).write_bytes(good)
     content = json.loads((copy / "card.json").read_text())
-    for change, said in (
+    for change, message in (
         ({"architecture": "har-cnn"}, "har-cnn"),
         ({"architecture": "os:getcwd"}, "is the code os:getcwd, .* allow it with --model os:getcwd"),
         ({"feature_dim": 9}, "the weights are not those of mlp5"),
@@ -335,15 +335,15 @@ def test_nothing_is_unpickled_and_damage_is_found(
         ({"surprise": 1}, "surprise: Extra inputs"),
     ):
         (copy / "card.json").write_text(json.dumps({**content, "card": {**content["card"], **change}}))
-        with pytest.raises(PbflError, match=said):
+        with pytest.raises(PbflError, match=message):
             open_exported(copy)
-    for text, said in (
+    for text, message in (
         ("{", "cannot be read"),
         ("{}", "cannot be read"),
         ('{"format": 2}', "format 2, expected 1"),
     ):
         (copy / "card.json").write_text(text)
-        with pytest.raises(PbflError, match=said):
+        with pytest.raises(PbflError, match=message):
             open_exported(copy)
 
 
@@ -393,14 +393,18 @@ def five_axes(settings: Settings, client: int) -> ClientData:
     return ClientData(Shard(x, labels), Shard(x, labels), 2, ("a", "b"), ones, 0 * ones)
 
 
-def test_what_no_card_can_hold_costs_no_round(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_no_card_describes_does_not_fail_the_round(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fed = federation(
         tmp_path, data=five_axes, on_disk=True, num_clients=2, models="mlp5", feature_dim=8
     ).run()
     assert [(line.trained, line.failures) for line in fed.strategy.history] == [([0, 1], [])] * 2
-    said = [each for each in caplog.messages if "exported" in each]
-    assert len(said) == 4
-    assert "client 0: its model of this round cannot be exported (input_shape: Tuple should have" in said[0]
+    message = [each for each in caplog.messages if "exported" in each]
+    assert len(message) == 4
+    assert (
+        "client 0: its model of this round cannot be exported (input_shape: Tuple should have" in message[0]
+    )
     with pytest.raises(
         PbflError, match=r"does not describe its model's inputs: .* or exceeds the limits of a card"
     ):
@@ -431,7 +435,7 @@ def card_of(architecture: str, **keys: Any) -> Card:
     return Card(architecture=architecture, **{**about, **keys})
 
 
-def test_somebodys_own_network_needs_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_in_the_users_code_must_be_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "garden_nets.py").write_text(CODE)
     monkeypatch.syspath_prepend(str(tmp_path))
     two = {
@@ -494,24 +498,24 @@ def test_many_grey_images_of_an_array_are_told_row_by_row(tmp_path: Path) -> Non
 
 
 def test_predictions_for_people_and_for_other_programs() -> None:
-    found = [
+    actual = [
         Prediction("photo.png", 0, "b", 0.75, (0.25, 0.75)),
         Prediction("x.npz", 12, "a,c", 1.0, (1.0, 0.0)),
     ]
-    assert written(found, ["a,c", "b"], "table").splitlines() == [
+    assert written(actual, ["a,c", "b"], "table").splitlines() == [
         "file       row  class  probability",
         "photo.png       b      0.750000",
         "x.npz      12   a,c    1.000000",
     ]
-    assert written(found, ["a,c", "b"], "csv").splitlines() == [
+    assert written(actual, ["a,c", "b"], "csv").splitlines() == [
         "file,row,class,probability", "photo.png,,b,0.750000", 'x.npz,12,"a,c",1.000000',
     ]  # fmt: skip
-    (line,) = json.loads(written(found[1:], ["a,c", "b"], "json"))
+    (line,) = json.loads(written(actual[1:], ["a,c", "b"], "json"))
     assert line.pop("probabilities") == {"a,c": 1.0, "b": 0.0}
     assert line == {"file": "x.npz", "row": 12, "label": "a,c", "probability": 1.0}
 
 
-def test_sizes_that_a_card_merely_says_take_no_memory() -> None:
+def test_sizes_in_a_card_allocate_no_memory() -> None:
     K = 10**6  # whose head would take 262 GB
     card = card_of("mlp5", num_classes=K, feature_dim=65_536, labels=tuple(map(str, range(K))))
     with pytest.raises(

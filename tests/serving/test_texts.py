@@ -69,7 +69,7 @@ def exported(place: Path, request: pytest.FixtureRequest) -> tuple[str, Path]:
     return name, out
 
 
-def test_the_books_know_the_vocabulary(place: Path) -> None:
+def test_run_json_and_the_card_have_the_vocabulary(place: Path) -> None:
     members = json.loads((place / "run/run.json").read_text())["clients"]
     card = read_state(state_file(place / "state", "north")).card
     assert [m["task"]["vocabulary_size"] for m in members] == [len(card.vocabulary)] * 2
@@ -92,12 +92,12 @@ def test_program_and_predictions_are_those_of_the_live_model(place: Path, export
     line = json.loads((place / "run/clients.jsonl").read_text().splitlines()[-1])
     correct = line["correct"][line["name"].index(name)]
     for by, number in correct.items():
-        found = open_exported(out).probabilities(test.inputs.numpy(), by)
-        assert int((found.argmax(dim=1) == test.labels).sum()) == number, by
+        result = open_exported(out).probabilities(test.inputs.numpy(), by)
+        assert int((result.argmax(dim=1) == test.labels).sum()) == number, by
     if has_onnx():
         session = pytest.importorskip("onnx.reference").ReferenceEvaluator(str(out / "model.onnx"))
-        found = session.run(["logits", "features"], {"inputs": test.inputs.long().numpy()})
-        np.testing.assert_allclose(found[0], expected[0].numpy(), rtol=1e-4, atol=1e-4)
+        result = session.run(["logits", "features"], {"inputs": test.inputs.long().numpy()})
+        np.testing.assert_allclose(result[0], expected[0].numpy(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -124,20 +124,20 @@ def test_every_network_for_texts_becomes_a_program(place: Path, name: str, tmp_p
     assert ("model.onnx" in names) == has_onnx()
     if has_onnx():
         reference = pytest.importorskip("onnx.reference").ReferenceEvaluator(str(tmp_path / "out/model.onnx"))
-        for found, wanted in zip(reference.run(None, {"inputs": ids.numpy()}), expected, strict=True):
-            np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-4, atol=1e-5)
+        for result, wanted in zip(reference.run(None, {"inputs": ids.numpy()}), expected, strict=True):
+            np.testing.assert_allclose(result, wanted.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_text_a_line(exported: tuple[str, Path], tmp_path: Path) -> None:
     name, out = exported
     (tmp_path / "a.txt").write_text("\n".join(TOPICS) + "\n")
-    found = list(predict(open_exported(out), [tmp_path / "a.txt"], "local"))
-    assert [one.row for one in found] == [1, 2, 3, 4]
+    result = list(predict(open_exported(out), [tmp_path / "a.txt"], "local"))
+    assert [one.row for one in result] == [1, 2, 3, 4]
     (tmp_path / "a.csv").write_text("label,text\n" + "".join(f'?,"{text}"\n' for text in TOPICS))
     again = list(predict(open_exported(out), [tmp_path / "a.csv"], "local"))
-    assert [(one.row, one.label) for one in again] == [(one.row, one.label) for one in found]
+    assert [(one.row, one.label) for one in again] == [(one.row, one.label) for one in result]
     if name == "north":  # TextCNN's dropout of 0.8 takes longer than three rounds
-        assert [one.label for one in found] == ["World", "Sports", "Business", "Sci/Tech"]
+        assert [one.label for one in result] == ["World", "Sports", "Business", "Sci/Tech"]
 
 
 def test_a_line_ends_where_it_ends(exported: tuple[str, Path], tmp_path: Path) -> None:
@@ -151,12 +151,12 @@ def test_other_files_are_refused_in_a_line(exported: tuple[str, Path], tmp_path:
     np.savez(tmp_path / "beyond.npz", x=np.full((2, 200), beyond))
     np.savez(tmp_path / "numbers.npz", x=np.zeros((2, 200)))
     (tmp_path / "t.csv").write_text("a,b\n1,2\n")
-    for file, said in (
+    for file, message in (
         ("beyond.npz", f"x holds {beyond} to {beyond}; must be ids 0..{beyond - 1}"),
         ("numbers.npz", "this model takes token ids"),
         ("t.csv", "has no column 'text' with texts; it has a, b"),
     ):
-        with pytest.raises(PbflError, match=said):
+        with pytest.raises(PbflError, match=message):
             list(predict(model, [tmp_path / file]))
     np.savez(tmp_path / "ids.npz", x=np.ones((2, 200), int))
     assert len(list(predict(model, [tmp_path / "ids.npz"]))) == 2
@@ -191,8 +191,8 @@ def test_texts_are_found_in_the_column_of_the_training(
     code, titles = call("predict", out, tmp_path / "t.csv", "--format", "csv", "--text-column", "title")
     answers = {line.split(",")[-1] for line in titles.splitlines()[1:]}
     assert (code, len(answers)) == (0, 1)  # none of their words is known
-    code, said = call("predict", out, tmp_path / "t.csv", "--text-column", "other")
-    assert (code, "has no column 'other' with texts" in " ".join(said.split())) == (2, True)
+    code, message = call("predict", out, tmp_path / "t.csv", "--text-column", "other")
+    assert (code, "has no column 'other' with texts" in " ".join(message.split())) == (2, True)
     # a card of a version that did not keep the column
     content = json.loads((out / "card.json").read_text())
     del content["card"]["text_column"]
@@ -205,11 +205,13 @@ def test_texts_are_found_in_the_column_of_the_training(
 
 
 @pytest.mark.parametrize(
-    ("more", "said"), [(" new", "vocabulary size V"), ("", "words of the vocabulary")], ids=["size", "order"]
+    ("more", "message"),
+    [(" new", "vocabulary size V"), ("", "words of the vocabulary")],
+    ids=["size", "order"],
 )
-def test_devices_with_other_words_do_not_fit(place: Path, tmp_path: Path, more: str, said: str) -> None:
+def test_devices_with_other_words_do_not_fit(place: Path, tmp_path: Path, more: str, message: str) -> None:
     shutil.copytree(place / "news", tmp_path / "news")
     file = tmp_path / "news/test.csv"
     file.write_text(file.read_text().replace("The treaty", f"The Border Border Border Border{more}"))
-    with pytest.raises(PbflError, match=f"clients disagree on {said}"):
+    with pytest.raises(PbflError, match=f"clients disagree on {message}"):
         run(tmp_path, north=place / "news", south=tmp_path / "news")

@@ -33,6 +33,29 @@ def accuracies(run_dir: Path, predictor: str = "head") -> dict[int, float]:
     }
 
 
+class Recording:
+    """Remembers its steps, and breaks after so many."""
+
+    def __init__(self, most: int = 99) -> None:
+        self.steps: list[tuple[int, Mapping[str, float]]] = []
+        self.most, self.closed = most, False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if len(self.steps) == self.most:
+            raise OSError("No space left on device")
+        self.steps.append((step, metrics))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def register(monkeypatch: pytest.MonkeyPatch, name: str, sink: Recording) -> None:
+    module = type(sys)(f"{name}_sink")
+    module.__dict__["open_sink"] = lambda run_dir, about: sink
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sinks.SINKS, name, sinks.Entry(module.__name__, "json", "none"))
+
+
 def test_figures_stand_at_the_step_they_belong_to() -> None:
     (record,) = rounds_of(entry(3, 0.5, 0.25, server_metrics={"margin": 2.0, "lost": None}))
     ((step, figures),) = sinks.steps(record)
@@ -67,27 +90,15 @@ def test_new_clients_stand_at_the_last_round_under_the_number_of_their_own() -> 
     assert figures["new-clients/2/accuracy/head/weighted"] == 0.75
 
 
-def test_a_run_hands_on_what_its_new_clients_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class SavedModel:
-        def __init__(self) -> None:
-            self.steps: list[tuple[int, Mapping[str, float]]] = []
-
-        def log(self, step: int, metrics: Mapping[str, float]) -> None:
-            self.steps.append((step, metrics))
-
-        def close(self) -> None:
-            self.steps.append((-1, {}))
-
-    kept = SavedModel()
-    module = type(sys)("kept_sink")
-    module.__dict__["open_sink"] = lambda run_dir, about: kept
-    monkeypatch.setitem(sys.modules, "kept_sink", module)
-    monkeypatch.setitem(sinks.SINKS, "kept", sinks.Entry("kept_sink", "json", "none"))
-    keys: dict[str, Any] = {"num-clients": 3, "num-server-rounds": 2, "models": "cnn4", "sinks": "kept"}
+def test_accuracies_of_new_clients_reach_the_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = Recording()
+    register(monkeypatch, "recording", sink)
+    keys: dict[str, Any] = {"num-clients": 3, "num-server-rounds": 2, "models": "cnn4", "sinks": "recording"}
     federation(tmp_path, on_disk=True, **keys, new_clients=1, new_client_rounds=2).run()
-    assert [step for step, _ in kept.steps] == [1, 2, 2, 2, -1]
+    assert [step for step, _ in sink.steps] == [1, 2, 2, 2]
+    assert sink.closed
     records = RunDirectory(tmp_path / "run").new_client_records(2)
-    for number, (record, (_, figures)) in enumerate(zip(records, kept.steps[2:4], strict=True), start=1):
+    for number, (record, (_, figures)) in enumerate(zip(records, sink.steps[2:4], strict=True), start=1):
         assert figures[f"new-clients/{number}/accuracy/head/weighted"] == record.accuracy["head"].weighted
 
 
@@ -113,35 +124,18 @@ def test_a_sink_needs_a_run_directory(tmp_path: Path) -> None:
         federation(tmp_path, sinks="tensorboard").run()
 
 
-class Brittle:
-    """Takes one step and breaks."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.steps:
-            raise OSError("No space left on device")
-        self.steps.append(step)
-
-    def close(self) -> None:
-        raise AssertionError("it was dropped")
-
-
-def test_a_sink_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    brittle = Brittle()
-    module = type(sys)("brittle_sink")
-    module.__dict__["open_sink"] = lambda run_dir, about: brittle
-    monkeypatch.setitem(sys.modules, "brittle_sink", module)
-    monkeypatch.setitem(sinks.SINKS, "brittle", sinks.Entry("brittle_sink", "json", "none"))
+def test_a_sink_that_fails_is_dropped_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = Recording(most=1)
+    register(monkeypatch, "brittle", sink)
     run_dir = run(tmp_path, "brittle", rounds=4)
     warnings = [
         [warning for warning in record.warnings if warning.startswith("sink")]
         for record in RunDirectory(run_dir).round_records()
     ]
-    said = "sink brittle failed and is not used any more: OSError: No space left on device"
-    assert warnings == [[], [], [said], []]
-    assert brittle.steps == [1]
+    message = "sink brittle failed and is not used any more: OSError: No space left on device"
+    assert warnings == [[], [], [message], []]
+    assert [step for step, _ in sink.steps] == [1]
+    assert not sink.closed
 
 
 def test_a_sink_that_cannot_be_opened_ends_the_run_before_round_1(
@@ -161,9 +155,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     run(tmp_path, "tensorboard", rounds=3, resume=True)
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
-    found = {item.step: item.value for item in events.Scalars("accuracy/head/weighted")}
-    assert found == pytest.approx(accuracies(run_dir))
-    assert sorted(found) == [1, 2, 3]
+    result = {item.step: item.value for item in events.Scalars("accuracy/head/weighted")}
+    assert result == pytest.approx(accuracies(run_dir))
+    assert sorted(result) == [1, 2, 3]
     assert "bytes/up/total" in events.Tags()["scalars"]
     assert len(events.Tensors("configuration/text_summary")) == 1
 
@@ -179,12 +173,12 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = MlflowClient((run_dir / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("pbfl-flwr")
     assert experiment is not None
-    (found,) = client.search_runs([experiment.experiment_id])
-    history = client.get_metric_history(found.info.run_id, "accuracy/head/weighted")
+    (result,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(result.info.run_id, "accuracy/head/weighted")
     assert {item.step: item.value for item in history} == pytest.approx(accuracies(run_dir))
     assert len(history) == 3
-    assert found.data.params["learning-rate"] == "0.01"
-    assert found.info.status == "FINISHED"
+    assert result.data.params["learning-rate"] == "0.01"
+    assert result.info.status == "FINISHED"
 
 
 def test_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +256,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run_dir = run(tmp_path, "wandb")
     time.sleep(1.1)  # wandb names its folder by the second
     run(tmp_path, "wandb", rounds=3, resume=True)
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     ids = set()
     for file in sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb")):
         ids.add(file.stem)
@@ -271,6 +265,6 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             record.ParseFromString(data)
             values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             if "accuracy/head/weighted" in values:
-                found[int(values["_step"])] = float(values["accuracy/head/weighted"])
+                result[int(values["_step"])] = float(values["accuracy/head/weighted"])
     assert ids == {f"run-{RunDirectory(run_dir).record().experiment}"}
-    assert found == pytest.approx(accuracies(run_dir))
+    assert result == pytest.approx(accuracies(run_dir))

@@ -21,14 +21,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def faults(how: str) -> tuple[str, int]:
     done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True)
-    said, count = done.stdout.split()
-    return said, int(count)
+    message, count = done.stdout.split()
+    return message, int(count)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_freed_blocks_are_used_again_without_new_pages() -> None:
-    said, kept = faults("kept")
-    assert said == "True"
+    message, kept = faults("kept")
+    assert message == "True"
     # Twenty blocks of 16 MiB are 81,920 pages of 4 KiB, or 160 of 2 MiB.
     assert kept < 20
     assert faults("left")[1] >= 160

@@ -121,7 +121,7 @@ def test_a_heads_features_are_not_computed_once_where_images_change() -> None:
         (Task(4, 8, (32,), 100), "inputs are token ids of shape (32,)"),
     ],
 )
-def test_what_is_no_image_is_refused(task: Task, named: str) -> None:
+def test_augmentation_of_inputs_that_are_no_images_is_rejected(task: Task, named: str) -> None:
     check_augmentation("", task)
     with pytest.raises(PbflError, match=r"augmentation = 'flip': .*it must be ''") as refused:
         check_augmentation("flip", task)

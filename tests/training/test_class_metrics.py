@@ -24,16 +24,16 @@ SECOND = ByClass([1, 0, 1, 0], {"head": [1, 0, 0, 0]}, {"head": [1, 0, 0, 1]})
 
 
 def test_class_metrics_by_hand() -> None:
-    found = statistics([FIRST, SECOND], "head")
-    assert found["tested"] == [4, 1, 1, 0]
-    assert found["by_class"] == [0.75, 1.0, 0.0, None]
-    assert found["balanced"] == pytest.approx((0.75 + 1 + 0) / 3)
+    result = statistics([FIRST, SECOND], "head")
+    assert result["tested"] == [4, 1, 1, 0]
+    assert result["by_class"] == [0.75, 1.0, 0.0, None]
+    assert result["balanced"] == pytest.approx((0.75 + 1 + 0) / 3)
     # 2R/(T + A): 6/7, 2/3, 0/1 and 0/1, the last of a class that is only answered
-    assert found["macro_f1"] == pytest.approx((6 / 7 + 2 / 3 + 0 + 0) / 4)
+    assert result["macro_f1"] == pytest.approx((6 / 7 + 2 / 3 + 0 + 0) / 4)
     # client 0 has recalls 2/3 and 1, client 1 has 1 and 0
-    assert found["balanced_mean"] == pytest.approx(((2 / 3 + 1) / 2 + (1 + 0) / 2) / 2)
+    assert result["balanced_mean"] == pytest.approx(((2 / 3 + 1) / 2 + (1 + 0) / 2) / 2)
     # client 0: 4/5 and 2/3; client 1: 1, 0 and 0
-    assert found["macro_f1_mean"] == pytest.approx(((4 / 5 + 2 / 3) / 2 + (1 + 0 + 0) / 3) / 2)
+    assert result["macro_f1_mean"] == pytest.approx(((4 / 5 + 2 / 3) / 2 + (1 + 0 + 0) / 3) / 2)
 
 
 def counted(labels: Sequence[int], answers: Sequence[int], num_classes: int) -> ByClass:
@@ -56,11 +56,11 @@ def test_class_metrics_agree_with_scikit_learn() -> None:
         balanced = [balanced_accuracy_score(*pair) for pair in zip(labels, answers, strict=True)]
         together = balanced_accuracy_score(np.concatenate(labels), np.concatenate(answers))
     f1 = [f1_score(*pair, average="macro") for pair in zip(labels, answers, strict=True)]
-    found = statistics(clients, "head")
-    assert found["balanced_mean"] == pytest.approx(np.mean(balanced))
-    assert found["macro_f1_mean"] == pytest.approx(np.mean(f1))
-    assert found["balanced"] == pytest.approx(together)
-    assert found["macro_f1"] == pytest.approx(
+    result = statistics(clients, "head")
+    assert result["balanced_mean"] == pytest.approx(np.mean(balanced))
+    assert result["macro_f1_mean"] == pytest.approx(np.mean(f1))
+    assert result["balanced"] == pytest.approx(together)
+    assert result["macro_f1"] == pytest.approx(
         f1_score(np.concatenate(labels), np.concatenate(answers), average="macro")
     )
 
@@ -83,8 +83,8 @@ def test_evaluation_counts_by_class() -> None:
         return torch.eye(3)[batch]
 
     who = replace(client(), evaluation=EvaluationSettings(per_class=True, eval_batch_size=4))
-    found = evaluate(who, {"head": oracle})
+    result = evaluate(who, {"head": oracle})
     expected = counted(labels.tolist(), fixed.tolist(), 3)
-    assert found.by_class == expected
-    assert sum(expected.right["head"]) == found.correct["head"]
+    assert result.by_class == expected
+    assert sum(expected.right["head"]) == result.correct["head"]
     assert evaluate(client(), {"head": oracle}).by_class is None

@@ -47,8 +47,8 @@ class Net(nn.Module):
             self.head = nn.Linear(5, 3)
 
     def features(self, inputs: Tensor) -> Tensor:
-        found: Tensor = self.body(inputs)
-        return found
+        result: Tensor = self.body(inputs)
+        return result
 
 
 def net(who: Client) -> Net:
@@ -106,9 +106,9 @@ def changed(before: dict[str, Tensor], model: nn.Module) -> set[str]:
 )
 def test_the_incomplete_batch(n: int, rule: str, sizes: list[int]) -> None:
     settings = SETTINGS.model_copy(update={"drop_last": rule})
-    found = list(batches(n, settings, torch.Generator().manual_seed(0)))
-    assert [len(index) for index in found] == sizes
-    used = torch.cat(found).tolist() if found else []
+    result = list(batches(n, settings, torch.Generator().manual_seed(0)))
+    assert [len(index) for index in result] == sizes
+    used = torch.cat(result).tolist() if result else []
     assert len(set(used)) == len(used)
 
 
@@ -181,7 +181,7 @@ def test_epochs_steps_and_another_source() -> None:
     assert (report.steps, report.samples, len(seen)) == (5, 20, 5)
 
 
-def test_what_is_called_after_every_step_and_after_every_pass() -> None:
+def test_calls_after_every_step_and_after_every_epoch() -> None:
     calls = list[str]()
     for max_steps, expected in ((None, "sspssp"), (3, "sspsp"), (2, "ssp"), (1, "sp")):
         who = client()
@@ -259,7 +259,7 @@ def test_batches_are_normalised_and_laid_out(layout: str, monkeypatch: pytest.Mo
     assert fit(vectors, classification(vectors.model)).steps == 2
 
 
-def test_what_a_report_says() -> None:
+def test_reports_add_up() -> None:
     one = FitReport(
         3, 12, {"ce": 0.5, "regularizer": 1.0}, {"momentum.a": torch.ones(1), "momentum.b": torch.ones(1)}
     )
@@ -372,7 +372,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
     ],
     ids=["sgd", "adam", "adamw"],
 )
-def test_what_is_kept_makes_rounds_one_uninterrupted_descent(
+def test_stored_optimizer_states_make_rounds_one_uninterrupted_descent(
     keys: dict[str, Any], kinds: tuple[str, ...], theirs: Callable[..., torch.optim.Optimizer]
 ) -> None:
     model: Any = Net()
@@ -391,8 +391,8 @@ def test_what_is_kept_makes_rounds_one_uninterrupted_descent(
             optimizer.zero_grad()
             nn.functional.cross_entropy(forward(twin, shard.inputs[index])[1], shard.labels[index]).backward()
             optimizer.step()
-    for (name, found), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
+    for (name, result), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6, msg=name)
 
     fresh: Any = Net()
     for number in (1, 2, 3):
@@ -400,7 +400,7 @@ def test_what_is_kept_makes_rounds_one_uninterrupted_descent(
     assert not torch.allclose(fresh.head.weight, twin.head.weight, atol=1e-3)
 
 
-def test_what_another_optimizer_or_run_kept_is_left_out() -> None:
+def test_states_of_another_optimizer_are_ignored() -> None:
     kept = client(optimizer="adam", optimizer_state="kept")
     moments = fit(kept, classification(kept.model)).optimizer
     halved = {key: tensor for key, tensor in moments.items() if not key.startswith("exp_avg_sq.")}
@@ -419,7 +419,7 @@ def test_what_another_optimizer_or_run_kept_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("keys", [{"momentum": 0.9}, {"optimizer": "adam"}])
-def test_what_the_client_remembers_is_not_changed_by_training(keys: dict[str, Any]) -> None:
+def test_training_leaves_the_clients_memory_unchanged(keys: dict[str, Any]) -> None:
     model: Any = Net()
     first = fit(client(model, optimizer_state="kept", **keys), classification(model)).optimizer
     kept = {name: tensor.clone() for name, tensor in first.items()}
@@ -428,14 +428,14 @@ def test_what_the_client_remembers_is_not_changed_by_training(keys: dict[str, An
     assert all(torch.equal(first[name], tensor) for name, tensor in kept.items())
 
 
-def test_what_was_kept_is_laid_out_as_its_parameter() -> None:
+def test_a_stored_state_gets_the_memory_layout_of_its_parameter() -> None:
     """A store keeps tensors contiguous; torch's fused kernels pair them with the parameter's numbers by place."""
     kept = torch.arange(16.0).reshape(2, 2, 2, 2)
     weight = nn.Parameter(torch.zeros(2, 2, 2, 2).contiguous(memory_format=torch.channels_last))
-    found = training._laid_out(weight, kept)
-    assert torch.equal(found, kept)
-    assert found.stride() == weight.stride() != kept.stride()
-    assert not found.requires_grad
+    result = training._laid_out(weight, kept)
+    assert torch.equal(result, kept)
+    assert result.stride() == weight.stride() != kept.stride()
+    assert not result.requires_grad
 
 
 def test_momentum_of_a_part_of_the_parameters_can_be_gone_on_with() -> None:
@@ -456,7 +456,7 @@ def test_momentum_of_a_part_of_the_parameters_can_be_gone_on_with() -> None:
     assert not torch.allclose(model.head.weight, twin.head.weight)
 
 
-def test_momentum_of_what_is_not_the_network_is_kept_by_place() -> None:
+def test_momentum_of_other_parameters_is_stored_by_index() -> None:
     model, companion = Net(), nn.Linear(1, 1, bias=False)
 
     def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -503,7 +503,7 @@ def test_a_last_step_into_infinity_is_refused_as_well() -> None:
     assert first(who).weight.isfinite().all()
 
 
-def test_numbers_whose_sum_has_no_end_are_numbers() -> None:
+def test_large_finite_weights_whose_sum_overflows_are_accepted() -> None:
     large = nn.Parameter(torch.full((8,), 3e38))
     assert not large.sum().isfinite()
     _check_finite({"ce": 1.0}, [large], 1)
@@ -525,7 +525,7 @@ class Cached(Net):
         return super().features(inputs) * self.table
 
 
-def test_what_a_network_caches_while_it_is_scored_serves_training() -> None:
+def test_a_table_cached_in_evaluation_can_be_used_in_training() -> None:
     who = client(Cached())
     dry_forward("cached", who.model, TASK)
     evaluate(who, {"head": head_scores})
@@ -543,14 +543,14 @@ def test_one_pass_scores_every_predictor() -> None:
     def never(features: Tensor, logits: Tensor) -> Tensor:
         return torch.full((len(features), 3), EXCLUDED)  # ties: class 0 wins
 
-    found = evaluate(who, {"head": lambda features, logits: logits, "global": oracle, "local": never})
-    assert found.num_samples == 6
-    assert found.correct["global"] == 6
-    assert found.correct["local"] == int((data().test.labels == 0).sum())
+    result = evaluate(who, {"head": lambda features, logits: logits, "global": oracle, "local": never})
+    assert result.num_samples == 6
+    assert result.correct["global"] == 6
+    assert result.correct["local"] == int((data().test.labels == 0).sum())
     with torch.no_grad():
         logits = forward(who.model, data().test.inputs)[1]
-    assert found.correct["head"] == int((logits.argmax(1) == data().test.labels).sum())
-    assert found.loss == pytest.approx(
+    assert result.correct["head"] == int((logits.argmax(1) == data().test.labels).sum())
+    assert result.loss == pytest.approx(
         float(nn.functional.cross_entropy(logits, data().test.labels)), rel=1e-5
     )
 
@@ -566,8 +566,8 @@ def test_scores_must_be_finite_and_of_shape_b_by_k() -> None:
 
 def test_without_test_samples_nothing_is_scored() -> None:
     who = replace(client(), data=data(10, 0))
-    found = evaluate(who, {"head": lambda features, logits: logits})
-    assert (found.num_samples, found.correct, found.loss) == (0, {"head": 0}, 0.0)
+    result = evaluate(who, {"head": lambda features, logits: logits})
+    assert (result.num_samples, result.correct, result.loss) == (0, {"head": 0}, 0.0)
 
 
 def test_features_come_in_order_and_in_evaluation_mode() -> None:

@@ -24,7 +24,7 @@ def test_an_image_folder_without_a_test_part_and_with_odd_sizes(tmp_path, write_
     assert part.notes == ("1 of 3 images were resized to 6x4, the size of the first image",)
 
 
-def test_what_begins_with_a_dot_is_neither_class_nor_image(tmp_path, write_image):
+def test_names_with_a_leading_dot_are_neither_classes_nor_images(tmp_path, write_image):
     folder = tmp_path / ".data" / "photos"  # above the folder it does not count
     for name in ("cat/a.png", "cat/.thumbs/a.png", "dog/b.png", ".git/c.png"):
         write_image(folder / name, 3)

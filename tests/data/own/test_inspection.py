@@ -73,21 +73,21 @@ def test_one_class_alone_takes_part(tmp_path: Path, write_image: Callable[..., N
 
 
 def test_images_are_brought_to_a_shape(photos: Path) -> None:
-    found = DataSettings(dataset="image-folder", data_dir=str(photos))
-    assert load_pool(found).input_shape == (3, 6, 10)
-    small = load_pool(found.model_copy(update={"input_shape": "3,4,5"}))
+    settings = DataSettings(dataset="image-folder", data_dir=str(photos))
+    assert load_pool(settings).input_shape == (3, 6, 10)
+    small = load_pool(settings.model_copy(update={"input_shape": "3,4,5"}))
     assert small.inputs[0].transpose(1, 2, 0).tolist() == [[[255, 0, 0]] * 5] * 4
-    grey = load_pool(found.model_copy(update={"input_shape": "1,4,5"}))
+    grey = load_pool(settings.model_copy(update={"input_shape": "1,4,5"}))
     assert np.unique(grey.inputs).tolist() == [29, 76]  # ITU-R 601: 0.114·255 and 0.299·255
     with pytest.raises(PbflError, match="images are channels,height,width with 1 or 3 channels"):
-        load_pool(found.model_copy(update={"input_shape": "4,5"}))
+        load_pool(settings.model_copy(update={"input_shape": "4,5"}))
 
 
 def test_reads_class_names_and_gaps_of_arrays(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.zeros((3, 2)), y=np.array(["emu", "cat", "emu"]))
-    found = DataSettings(dataset="npz", data_dir=str(tmp_path / "a.npz"))
-    assert load_pool(found).label_names == ("cat", "emu")
-    assert load_pool(found.model_copy(update={"labels": "emu,cow,cat"})).labels.tolist() == [0, 2, 0]
+    settings = DataSettings(dataset="npz", data_dir=str(tmp_path / "a.npz"))
+    assert load_pool(settings).label_names == ("cat", "emu")
+    assert load_pool(settings.model_copy(update={"labels": "emu,cow,cat"})).labels.tolist() == [0, 2, 0]
     np.savez(tmp_path / "b.npz", x=np.zeros((3, 2)), y=np.array([2, 0, 2]))
     gaps = DataSettings(dataset="npz", data_dir=str(tmp_path / "b.npz"))
     with pytest.raises(PbflError, match=r"without gaps, .* set labels to all classes"):
@@ -123,18 +123,18 @@ def test_a_device_reads_its_own_files_of_a_pflib_folder(tmp_path: Path) -> None:
     for other in (0, 2):
         for part in ("train", "test"):
             (tmp_path / f"pfl/{part}/{other}.npz").unlink()
-    found = DataSettings(dataset="pflib", data_dir=str(tmp_path / "pfl"), partition="iid")
-    data = own_data(found, 1)
+    settings = DataSettings(dataset="pflib", data_dir=str(tmp_path / "pfl"), partition="iid")
+    data = own_data(settings, 1)
     assert np.array_equal(data.train.labels.numpy(), pool.labels[dealt.splits[1].train])
     assert np.array_equal(data.test.labels.numpy(), pool.labels[dealt.splits[1].test])
-    assert len(own_pool(found).labels) == len(own_pool(found, 1).labels)  # the only ones there are
+    assert len(own_pool(settings).labels) == len(own_pool(settings, 1).labels)  # the only ones there are
     with pytest.raises(PbflError, match=r"there is no .*train/0\.npz; set data-client"):
-        own_data(found, 0)
+        own_data(settings, 0)
     with pytest.raises(PbflError, match=r"labels has 2 names, but .*config\.json says num_classes = 10"):
-        own_data(found.model_copy(update={"labels": "a,b"}), 1)
+        own_data(settings.model_copy(update={"labels": "a,b"}), 1)
     (tmp_path / "pfl/train/7.npz").touch()
     with pytest.raises(PbflError, match="holds the files of 2 clients; set data-client"):
-        own_data(found)
+        own_data(settings)
 
 
 def test_the_numbers_of_a_pflib_folder_are_places_in_the_names_for_everybody(tmp_path: Path) -> None:
@@ -143,12 +143,12 @@ def test_the_numbers_of_a_pflib_folder_are_places_in_the_names_for_everybody(tmp
     dealt = make_partition(pool, source, 2)
     export_pfl_directory(dealt, pool, tmp_path / "pfl")
     names = "9,8,7,6,5,4,3,2,1,nought"
-    found = DataSettings(dataset="pflib", data_dir=str(tmp_path / "pfl"), partition="iid", labels=names)
-    for data in (own_data(found, 1), client_data(found, 2, 1)):
+    settings = DataSettings(dataset="pflib", data_dir=str(tmp_path / "pfl"), partition="iid", labels=names)
+    for data in (own_data(settings, 1), client_data(settings, 2, 1)):
         assert data.label_names == tuple(names.split(","))
         assert np.array_equal(data.train.labels.numpy(), pool.labels[dealt.splits[1].train])
     with pytest.raises(PbflError, match=r"labels has 2 names, but .*config\.json says num_classes = 10"):
-        load_pool(found.model_copy(update={"labels": "a,b"}))
+        load_pool(settings.model_copy(update={"labels": "a,b"}))
 
 
 def test_rejects_an_image_larger_than_the_memory(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,12 +172,12 @@ def test_inspects_a_table(tmp_path: Path) -> None:
         "900,0,5,odd",
     ]
     (tmp_path / "t.csv").write_text("\n".join(rows))
-    found = inspect(settings_for(tmp_path / "t.csv", labels="ill,odd,well,dead"))
-    assert (found.samples, found.input_shape, found.columns) == (41, (3,), ("age", "bp", "always"))
-    assert (found.minimum, found.maximum) == (0.0, 900.0)
-    assert found.counts == (30, 1, 10, 0)
-    assert sum(found.train) == 30  # floor(0.75 · 41)
-    text = "\n".join(found.lines())
+    actual = inspect(settings_for(tmp_path / "t.csv", labels="ill,odd,well,dead"))
+    assert (actual.samples, actual.input_shape, actual.columns) == (41, (3,), ("age", "bp", "always"))
+    assert (actual.minimum, actual.maximum) == (0.0, 900.0)
+    assert actual.counts == (30, 1, 10, 0)
+    assert sum(actual.train) == 30  # floor(0.75 · 41)
+    text = "\n".join(actual.lines())
     assert "  ill   30  " + "█" * 40 + " (" in text
     assert "  well  10  " + "█" * 13 + " (" in text  # 40·10/30
     assert "warning: classes with one sample: odd" in text
@@ -264,9 +264,9 @@ def test_no_samples_at_all_are_refused_in_a_line(tmp_path: Path) -> None:
 def test_the_split_is_that_of_the_device(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.arange(24, dtype=np.float32).reshape(12, 2), y=np.arange(12) % 3)
     settings = settings_for(tmp_path / "a.npz")
-    found, data = inspect(settings), own_data(settings)
-    assert found.train == tuple(data.counts.tolist())
-    assert sum(found.test) == len(data.test)
+    actual, data = inspect(settings), own_data(settings)
+    assert actual.train == tuple(data.counts.tolist())
+    assert sum(actual.test) == len(data.test)
 
 
 def call(*arguments: str) -> tuple[int, str]:
@@ -279,9 +279,9 @@ def test_check_data_command(tmp_path: Path, photos: Path) -> None:
     assert code == 0, text
     assert f"data-path='{photos}' labels='ant,cat,emu' input-shape='1,16,16'" in text.replace("\n", "")
     code, text = call(str(photos), "--json")
-    found = json.loads(text)
-    assert (code, found["refused"], found["counts"], found["input_shape"]) == (0, None, [4, 4], [3, 6, 10])
-    assert [note.partition(" files ignored")[0] for note in found["notes"]] == ["1"]  # notes.txt
+    actual = json.loads(text)
+    assert (code, actual["refused"], actual["counts"], actual["input_shape"]) == (0, None, [4, 4], [3, 6, 10])
+    assert [note.partition(" files ignored")[0] for note in actual["notes"]] == ["1"]  # notes.txt
     code, text = call(str(photos), "--labels", "cat,dog", "--json")
     assert (code, json.loads(text)["refused"]) == (2, f"{photos} has the class 'emu'; labels allows cat, dog")
     assert call(str(photos), "--model", "har-cnn")[0] == 2
@@ -300,9 +300,9 @@ def test_printed_keys_can_be_pasted(tmp_path: Path, name: str) -> None:
     code, text = call(str(path), "--label-column", "label")
     assert code == 0, text
     printed = shlex.split(text[text.index("--node-config") :])
-    said = {"client-id": "NAME", "data-path": str(path), "label-column": "label"}
+    message = {"client-id": "NAME", "data-path": str(path), "label-column": "label"}
     assert (printed[0], len(printed)) == ("--node-config", 2)
-    assert node_config(printed[1]) == parse_config_args(printed[1:]) == said
+    assert node_config(printed[1]) == parse_config_args(printed[1:]) == message
 
 
 def test_names_keys_that_cannot_be_written(tmp_path: Path) -> None:

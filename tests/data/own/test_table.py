@@ -73,16 +73,16 @@ def test_all_names_of_the_federation(tmp_path: Path) -> None:
 
 def test_a_client_column_gives_natural_clients(tmp_path: Path) -> None:
     path = write(tmp_path, "a,client,label\n1,zoe,x\n2,ada,y\n3,zoe,y\n4,ada,x\n")
-    found = settings(path).model_copy(update={"partition": "natural"})
-    assert check_data(found, 2).counts.tolist() == [[1, 1], [1, 1]]
-    pool = load_pool(found)
+    result = settings(path).model_copy(update={"partition": "natural"})
+    assert check_data(result, 2).counts.tolist() == [[1, 1], [1, 1]]
+    pool = load_pool(result)
     assert pool.columns == ("a",)
     assert pool.owner is not None
     assert pool.owner.tolist() == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "has no columns"),
         ("a\n1\n", "has 1 columns; must be 2 or more"),
@@ -109,11 +109,11 @@ def test_a_client_column_gives_natural_clients(tmp_path: Path) -> None:
         (b"a,label\n\xff\xfe,1\n", "is not a readable table"),
     ],
 )
-def test_rejects_wrong_tables(tmp_path: Path, text: str | bytes, said: str) -> None:
+def test_rejects_wrong_tables(tmp_path: Path, text: str | bytes, message: str) -> None:
     (tmp_path / "t.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(PbflError) as error:
         load_pool(settings(tmp_path / "t.csv"))
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert str(tmp_path / "t.csv") in str(error.value)
 
 
@@ -152,7 +152,7 @@ def test_parquet_is_the_same_table(tmp_path: Path) -> None:
     assert pool.inputs.tolist() == [[1.0, 1.0, 2.5], [-3.0, 0.0, 400.0], [5.0, 1.0, 0.0]]
     assert (pool.label_names, pool.labels.tolist()) == (("cat", "dog"), [1, 0, 1])
     assert pool.columns == ("a", "flag", "b")
-    for number, (column, said) in enumerate(
+    for number, (column, message) in enumerate(
         {
             "none": ([1, None, 2], "row 2, column 'x': the cell is empty"),
             "text": (["a", "b", "c"], "row 1, column 'x': 'a' is not a finite number"),
@@ -164,7 +164,7 @@ def test_parquet_is_the_same_table(tmp_path: Path) -> None:
         pq.write_table(pa.table({"x": column, "label": ["u", "v", "u"]}), file)
         with pytest.raises(PbflError) as error:
             load_pool(settings(file))
-        assert said in str(error.value)
+        assert message in str(error.value)
     (tmp_path / "noise.parquet").write_bytes(b"PAR1 no such thing")
     with pytest.raises(PbflError, match="is not a readable Parquet file"):
         load_pool(settings(tmp_path / "noise.parquet"))

@@ -56,7 +56,7 @@ GOOD = "text,label\nrain,a\nsun,b\n"
 
 
 @pytest.mark.parametrize(
-    ("table", "words", "keys", "said"),
+    ("table", "words", "keys", "text"),
     [
         (GOOD, None, {}, "dataset = 'text' needs vocabulary"),
         (GOOD, WORDS[1:], {}, "its first lines must be <pad>, <cls>, <unk>, <eos>"),
@@ -72,12 +72,12 @@ GOOD = "text,label\nrain,a\nsun,b\n"
     ],
 )
 def test_rejects_wrong_content(
-    tmp_path: Path, table: str, words: tuple[str, ...] | None, keys: dict[str, str], said: str
+    tmp_path: Path, table: str, words: tuple[str, ...] | None, keys: dict[str, str], text: str
 ) -> None:
     file = tmp_path / "t.csv"
     file.write_text(table, encoding="utf-8")
     known = None if words is None else vocabulary(tmp_path / "words.txt", words)
-    with pytest.raises(PbflError, match=re.escape(said)):
+    with pytest.raises(PbflError, match=re.escape(text)):
         load_pool(settings(file, known, **keys))
 
 
@@ -109,7 +109,7 @@ def devices(place: Path) -> list[dict[str, Scalar]]:
     """Three devices whose own texts differ, with one vocabulary."""
     words = vocabulary(place / "words.txt")
     rng = np.random.default_rng(0)
-    found: list[dict[str, Scalar]] = []
+    result: list[dict[str, Scalar]] = []
     for number in range(3):
         rows = [
             (" ".join(rng.choice(kind, 5)), label)
@@ -121,13 +121,13 @@ def devices(place: Path) -> list[dict[str, Scalar]]:
         ]
         file = place / f"{number}.csv"
         file.write_text(
-            "text,label\n" + "".join(f"{said},{label}\n" for said, label in rows), encoding="utf-8"
+            "text,label\n" + "".join(f"{text},{label}\n" for text, label in rows), encoding="utf-8"
         )
-        found.append({
+        result.append({
             "client-id": f"site-{number}", "data-path": str(file), "vocabulary": str(words), "input-shape": "8",
             "model": "fasttext", "state-dir": str(place / f"state-{number}"),
         })  # fmt: skip
-    return found
+    return result
 
 
 CONFIG: dict[str, Scalar] = {

@@ -28,12 +28,6 @@ def test_the_same_seed_gives_the_same_rows_and_another_one_others(way):
     assert first.counts.sum() == 1797
 
 
-def test_a_share_is_split_three_to_one_rounded_down():
-    for split in check_data(DataSettings(), 20).splits:
-        total = len(split.train) + len(split.test)
-        assert len(split.train) == (3 * total) // 4 if total > 1 else 1
-
-
 def test_a_client_with_one_sample_trains_on_it(pool_of):
     part = make_partition(pool_of([2, 1]), DataSettings(partition="iid"), 3)
     assert [(len(split.train), len(split.test)) for split in part.splits] == [(1, 0)] * 3
@@ -101,8 +95,8 @@ def test_way_shot_draws_are_those_of_the_reference(pool_of):
     settings = DataSettings(partition="way-shot", ways=3, shots=100, shots_deviation=2, partition_seed=1234)
     part = make_partition(pool, settings, 20)
     for split, held, size in zip(part.splits, classes, shots, strict=True):
-        found, counts = np.unique(pool.labels[split.train], return_counts=True)
-        assert found.tolist() == held
+        result, counts = np.unique(pool.labels[split.train], return_counts=True)
+        assert result.tolist() == held
         assert set(counts.tolist()) == {size}
     assert part.notes == ()
 
@@ -145,14 +139,14 @@ def test_rejects_settings_that_do_not_fit(change, clients, message):
     assert "\n" not in str(caught.value)
 
 
-def test_min_samples_is_kept_and_what_was_moved_is_said():
+def test_min_samples_is_met_and_moved_samples_are_noted():
     part = check_data(DataSettings(dirichlet_alpha=0.001, min_samples=5), 50)
     assert part.counts.sum(axis=1).min() >= 5
     assert part.counts.sum() == 1797
     assert any("moved from client" in note for note in part.notes)
 
 
-def test_client_data_is_what_the_partition_says():
+def test_client_data_follows_the_partition():
     settings = DataSettings()
     pool, part = load_pool(settings), check_data(settings, 20)
     data = client_data(settings, 20, 3)

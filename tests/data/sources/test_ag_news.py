@@ -144,14 +144,14 @@ def test_check_data_shows_it_and_tries_networks(tmp_path: Path) -> None:
     assert "4 samples of shape 200, int32" in text
     assert "token ids in a vocabulary of 25" in text
     assert f"data-path='{tmp_path}' dataset='ag-news'" in text
-    for model, said in (
+    for model, message in (
         ("cnn4", "expected images (channels, height, width), found input shape (200,)"),
         ("mlp5", "does not accept input of shape (2, 200) of token ids"),
         ("har-cnn", "expected windows"),
     ):
         code, text = call("--model", model)
         assert code == 2
-        assert said in text
+        assert message in text
 
 
 def test_texts_are_not_written_as_a_pflib_folder(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_writers_are_the_natural_clients(leaf: Path) -> None:
     assert client_data(keys, 2, 0).prepare(client_data(keys, 2, 0).train.inputs).max() == 1
 
 
-def test_a_writer_is_tested_on_what_is_its_own(leaf: Path, tmp_path: Path) -> None:
+def test_a_writer_is_tested_on_its_own_samples(leaf: Path, tmp_path: Path) -> None:
     part = check_data(settings(leaf, partition="natural", test_split="official"), 3)
     assert [(s.train.tolist(), s.test.tolist()) for s in part.splits] == [
         ([2, 3, 4, 5], [9]), ([6, 7, 8], [10, 11]), ([0, 1], [])

@@ -119,7 +119,7 @@ def test_rejects_a_truncated_idx_file(tmp_path, write_idx):
 
 
 @pytest.mark.parametrize("name", ["mnist", "emnist", "cifar10", "cifar100", "flowers102", "gtsrb"])
-def test_missing_data_says_where_it_was_looked_for_and_what_download_does(tmp_path, name):
+def test_missing_data_names_the_places_and_the_download(tmp_path, name):
     with pytest.raises(PbflError) as caught:
         check_data(DataSettings(dataset=name, data_dir=str(tmp_path)), 5)
     message = str(caught.value)

@@ -20,9 +20,9 @@ def shapes_of(tensors):
 
 
 def factors(matrix, energy, how):
-    found = truncated(matrix, energy, how)
-    assert found is not None
-    return found
+    result = truncated(matrix, energy, how)
+    assert result is not None
+    return result
 
 
 def test_how_many_singular_values_by_hand():
@@ -30,9 +30,9 @@ def test_how_many_singular_values_by_hand():
     matrix = torch.zeros(4, 40)
     matrix[range(4), range(4)] = torch.tensor([4.0, 3.0, 2.0, 1.0])
     for energy, safe, coded in ((0.5, 1, 1), (0.6, 2, 2), (0.84, 3, 3), (0.97, None, 0), (1.0, None, 0)):
-        found = truncated(matrix, energy, "safe")
+        result = truncated(matrix, energy, "safe")
         # k = 4 of a 4 x 40 matrix is 4·45 = 180 > 160 numbers: dense; as coded k = 4 is never tried and k becomes 0
-        assert (found.sigma.shape[-1] if found else None) == safe
+        assert (result.sigma.shape[-1] if result else None) == safe
         assert factors(matrix, energy, "as-coded").sigma.shape[-1] == coded
     assert factors(matrix, 0.6, "safe").scalars() == 2 * (4 + 40 + 1)
     assert not factors(matrix, 0.99, "as-coded").product().any()
@@ -109,7 +109,7 @@ def test_as_coded_keeps_kernels_apart():
     assert torch.allclose(expand(sent, {"conv": kernels.shape})["conv"], kernels)
 
 
-def test_what_arrives_is_checked():
+def test_rejects_factors_that_do_not_fit():
     good = compress(
         {"w": torch.outer(torch.arange(1.0, 6.0), torch.arange(1.0, 8.0))}, 0.9, "safe"
     ).to_tensors()

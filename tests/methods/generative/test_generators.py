@@ -67,7 +67,7 @@ def test_training_goes_on_with_its_moments():
     assert all(torch.equal(resumed.tensors[name], tensor) for name, tensor in kept.tensors.items())
 
 
-def test_a_generator_that_diverges_is_said_aloud():
+def test_a_generator_that_diverges_is_an_error():
     start = GeneratorState(tensors_of(SHAPE.build(TASK, 2)))
     network = SHAPE.load(TASK, start.tensors)
     with pytest.raises(PbflError, match="generator diverged"):

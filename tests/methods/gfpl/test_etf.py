@@ -23,7 +23,7 @@ def test_loss_is_the_batch_mean_and_zero_at_the_frame():
     assert dot_regression(wrong, torch.tensor([0, 2]), Z).item() == pytest.approx(4 / 9, rel=1e-5)
 
 
-def test_scores_are_cosines_and_a_zero_vector_is_no_accident():
+def test_scores_are_cosines_and_zero_vectors_have_finite_gradients():
     Z = equiangular_frame(3, 4, 0)
     scores = frame_scores(torch.stack([5 * Z[:, 1], torch.zeros(4)]), Z)
     torch.testing.assert_close(scores, torch.tensor([[-0.5, 1.0, -0.5], [0, 0, 0]]), atol=1e-6, rtol=0)
@@ -33,7 +33,7 @@ def test_scores_are_cosines_and_a_zero_vector_is_no_accident():
     assert bool(torch.isfinite(zero.grad).all())
 
 
-def test_projection_starts_from_its_seed_and_goes_on_from_what_was_kept():
+def test_projection_starts_from_its_seed_or_its_stored_weights():
     state = torch.get_rng_state()
     first = projection_layer(5, 3, {})
     assert torch.equal(torch.get_rng_state(), state)
