@@ -5,7 +5,7 @@ resnet4 to resnet10 have one BasicBlock per width: 64; 64-128; 64-128-256; 64-12
 HtFLlib's heterogeneous family. Features are averages after a ReLU, hence never negative.
 """
 
-from torch import nn
+from torch import Tensor, nn
 
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.layers import (
@@ -84,7 +84,7 @@ def _one_block_each(name: str, widths: tuple[int, ...], task: Task) -> SplitMode
     stages: list[nn.Module] = [stem]
     before = 64
     for width in widths:
-        stages.append(_block(before, width))
+        stages.append(_BasicBlock(before, width))
         before = width
     replaced_classifier(before, task)
     for stage in stages:
@@ -94,12 +94,25 @@ def _one_block_each(name: str, widths: tuple[int, ...], task: Task) -> SplitMode
     return SplitModel(task, stages, global_average(before, task), linear_head(task))
 
 
-def _block(before: int, width: int) -> nn.Module:
-    from torchvision.models.resnet import BasicBlock, conv1x1
+class _BasicBlock(nn.Module):
+    """Torchvision's BasicBlock, with its names; importing torchvision takes longer than a round of small networks."""
 
-    if before == width:
-        block: nn.Module = BasicBlock(before, width)
-    else:
-        shortcut = nn.Sequential(conv1x1(before, width, 2), nn.BatchNorm2d(width))
-        block = BasicBlock(before, width, 2, shortcut)
-    return block
+    def __init__(self, before: int, width: int) -> None:
+        super().__init__()
+        stride, shortcut = 1, None
+        if before != width:
+            stride = 2
+            shortcut = nn.Sequential(nn.Conv2d(before, width, 1, 2, bias=False), nn.BatchNorm2d(width))
+        self.conv1 = nn.Conv2d(before, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = shortcut
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Return (B, width, h', w') for (B, before, h, w)."""
+        inner = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(maps)))))
+        inner += maps if self.downsample is None else self.downsample(maps)
+        output: Tensor = self.relu(inner)
+        return output
