@@ -367,6 +367,9 @@ class EvaluationSettings(Group):
         description="also count results per class, for balanced accuracy and macro-F1; reveals test labels to "
         "the server",
     )
+    auc: bool = Field(
+        False, description="also compute the area under the ROC curve, one class against the rest"
+    )
     predictor: Literal[Auto, Predictor] = Field(
         "auto",
         description="which prediction is the primary predictor: logits (head), nearest global prototype (global; "

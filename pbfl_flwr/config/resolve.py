@@ -204,6 +204,7 @@ def _conflicts(settings: Settings) -> list[str]:
         f"keep-best = true: {no_scores}; must be false": silent and run.keep_best,
         f"both-moments = true: {no_scores}; must be false": silent and settings.evaluation.both_moments,
         f"per-class = true: {no_scores}; must be false": silent and settings.evaluation.per_class,
+        f"auc = true: {no_scores}; must be false": silent and settings.evaluation.auc,
     }
     return [line for line, conflicting in lines.items() if conflicting]
 

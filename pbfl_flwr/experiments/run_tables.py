@@ -25,6 +25,7 @@ from pbfl_flwr.runs.records import Accuracy, ClientRecord
 
 MOST = 20  # classes named in a note
 FIRST_SEED = " First seed of each configuration."
+AREAS = {"AUC macro": "auc_macro", "AUC micro": "auc_micro"}
 BALANCE = ("weighted", "balanced", "macro_f1", "balanced_mean", "macro_f1_mean")
 
 
@@ -37,6 +38,12 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
     if any(entry.other_accuracy for group in groups for entry in group.first.rounds):
         points["at the other moment"] = "other"
     coverage = []
+    last = [
+        point[1]
+        for group in groups
+        for point in (score.last for score in scores(group.first.rounds).values())
+    ]
+    areas = [name for name in AREAS if any(getattr(accuracy, AREAS[name]) is not None for accuracy in last)]
     for group in groups:
         run = group.first
         by_predictor = scores(run.rounds)
@@ -46,7 +53,9 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
             for point in (getattr(score, name) for name in points.values()):
                 cells += ["-", "-"] if point is None else [f"{100 * point[1].weighted:.2f}", str(point[0])]
             even = (f"{100 * getattr(score.last[1], key):.2f}" for key in ("mean", "std", "worst"))
-            rows.append((group.label, _marked(name, run), *cells, *even))
+            under = (getattr(score.last[1], AREAS[title]) for title in areas)
+            auc = ("-" if area is None else f"{100 * area:.2f}" for area in under)
+            rows.append((group.label, _marked(name, run), *cells, *even, *auc))
     columns = (
         "run",
         "predictor",
@@ -54,9 +63,10 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
         "mean of clients",
         "std over clients",
         "worst decile",
+        *areas,
     )
     notes = (
-        "Sample-weighted accuracy on the clients' test data in %, with its round; the three rightmost columns are for "
+        "Sample-weighted accuracy on the clients' test data in %, with its round; the rightmost columns are for "
         f"the last round.{FIRST_SEED if len(groups) > 1 else ''}",
         *coverage_lines(coverage),
         *([OTHER_NOTE] if "other" in points.values() else []),

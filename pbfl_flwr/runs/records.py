@@ -62,6 +62,8 @@ class Accuracy(Record):
         balanced_mean, macro_f1_mean: unweighted means over clients, likewise.
         by_class, tested: accuracy over all test samples and number of samples of each class (K entries), likewise; an
             accuracy is None for a class without test samples.
+        auc_macro, auc_micro: areas under the ROC curve, see :class:`pbfl_flwr.training.class_metrics.Areas`: means over
+            clients, weighted by samples; None unless all clients report them (``auc``).
     """
 
     weighted: float
@@ -75,6 +77,8 @@ class Accuracy(Record):
     macro_f1_mean: float | None = None
     by_class: list[float | None] | None = None
     tested: list[int] | None = None
+    auc_macro: float | None = None
+    auc_micro: float | None = None
 
 
 class Failure(Record):

@@ -1,4 +1,4 @@
-"""Per-class counts of a client's predictions, balanced accuracy and macro-F1.
+"""Per-class counts of a client's predictions, balanced accuracy and macro-F1; areas under the ROC curve.
 
 With T_k test samples of class k, R_k of them predicted correctly, and A_k samples predicted as k:
 
@@ -19,6 +19,35 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+
+@dataclass(frozen=True)
+class Areas:
+    """Areas under the ROC curve of a client's scores, one class against the rest.
+
+    Attributes:
+        macro: mean over the classes with test samples; None if all samples are of one class.
+        micro: over all N·K pairs of a sample and a class, as HtFLlib and PFLlib compute it; None if K is 1.
+    """
+
+    macro: float | None
+    micro: float | None
+
+
+def areas(labels: NDArray[np.int64], scores: NDArray[np.float64]) -> Areas:
+    """Return the areas by scikit-learn's ``roc_auc_score``.
+
+    Args:
+        labels: (N,).
+        scores: (N, K), larger for more likely classes.
+    """
+    from sklearn.metrics import roc_auc_score  # slow to import
+
+    truth = labels[:, None] == np.arange(scores.shape[1])
+    mixed = [k for k in range(truth.shape[1]) if truth[:, k].any() and not truth[:, k].all()]
+    macro = float(np.mean([roc_auc_score(truth[:, k], scores[:, k]) for k in mixed])) if mixed else None
+    micro = float(roc_auc_score(truth.ravel(), scores.ravel())) if truth.any() and not truth.all() else None
+    return Areas(macro, micro)
 
 
 @dataclass(frozen=True)

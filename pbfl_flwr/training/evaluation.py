@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.data import Shard
 from pbfl_flwr.method import Client, Predictor
-from pbfl_flwr.training.class_metrics import ByClass
+from pbfl_flwr.training.class_metrics import Areas, ByClass, areas
 from pbfl_flwr.training.loop import REMEDY, Diverged, forward, take
 
 
@@ -25,6 +25,7 @@ class Scores:
         loss: mean cross-entropy of the predictor ``head``, or of the logits without it; 0 without samples.
         validation: scores on the validation samples; None without any.
         by_class: counts per class; None unless ``per-class`` is set.
+        areas: predictor -> areas under the ROC curve; None unless ``auc`` is set.
     """
 
     num_samples: int
@@ -32,6 +33,7 @@ class Scores:
     loss: float
     validation: Scores | None = None
     by_class: ByClass | None = None
+    areas: dict[str, Areas] | None = None
 
 
 @torch.no_grad()  # not inference_mode: tensors cached by a network here must be usable in training
@@ -45,18 +47,23 @@ def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
     if odd := [name for name in predictors if name not in PREDICTORS]:
         raise ValueError(f"predictor '{odd[0]}': must be one of {', '.join(PREDICTORS)}")
     client.model.eval()
-    scores = _scores(client, client.data.test, predictors, client.evaluation.per_class)
+    scores = _scores(client, client.data.test, predictors, client.evaluation.per_class, client.evaluation.auc)
     if client.data.validation is None:
         return scores
     return replace(scores, validation=_scores(client, client.data.validation, predictors))
 
 
 def _scores(
-    client: Client, shard: Shard, predictors: Mapping[str, Predictor], per_class: bool = False
+    client: Client,
+    shard: Shard,
+    predictors: Mapping[str, Predictor],
+    per_class: bool = False,
+    auc: bool = False,
 ) -> Scores:
     size = client.evaluation.eval_batch_size
     correct = dict.fromkeys(predictors, 0)
     answers: dict[str, list[Tensor]] = {name: [] for name in predictors}
+    scored: dict[str, list[Tensor]] = {name: [] for name in predictors}
     loss = 0.0
     for start in range(0, len(shard.labels), size):
         batch = slice(start, start + size)
@@ -75,12 +82,22 @@ def _scores(
             correct[name] += int((answer == labels).sum())
             if per_class:
                 answers[name].append(answer)
+            if auc:
+                scored[name].append(scores)
             if name == "head":
                 answered = scores
         loss += float(nn.functional.cross_entropy(answered, labels, reduction="sum"))
     n = len(shard.labels)
     counted = _by_class(shard.labels, answers, client.task.num_classes) if per_class else None
-    return Scores(n, correct, loss / n if n else 0.0, by_class=counted)
+    under = _areas(shard.labels, scored) if auc and n else None
+    return Scores(n, correct, loss / n if n else 0.0, by_class=counted, areas=under)
+
+
+def _areas(labels: Tensor, scored: Mapping[str, Sequence[Tensor]]) -> dict[str, Areas]:
+    known = labels.cpu().numpy()
+    return {
+        name: areas(known, torch.cat(list(parts)).double().cpu().numpy()) for name, parts in scored.items()
+    }
 
 
 def _by_class(labels: Tensor, answers: Mapping[str, Sequence[Tensor]], num_classes: int) -> ByClass:

@@ -7,11 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import balanced_accuracy_score, f1_score
+from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
+from sklearn.preprocessing import label_binarize
 from torch import Tensor
 
 from pbfl_flwr.config import EvaluationSettings
-from pbfl_flwr.training.class_metrics import ByClass, balanced_accuracy, macro_f1, recalls, statistics
+from pbfl_flwr.training.class_metrics import (
+    Areas,
+    ByClass,
+    areas,
+    balanced_accuracy,
+    macro_f1,
+    recalls,
+    statistics,
+)
 from pbfl_flwr.training.evaluation import evaluate
 from tests.training.test_loop import client, data
 
@@ -88,3 +97,37 @@ def test_evaluation_counts_by_class() -> None:
     assert result.by_class == expected
     assert sum(expected.right["head"]) == result.correct["head"]
     assert evaluate(client(), {"head": oracle}).by_class is None
+
+
+def test_areas_are_those_of_htfllib_and_of_the_rank_statistic() -> None:
+    rng = np.random.default_rng(0)
+    labels, scores = (
+        rng.integers(0, 3, 40),
+        rng.integers(0, 6, (40, 4)).astype(float),
+    )  # class 3 has no sample
+
+    def mann_whitney(positive: np.ndarray, negative: np.ndarray) -> float:
+        greater = (positive[:, None] > negative).mean()
+        return float(greater + (positive[:, None] == negative).mean() / 2)
+
+    one_hot = label_binarize(labels, classes=np.arange(4))
+    of_classes = [mann_whitney(scores[labels == k, k], scores[labels != k, k]) for k in range(3)]
+    assert areas(labels, scores).macro == pytest.approx(np.mean(of_classes))
+    assert areas(labels, scores).micro == pytest.approx(roc_auc_score(one_hot, scores, average="micro"))
+    assert areas(np.zeros(5, int), scores[:5]).macro is None
+
+
+def test_evaluation_gives_the_areas_of_every_predictor() -> None:
+    who = replace(client(), evaluation=EvaluationSettings(auc=True, eval_batch_size=4))
+    labels = data().test.labels
+    perfect = torch.eye(3)[labels]
+    position = 0
+
+    def oracle(features: Tensor, logits: Tensor) -> Tensor:
+        nonlocal position
+        position += len(features)
+        return perfect[position - len(features) : position]
+
+    result = evaluate(who, {"head": oracle, "global": lambda features, logits: torch.zeros_like(logits)})
+    assert result.areas == {"head": Areas(1.0, 1.0), "global": Areas(0.5, 0.5)}
+    assert evaluate(client(), {"head": lambda features, logits: logits}).areas is None

@@ -255,6 +255,7 @@ def _report(
         num_validation=held_out.num_samples if held_out else 0,
         validation=held_out.correct if held_out else None,
         by_class=scores.by_class,
+        areas=scores.areas,
     )
 
 

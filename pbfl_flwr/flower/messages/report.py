@@ -14,7 +14,7 @@ from pbfl_flwr.config import PREDICTORS, EvaluationSettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload, Reveal
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.class_metrics import ByClass
+from pbfl_flwr.training.class_metrics import Areas, ByClass
 
 SPENT = (
     "data",
@@ -24,7 +24,7 @@ SPENT = (
     "save",
 )  # timed steps: data loads shards; open network, state, settings
 # Fields of the record, see Report.to_record; not allowed as names of metrics.
-OWN = ("n", "c", "t", "v", "o", "k", "ko", "g")
+OWN = ("n", "c", "t", "v", "o", "k", "ko", "g", "a")
 MAX_METRICS = 100  # of one report
 MAX_NAME = 100  # characters of a metric's name
 Table = NDArray[np.int64]
@@ -68,6 +68,7 @@ class Report:
         by_class: the test samples counted by class, for every predictor in ``correct``; None if not requested.
         other_by_class: the same at the other moment.
         gpu_mb: peak GPU memory reserved by torch in the process; 0 if it uses no GPU.
+        areas: predictor -> areas under the ROC curve, for every predictor in ``correct``; None if not requested.
     """
 
     num_train: int
@@ -85,6 +86,7 @@ class Report:
     by_class: ByClass | None = None
     other_by_class: ByClass | None = None
     gpu_mb: float = 0.0
+    areas: Mapping[str, Areas] | None = None
 
     def to_record(self) -> MetricRecord:
         """Return the record in a compact form: lists with a fixed layout, since every key costs bytes.
@@ -107,6 +109,11 @@ class Report:
                 fixed["ko"] = _rows(self.other_by_class)
         if self.gpu_mb:
             fixed["g"] = [self.gpu_mb]
+        if self.areas:
+            pairs = [self.areas[name] for name in PREDICTORS if name in self.areas]
+            fixed["a"] = [
+                -1.0 if area is None else area for pair in pairs for area in (pair.macro, pair.micro)
+            ]
         metrics = self.metrics or {}
         if reserved := [name for name in metrics if name in OWN]:
             raise PbflError(f"metric '{reserved[0]}': must have another name than {', '.join(OWN)}")
@@ -170,6 +177,7 @@ class Report:
             by_class,
             other_by_class,
             _list(record, "g", 1)[0] if "g" in record else 0.0,
+            _areas(_list(record, "a", 2 * len(scored)), scored) if "a" in record else None,
         )
 
 
@@ -229,6 +237,16 @@ def _counted(tested: Table, rows: Table, num_test: int, scored: Mapping[str, int
         raise RejectedPayload("its counts by class contradict the others")
     named = [dict(zip(scored, table.tolist(), strict=True)) for table in (right, answered)]
     return ByClass(tested.tolist(), *named)
+
+
+def _areas(values: list[float], scored: Mapping[str, int]) -> dict[str, Areas]:
+    if max(values, default=0.0) > 1:
+        raise RejectedPayload("its report holds an area under the ROC curve above 1")
+    pairs = [None if value < 0 else value for value in values]
+    return {
+        name: Areas(*pair)
+        for name, pair in zip(scored, zip(pairs[::2], pairs[1::2], strict=True), strict=True)
+    }
 
 
 def _list(record: MetricRecord, key: str, length: int) -> list[float]:

@@ -100,7 +100,7 @@ def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, Accuracy]:
     """Return predictor -> accuracy over clients.
 
     Clients without test samples are left out. If all clients count by class, the statistics of
-    :func:`pbfl_flwr.training.class_metrics.statistics` are added.
+    :func:`pbfl_flwr.training.class_metrics.statistics` are added; likewise areas under the ROC curve.
     """
     accuracies: dict[str, Accuracy] = {}
     scored = [report for report in reports.values() if report.num_test]
@@ -120,14 +120,26 @@ def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, Accuracy]:
             worst=float(each[: max(1, len(each) // 10)].mean()),
             clients=len(with_name),
             **by_class,
+            **_mean_areas(with_name, name),
         )
     return accuracies
+
+
+def _mean_areas(reports: Sequence[Report], name: str) -> dict[str, float | None]:
+    areas = [report.areas[name] for report in reports if report.areas]
+    if len(areas) < len(reports):
+        return {}
+    samples = [report.num_test for report in reports]
+    macro, micro = ([getattr(area, kind) for area in areas] for kind in ("macro", "micro"))
+    return {"auc_macro": _mean(macro, samples), "auc_micro": _mean(micro, samples)}
 
 
 def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
     """Return the reports that have validation samples, with their validation scores in place of test scores."""
     return {
-        client: replace(report, num_test=report.num_validation, correct=report.validation, by_class=None)
+        client: replace(
+            report, num_test=report.num_validation, correct=report.validation, by_class=None, areas=None
+        )
         for client, report in reports.items()
         if report.num_validation
     }
@@ -136,7 +148,7 @@ def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
 def at_other_moment(reports: Mapping[int, Report]) -> dict[int, Report]:
     """Return the reports of clients scored twice, with the scores at the other moment in place of the run's."""
     return {
-        client: replace(report, correct=report.other, by_class=report.other_by_class)
+        client: replace(report, correct=report.other, by_class=report.other_by_class, areas=None)
         for client, report in reports.items()
         if report.other is not None
     }

@@ -17,7 +17,7 @@ from pbfl_flwr.flower.server.rounds import Exchange, clients_record, on_validati
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.sinks import new_client_step, steps
-from pbfl_flwr.training.class_metrics import ByClass
+from pbfl_flwr.training.class_metrics import Areas, ByClass
 from tests.flower.inprocess import SPLITS, Federation, altered, federation, numbers, same_tensors
 
 SCORES = {"balanced", "balanced_mean", "macro_f1", "macro_f1_mean", "by_class", "tested"}
@@ -162,9 +162,32 @@ def test_secure_aggregation_keeps_class_metrics(tmp_path: Path) -> None:
     assert set(secure.strategy.history[0].accuracy["head"].to_json()) >= SCORES
 
 
-def test_per_class_needs_client_reports() -> None:
+def test_areas_are_recorded_as_means_weighted_by_samples(tmp_path: Path) -> None:
+    run = federation(tmp_path / "on", auc=True, new_clients=1, new_client_rounds=1).run().strategy
+    off = federation(tmp_path / "off", new_clients=1, new_client_rounds=1).run().strategy
+    for on_record, off_record in zip(run.history, off.history, strict=True):
+        for name, score in on_record.accuracy.items():
+            assert score.auc_macro is not None
+            assert score.auc_micro is not None
+            assert 0 < min(score.auc_macro, score.auc_micro) <= max(score.auc_macro, score.auc_micro) <= 1
+            same = score.model_copy(update={"auc_macro": None, "auc_micro": None})
+            assert same == off_record.accuracy[name]
+    assert run.new_client_rounds[0].accuracy["head"].auc_micro is not None
+
+    def with_areas(samples: int, areas: Areas) -> Report:
+        return Report.from_record(Report(9, samples, 1, {"head": 1}, areas={"head": areas}).to_record())
+
+    one_class = with_areas(3, Areas(None, 0.5))
+    (score,) = summarise_accuracy({0: with_areas(1, Areas(0.25, 1.0)), 1: one_class}).values()
+    assert (score.auc_macro, score.auc_micro) == (0.25, (1 * 1.0 + 3 * 0.5) / 4)
+    without = Report(9, 3, 1, {"head": 1})
+    assert summarise_accuracy({0: without, 1: one_class})["head"].auc_micro is None
+
+
+@pytest.mark.parametrize("key", ["per-class", "auc"])
+def test_scores_need_client_reports(key: str) -> None:
     with pytest.raises(PbflError) as error:
-        parse({"per-class": True, "client-report": "none"}, SECTIONS)
+        parse({key: True, "client-report": "none"}, SECTIONS)
     assert str(error.value) == (
-        "per-class = true: with client-report = 'none' clients report no scores; must be false"
+        f"{key} = true: with client-report = 'none' clients report no scores; must be false"
     )
