@@ -1,4 +1,4 @@
-"""Names to architectures, architectures to models, and the dry forward before round 1."""
+"""Names to architectures, architectures to models, and models of other packages."""
 
 import sys
 from collections.abc import Iterator
@@ -6,19 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.build import (
     FAMILIES,
-    SplitModel,
     architecture_of,
     architectures,
     body_names,
     build_model,
     check_models,
     count_parameters,
-    dry_forward,
     head_names,
 )
 from pbfl_flwr.models.registry import ARCHITECTURES, base_and_sizes
@@ -131,124 +129,6 @@ def test_equal_seeds_give_equal_weights_and_the_global_state_stays(name: str) ->
     body = next(key for key in first if first[key].dim() > 1)
     assert not torch.equal(first[head], other[head])
     assert not torch.equal(first[body], other[body])
-
-
-@pytest.mark.parametrize("spec", ["small-4", "heterogeneous-4", "cnn2,mlp5"])
-def test_dry_forward_passes_where_everything_fits(spec: str) -> None:
-    before = torch.get_rng_state()
-    check_models(spec, TASK)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_dry_forward_names_a_model_that_cannot_take_the_input() -> None:
-    with pytest.raises(PbflError, match=r"'cnn4', layer stages\.1 .* found 2x2 \(input shape \(1, 8, 8\)\)"):
-        check_models("resnet8,cnn4", Task(num_classes=10, feature_dim=24, input_shape=(1, 8, 8)))
-
-
-@pytest.mark.parametrize(
-    ("layer", "replacement", "settings", "shape"),
-    [
-        # 16x16 grey: conv 32x12x12, pool 6x6, conv 64x2x2, pool 1x1, flat 64, hidden 24
-        ("stages.0.0", nn.Conv2d(3, 32, 5), "Conv2d(3, 32, kernel_size=(5, 5)", "(2, 1, 16, 16)"),
-        ("stages.1.0", nn.Conv2d(32, 64, 7), "Conv2d(32, 64, kernel_size=(7, 7)", "(2, 32, 6, 6)"),
-        ("stages.1.1", nn.BatchNorm2d(9), "BatchNorm2d(9, ", "(2, 64, 2, 2)"),
-        ("neck.1", nn.Linear(65, 24), "Linear(in_features=65, ", "(2, 64)"),
-        ("head", nn.Linear(25, 10), "Linear(in_features=25, ", "(2, 24)"),
-        ("stages.0.1", nn.MaxPool2d(99), "MaxPool2d(kernel_size=99, ", "(2, 32, 12, 12)"),
-    ],
-)
-def test_dry_forward_names_the_layer_its_settings_and_its_input(
-    layer: str, replacement: nn.Module, settings: str, shape: str
-) -> None:
-    model = build_model("cnn4", TASK, seed=0)
-    parent, _, child = layer.rpartition(".")
-    setattr(model.get_submodule(parent), child, replacement)
-    with pytest.raises(PbflError) as caught:
-        dry_forward("cnn4", model, TASK)
-    assert str(caught.value).startswith(f"model 'cnn4', layer {layer}, {settings}")
-    assert f" does not accept input of shape {shape} (" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-class _Raises(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise ValueError("wants something else")
-
-
-class _Recovers(nn.Module):
-    """Tries one layer, falls back to another, as optional fast paths do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fast = _Raises()
-        self.slow = nn.Flatten()
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            result: Tensor = self.fast(x)
-        except ValueError:
-            result = self.slow(x)
-        return result
-
-
-class _FailsBetweenLayers(SplitModel):
-    def features(self, inputs: Tensor) -> Tensor:
-        super().features(inputs)
-        raise RuntimeError("no layer of mine")
-
-
-def test_dry_forward_names_no_layer_for_an_error_between_layers() -> None:
-    model = _FailsBetweenLayers(TASK, [_Recovers()], nn.Linear(256, 24), nn.Linear(24, 10))
-    message = r"model 'own', features: does not accept input of shape \(2, 1, 16, 16\) \(no layer of mine\)"
-    with pytest.raises(PbflError, match=message):
-        dry_forward("own", model, TASK)
-
-
-def test_dry_forward_names_the_layer_that_failed_not_one_that_recovered() -> None:
-    model = SplitModel(TASK, [_Recovers()], nn.Linear(7, 24), nn.Linear(24, 10))
-    with pytest.raises(
-        PbflError, match=r"layer neck, Linear\(in_features=7, .* does not accept input of shape \(2, 256\)"
-    ):
-        dry_forward("own", model, TASK)
-
-
-@pytest.mark.parametrize(
-    ("neck", "head", "message"),
-    [
-        (nn.Linear(256, 23), nn.Linear(23, 10), r"features: expected output \(2, 24\), found \(2, 23\)"),
-        (nn.Linear(256, 24), nn.Linear(24, 9), r"head: expected output \(2, 10\), found \(2, 9\)"),
-        (nn.LSTM(256, 24), nn.Linear(24, 10), r"features: expected output \(2, 24\), found tuple"),
-    ],
-)
-def test_dry_forward_names_wrong_widths(neck: nn.Module, head: nn.Module, message: str) -> None:
-    with pytest.raises(PbflError, match=message):
-        dry_forward("own", SplitModel(TASK, [nn.Flatten()], neck, head), TASK)
-
-
-@pytest.mark.parametrize(("step", "layer"), [("features", "neck.1"), ("head", "head")])
-def test_dry_forward_refuses_numbers_that_are_not_finite(step: str, layer: str) -> None:
-    model = build_model("cnn4", TASK, seed=0)
-    with torch.no_grad():
-        model.get_parameter(f"{layer}.bias").fill_(float("inf"))
-    with pytest.raises(PbflError, match=f"'cnn4', {step}: expected finite numbers"):
-        dry_forward("cnn4", model, TASK)
-
-
-class ToFloat64(nn.Module):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.double()
-
-
-@pytest.mark.parametrize("step", ["features", "head"])
-def test_dry_forward_refuses_numbers_of_another_type(step: str) -> None:
-    neck, head = nn.Linear(256, 24), nn.Linear(24, 10)
-    ends = {
-        "features": (nn.Sequential(neck, ToFloat64()), head),
-        "head": (neck, nn.Sequential(head, ToFloat64())),
-    }
-    with pytest.raises(PbflError, match=f"'own', {step}: expected float32 numbers, found float64"):
-        dry_forward("own", SplitModel(TASK, [nn.Flatten()], *ends[step]), TASK)
 
 
 EXTERNAL = """
