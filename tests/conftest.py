@@ -1,5 +1,6 @@
 """What every test relies on."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -58,8 +59,12 @@ def group(test: pytest.Item) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def a_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Decoded data goes into a place of the tests' own, and lines break where a test says so (make sets COLUMNS)."""
+    """Decoded data goes into a place of the tests' own, and lines break where a test says so (make sets COLUMNS).
+
+    Files are not flushed to the disk, which no test outlives.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
         patch.setenv("PBFL_HOME", str(tmp_path_factory.mktemp("pbfl-home")))
         patch.delenv("COLUMNS", raising=False)
         yield

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 MARK = "PBFL_TEST_RUN"
 """Environment variable that all processes of a run inherit; its value is the run directory."""
 PBFL = [sys.executable, "-m", "pbfl_flwr.cli"]
+"""The command, in a process that signals reach as from a terminal."""
 
 
 def start(

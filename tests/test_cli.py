@@ -263,11 +263,6 @@ def test_set_overrides_the_preset_and_tables_are_flattened(tmp_path: Path) -> No
     }
 
 
-@pytest.mark.parametrize("name", configuration.presets())
-def test_shipped_presets_are_valid(name: str) -> None:
-    configuration.check(configuration.gather(name, []))
-
-
 def test_configuration_survives_the_toml_that_flower_reads() -> None:
     config: dict[str, Scalar] = {
         "a": 'qu"ote\\ \n ü',

@@ -8,7 +8,7 @@ import pytest
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy.superlink import Engine
-from tests.real_runs import left_behind, result_of, rounds_of, sets, start, wait_for_rounds
+from tests.real_runs import PBFL, left_behind, result_of, rounds_of, sets, start, wait_for_rounds
 from tests.small_runs import pbfl
 
 SMALL = sets("num-clients=3", "models=cnn4", "feature-dim=16", "max-samples=300")
@@ -56,7 +56,7 @@ def test_ended_run_with_flower_engine_leaves_no_process_and_resumes(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_stopped_and_killed_run_of_processes_leaves_none_and_resumes(tmp_path: Path) -> None:
-    """With two workers, stopped by a lost terminal and then killed, and in the end within one process."""
+    """With two workers, stopped by a lost terminal, then killed without standard streams; in the end in one process."""
     run_dir, resume = tmp_path / "run", ("run", *PROCESSES, "2", "--resume", tmp_path / "run")
     process = start(run_dir, "run", *PROCESSES, "2", "--run-dir", run_dir, *SMALL, *ENDLESS)
     wait_for_rounds(process, run_dir, 1)
@@ -66,7 +66,7 @@ def test_stopped_and_killed_run_of_processes_leaves_none_and_resumes(tmp_path: P
     assert f"resume with: pbfl run --resume {run_dir}\n" in output
     assert left_behind(run_dir) == []
     done = len(rounds_of(run_dir))
-    process = start(run_dir, *resume)
+    process = start(run_dir, *resume, program=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *PBFL])
     wait_for_rounds(process, run_dir, done + 1)
     process.kill()
     process.communicate(timeout=60)
@@ -75,6 +75,7 @@ def test_stopped_and_killed_run_of_processes_leaves_none_and_resumes(tmp_path: P
     output = pbfl(*resume, "--workers", 1, *sets(f"num-server-rounds={rounds}")).output
     assert f"result hash {result_of(run_dir)}" in output
     assert [line["round"] for line in rounds_of(run_dir)] == list(range(1, rounds + 1))
+    assert [line["trained"] for line in rounds_of(run_dir)] == [[0, 1, 2]] * rounds
     assert result_of(run_dir) == result_in_one_process(tmp_path / "one", rounds)
 
 

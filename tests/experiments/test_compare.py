@@ -53,13 +53,6 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", compare.comparisons())
-def test_shipped_comparisons_are_valid(name: str, tmp_path: Path) -> None:
-    title, runs = compare.read(name)
-    assert title
-    assert compare.plan(runs, [], [], [], tmp_path)
-
-
 def checked(name: str) -> set[str]:
     """Return the methods of a comparison, each of them accepted on Fashion-MNIST by its 20 clients' networks."""
     found = set()

@@ -85,13 +85,14 @@ def short(keys: Keys) -> Keys:
         cut["cps-dim"] = 8
     shorter = EXCHANGED if keys["method"] == "gfpl" else SHORT.get(str(keys["method"]), {})
     cut |= {key: value for key, value in shorter.items() if not ((text or windows) and value == "cnn2")}
-    # New clients are tried with every method in tests/flower/server/test_new_clients.py.
+    # New clients are tried in tests/flower/server/test_new_clients.py.
     return {**{key: value for key, value in keys.items() if not key.startswith("new-client")}, **cut}
 
 
 def distinct() -> list[tuple[str, Keys]]:
-    """The runs that differ in more than their data and in the size of numbers: the first of each."""
+    """The runs that differ in more than data, networks, conventions and the size of numbers: the first of each."""
     ignored = {*DataSettings.key_names(), "feature-dim", "cps-scheme", "drop-last", "local-epochs"}
+    ignored |= {"models", "initial-weights", "protocol", "evaluate-moment", "predictor"}
     first: dict[str, tuple[str, Keys]] = {}
     for where, keys in RUNS:
         cut = short(keys)

@@ -1,8 +1,6 @@
 """Sweeps: lists become combinations, combinations become runs, and runs side by side leave nothing behind."""
 
-import csv
 import io
-import json
 import os
 import subprocess
 import sys
@@ -351,20 +349,6 @@ def test_the_table_by_one_predictor(tmp_path: Path) -> None:
     assert "Never scored by global: cps-dim=2." in text
 
 
-def test_the_table_says_when_rows_were_scored(tmp_path: Path) -> None:
-    found = sweep.read(None, ["cps-dim=1,2", "num-clients=2", "num-server-rounds=1", "feature-dim=4"])
-    runs = sweep.plans(found, tmp_path)
-    for run in runs:
-        write_run(run.directory, [entry(1, 0.5, 0.75)], **run.requested.values)
-    assert "scored" not in sweep.table(found, compare.finished_groups(runs), runs, "").columns
-    about = runs[1].directory / "run.json"
-    about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
-    sheet = sweep.table(found, compare.finished_groups(runs), runs, "")
-    assert sheet.columns[:4] == ("cps-dim", "primary predictor", "scored", "seeds")
-    assert [row[2] for row in sheet.rows] == ["after", "before"]
-    assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
-
-
 def test_the_tables_of_an_earlier_sweep_stay_where_a_run_is_refused(tmp_path: Path) -> None:
     words = ["--set", "cps-dim=1,2", "--set", "num-clients=2", "--set", "feature-dim=4"]
     words += [
@@ -388,69 +372,6 @@ def test_the_tables_of_an_earlier_sweep_stay_where_a_run_is_refused(tmp_path: Pa
     assert "not written, because a run is refused; existing files are unchanged" in result.stdout
     assert "**Sweep over" not in result.stdout
     assert {path: path.read_bytes() for path in tmp_path.glob("table.*")} == before
-
-
-def test_the_table_has_new_clients_and_the_other_moment(tmp_path: Path) -> None:
-    found = sweep.read(
-        None, ["new-clients=0,1", "new-client-rounds=1", "num-clients=2", "num-server-rounds=1"]
-    )
-    runs = sweep.plans(found, tmp_path)
-    other = entry(1, 0.5, 0.125)["accuracy"]
-    for run in runs:
-        write_run(
-            run.directory,
-            [entry(1, 0.5, 0.75, other_accuracy=other)],
-            **{**run.requested.values, "feature-dim": 512},
-        )
-    line = json.dumps(entry(2, 0.5, 0.625, after=1))
-    (runs[1].directory / "new-clients.jsonl").write_text(line + "\n")
-    sheet = sweep.table(found, compare.finished_groups(runs), runs, "A sweep")
-    columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
-    assert [row["new clients"] for row in columns] == ["-", "62.50"]
-    assert [row["at the other moment"] for row in columns] == ["12.50", "12.50"]
-    summary.write(tmp_path, sheet, compare.finished_groups(runs), sweep.value_columns(found))
-    with (tmp_path / "table.csv").open() as lines:
-        old, new = csv.DictReader(lines)
-    assert (old["new_clients"], new["new_clients"], new["new_clients_sd"]) == ("", "62.5000", "")
-    assert (new["other_moment"], new["global"], new["paper"], new["last_sd"]) == (
-        "12.5000",
-        "75.0000",
-        "36",
-        "",
-    )
-    assert any(note.startswith("New clients took no part in the rounds") for note in sheet.notes)
-
-
-def test_the_table_has_the_validation_chosen_round(tmp_path: Path) -> None:
-    found = sweep.read(
-        None, ["learning-rate=0.1,0.2", "validation-share=0.5", "num-clients=2", "num-server-rounds=2"]
-    )
-    runs = sweep.plans(found, tmp_path)
-    for run, held_out in zip(runs, (0.5, 0.25), strict=True):
-        first = entry(1, 0.5, 0.75, validation={"global": {"weighted": 0.375}})
-        second = entry(2, 0.5, 0.625, validation={"global": {"weighted": held_out}})
-        write_run(run.directory, [first, second], **{**run.requested.values, "feature-dim": 512})
-    sheet = sweep.table(found, compare.finished_groups(runs), runs, "A sweep")
-    columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
-    assert [row["validation-chosen"] for row in columns] == ["62.50", "75.00"]
-
-
-def test_the_table_gives_every_class_the_same_weight_with_per_class(tmp_path: Path) -> None:
-    words = ["per-class=false,true", "num-clients=2", "num-server-rounds=1"]
-    found = sweep.read(None, words)
-    without, counted = sweep.plans(found, tmp_path)
-    line = entry(1, 0.5, 0.5)
-    write_run(without.directory, [line], **{**without.requested.values, "feature-dim": 512})
-    line["accuracy"]["global"] |= {"balanced": 0.25, "macro_f1": 0.125}
-    write_run(counted.directory, [line], **{**counted.requested.values, "feature-dim": 512})
-    sheet = sweep.table(found, compare.finished_groups([without, counted]), [without, counted], "")
-    columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
-    assert [(row["balanced accuracy"], row["macro-F1"]) for row in columns] == [
-        ("-", "-"),
-        ("25.00", "12.50"),
-    ]
-    sheet = sweep.table(found, compare.finished_groups([without]), [without], "")
-    assert not {"balanced accuracy", "macro-F1"} & {*sheet.columns}
 
 
 def test_the_command_refuses_before_it_starts(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_models_and_data_may_change_between_runs(tmp_path: Path, cell: ModuleTyp
     assert results[0][2] == results[1][2] != results[2][2]
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_run_leaves_the_process_state_unchanged(workers: int, tmp_path: Path) -> None:
     def state() -> list[object]:
         return [

@@ -38,11 +38,9 @@ TASK = Task(num_classes=10, feature_dim=64, input_shape=(1, 16, 16))
 SETTINGS: dict[str, dict[str, Scalar]] = {
     "mean": {"aggregation": "mean"},
     "mean, aligned": {"method": "protonorm"},
-    "ppa": {"aggregation": "ppa"},
     "ppa, known": {"aggregation": "ppa", "total_examples": 90},
     "aps-sum, sparse": {"method": "tinyproto", "cps_dim": 16},
     "aps-mean": {"aggregation": "aps-mean"},
-    "aps-sum, known": {"aggregation": "aps-sum", "aps_scale": 0.02},
 }
 
 

@@ -39,7 +39,7 @@ def uploads(directory: Path, **keys: Any) -> tuple[dict[int, dict[int, Prototype
     return strategy.seen, malicious(strategy.settings)
 
 
-@pytest.mark.parametrize("method", ["fedproto", "fedtgp", "tinyproto", "protonorm", "fedgh", "feddistill"])
+@pytest.mark.parametrize("method", ["fedproto", "fedgh", "feddistill"])
 def test_only_malicious_clients_falsify_uploads(tmp_path: Path, method: str) -> None:
     honest, nobody = uploads(tmp_path / "a", method=method, num_server_rounds=1)
     lied, liars = uploads(tmp_path / "b", method=method, num_server_rounds=1, **ATTACK)
@@ -51,10 +51,10 @@ def test_only_malicious_clients_falsify_uploads(tmp_path: Path, method: str) -> 
 
 
 def test_malicious_clients_do_not_depend_on_order_or_resume(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {**ATTACK, "attack.kind": "noise", "num_server_rounds": 4, "norm_bound": 1.0}
+    keys: dict[str, Any] = {**ATTACK, "attack.kind": "noise", "norm_bound": 1.0}
     one = federation(tmp_path / "a", **keys).run()
     other = federation(tmp_path / "b", order=5, **keys).run()
-    federation(tmp_path / "c", on_disk=True, **{**keys, "num_server_rounds": 2}).run()
+    federation(tmp_path / "c", on_disk=True, **{**keys, "num_server_rounds": 1}).run()
     resumed = federation(tmp_path / "c", on_disk=True, resume=True, **keys).run()
     assert one.fingerprint == other.fingerprint == resumed.fingerprint
     honest = federation(tmp_path / "d", **{**keys, "attack.kind": "none"}).run()

@@ -97,7 +97,6 @@ def test_clients_join_in_any_round(tmp_path: Path) -> None:
     late = "joined during the run: client a in round 2, client b in round 3; accuracies of earlier rounds exclude them"
     assert late in text.getvalue().splitlines()
     assert {row.split(",")[2] for row in as_csv(tmp_path / "run").splitlines()[1:]} == set("mbza")
-    report.write(results.load([tmp_path / "run"]), tmp_path / "report.html")
     assert late in report.overviews(results.load([tmp_path / "run"]))[0].warnings
 
 
@@ -147,7 +146,6 @@ def test_unused_client_numbers_do_no_harm(tmp_path: Path, method: str) -> None:
     text = StringIO()
     show_run(tmp_path / "run", Console(width=200, file=text))
     assert "not cover all participating clients" not in text.getvalue()
-    report.write(results.load([tmp_path / "run"]), tmp_path / "report.html")
     begun(
         tmp_path,
         sites(tmp_path, 4, 1),
