@@ -27,7 +27,8 @@ from machine import introduce, write
 from pbfl_flwr.config import parse
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.server.exchange import Phase, read
+from pbfl_flwr.flower.server.exchange import Phase
+from pbfl_flwr.flower.server.replies import read
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes

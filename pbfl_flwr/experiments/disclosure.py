@@ -11,7 +11,7 @@ from rich.console import Console
 from pbfl_flwr.config import Settings
 from pbfl_flwr.experiments.console import print_hanging, say
 from pbfl_flwr.flower.messages import report, traffic
-from pbfl_flwr.flower.server import membership
+from pbfl_flwr.flower.server import handshake
 from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Reveal
 from pbfl_flwr.payloads.reveals import PRESENCE
@@ -25,7 +25,7 @@ def disclosures(settings: Settings) -> list[Reveal]:
     """Return everything that a client's messages and the broadcast reveal under this configuration."""
     counted = settings.evaluation.per_class
     by_class = report.BY_CLASS if counted else report.BY_CLASS.but("hidden", "not sent")
-    reveals = [*membership.REVEALS, *report.REVEALS, by_class]
+    reveals = [*handshake.REVEALS, *report.REVEALS, by_class]
     if settings.privacy.client_report == "none":
         reveals = [one.but("hidden", "not sent") if "client-report" in one.hide else one for one in reveals]
     method = build_method(settings)

@@ -9,7 +9,7 @@ from torch import Tensor
 from pbfl_flwr.config import AttackSettings, Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.server.exchange import Uploads
+from pbfl_flwr.flower.server.replies import Uploads
 from pbfl_flwr.method import Nearest, Round
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes

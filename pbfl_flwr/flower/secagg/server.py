@@ -51,7 +51,8 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, classes_counted
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.secagg.messages import parameters_of, report_of, summing
-from pbfl_flwr.flower.server.exchange import Outcome, Phase, error_reason, read, rejection_reason
+from pbfl_flwr.flower.server.exchange import Phase
+from pbfl_flwr.flower.server.replies import Outcome, error_reason, read, rejection_reason
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, Prototypes
 from pbfl_flwr.prototypes import secure_sums as sums
@@ -125,7 +126,7 @@ class SecureRounds:
     def read(
         self, replies: list[Message], phase: Phase, state: Payload, task: Task, max_bytes: int
     ) -> Outcome:
-        """Return the result of a phase; the arguments are those of :func:`~pbfl_flwr.flower.server.exchange.read`.
+        """Return the result of a phase; the arguments are those of :func:`~pbfl_flwr.flower.server.replies.read`.
 
         Each client whose upload is in the sum has the same upload, which represents the sum.
 

@@ -9,7 +9,7 @@ from flwr.serverapp import Grid
 
 from pbfl_flwr.config import RunSettings, Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.server.membership import count_simulated_nodes
+from pbfl_flwr.flower.server.handshake import count_simulated_nodes
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.directory import RunDirectory

@@ -16,7 +16,8 @@ from flwr.app import Message
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import Traffic
-from pbfl_flwr.flower.server.exchange import LateReply, Outcome, Phase
+from pbfl_flwr.flower.server.exchange import LateReply, Phase
+from pbfl_flwr.flower.server.replies import Outcome
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.runs.directory import finite
 from pbfl_flwr.runs.records import (
@@ -167,7 +168,7 @@ def updated_ages(
 
     Args:
         ages: after the previous round; None in the first.
-        classes: see :class:`~pbfl_flwr.flower.server.exchange.Outcome`.
+        classes: see :class:`~pbfl_flwr.flower.server.replies.Outcome`.
         num_classes: K.
     """
     if classes is None and ages is None:

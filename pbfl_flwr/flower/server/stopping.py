@@ -9,8 +9,9 @@ from flwr.app import Message
 from flwr.common.constant import ErrorCode
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.server.exchange import Outcome, Phase, worker_died
+from pbfl_flwr.flower.server.exchange import Phase
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
+from pbfl_flwr.flower.server.replies import Outcome, worker_died
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.payloads import Payload
 

@@ -35,10 +35,11 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import classes_counted
 from pbfl_flwr.flower.server import recorder, rounds, stopping
-from pbfl_flwr.flower.server.exchange import Instructions, Kind, Phase, RoundPlan, read
+from pbfl_flwr.flower.server.exchange import Instructions, Kind, Phase, RoundPlan
 from pbfl_flwr.flower.server.grid import polling
 from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.recorder import Recorder
+from pbfl_flwr.flower.server.replies import read
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.flower.server.rounds import Exchange, FinishedRound, RoundSummary
 from pbfl_flwr.method import Method, Moment, Round, resolved_moment

@@ -19,7 +19,7 @@ from pbfl_flwr.flower.engines.grid import LocalGrid, federate, in_this_process, 
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import grid as waiting
-from pbfl_flwr.flower.server import membership
+from pbfl_flwr.flower.server import handshake
 from pbfl_flwr.flower.server.app import serve
 from pbfl_flwr.flower.server.grid import polling
 from pbfl_flwr.flower.server.strategy import MethodStrategy
@@ -74,7 +74,7 @@ def test_gives_the_results_of_the_grid_of_the_tests(tmp_path: Path) -> None:
 def test_zero_clients_stand_for_all_nodes_of_a_simulation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership, "JOIN_PAUSE", 0.1)
+    monkeypatch.setattr(handshake, "JOIN_PAUSE", 0.1)
     keys = {**KEYS, "num-server-rounds": 1}
     everyone: dict[str, Scalar] = {**keys, "num-clients": 0, "run-dir": str(tmp_path / "all")}
     with device.as_worker(1):

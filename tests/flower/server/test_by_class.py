@@ -12,7 +12,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.messages.traffic import Traffic
-from pbfl_flwr.flower.server.exchange import Outcome, Phase
+from pbfl_flwr.flower.server.exchange import Phase
+from pbfl_flwr.flower.server.replies import Outcome
 from pbfl_flwr.flower.server.rounds import Exchange, clients_record, on_validation, summarise_accuracy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.records import RoundRecord

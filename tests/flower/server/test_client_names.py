@@ -16,7 +16,7 @@ from rich.console import Console
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.show import failure_lines, show_run
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.server.membership import with_numbers
+from pbfl_flwr.flower.server.handshake import with_numbers
 from pbfl_flwr.flower.server.roster import client_from_reply
 from pbfl_flwr.method import Client
 from pbfl_flwr.runs.client_store import load_tensors

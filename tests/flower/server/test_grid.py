@@ -17,7 +17,7 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server import grid as waiting
 from pbfl_flwr.flower.server.grid import PollingGrid, poll, polling
-from pbfl_flwr.flower.server.membership import wait_for_nodes
+from pbfl_flwr.flower.server.handshake import wait_for_nodes
 from pbfl_flwr.flower.server.roster import Roster
 from tests.flower.inprocess import Answer, Clock, Delayed, InProcessGrid
 

@@ -19,8 +19,10 @@ from pbfl_flwr.experiments.run_export import as_csv
 from pbfl_flwr.experiments.show import show_run
 from pbfl_flwr.flower.client import handshake as client_handshake
 from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.server import handshake as handshakes
 from pbfl_flwr.flower.server import membership as returning
-from pbfl_flwr.flower.server.membership import Admission, Membership, checked_roster, handshake_with_new_nodes
+from pbfl_flwr.flower.server.handshake import checked_roster
+from pbfl_flwr.flower.server.membership import Admission, Membership, handshake_with_new_nodes
 from pbfl_flwr.flower.server.roster import Roster, client_from_reply
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import SECTIONS
@@ -554,14 +556,14 @@ def test_device_restarted_during_resume_is_one_client(
     runs_on = {11: 0, 21: 0, 22: 1}  # node -> client
     online = iter([[11], [21], [21, 22]])
     monkeypatch.setattr(
-        returning,
+        handshakes,
         "send_handshake",
         lambda _, nodes, *__: ([member(runs_on[node], node) for node in nodes], {}),
     )
-    monkeypatch.setattr(returning, "wait_for_nodes", lambda *_, **__: next(online))
+    monkeypatch.setattr(handshakes, "wait_for_nodes", lambda *_, **__: next(online))
     nobody: Any = None  # greeting and waiting are replaced: no grid is asked
     recorded = [member(client, 1) for client in (0, 1)]
-    roster, strange = returning.resumed_handshake(nobody, recorded, "e", 1.0, 1.0, 2)
+    roster, strange = handshakes.resumed_handshake(nobody, recorded, "e", 1.0, 1.0, 2)
     assert {client: at.node for client, at in roster.clients.items()} == {0: 21, 1: 22}
     assert strange == []
 
@@ -574,10 +576,10 @@ def test_resume_asks_a_node_lost_during_the_handshake_when_it_is_back(
             return [11]  # after the first handshake, in which node 12 was lost
 
     replies = iter([([member(0, 11)], {12: "Error: Node Unavailable"}), ([member(1, 12)], {})])
-    monkeypatch.setattr(returning, "send_handshake", lambda *_: next(replies))
-    monkeypatch.setattr(returning, "wait_for_nodes", lambda *_, **__: [11, 12])
+    monkeypatch.setattr(handshakes, "send_handshake", lambda *_: next(replies))
+    monkeypatch.setattr(handshakes, "wait_for_nodes", lambda *_, **__: [11, 12])
     grid: Any = Connected()
     recorded = [member(client, 1) for client in (0, 1)]
-    roster, refused = returning.resumed_handshake(grid, recorded, "e", 1.0, 1.0, 2)
+    roster, refused = handshakes.resumed_handshake(grid, recorded, "e", 1.0, 1.0, 2)
     assert {client: at.node for client, at in roster.clients.items()} == {0: 11, 1: 12}
     assert refused == []

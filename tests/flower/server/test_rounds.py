@@ -13,10 +13,8 @@ from pbfl_flwr.experiments.results import load, scores
 from pbfl_flwr.experiments.run_tables import accuracy_sheet
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import Traffic
-from pbfl_flwr.flower.server.exchange import (
-    Outcome,
-    Phase,
-)
+from pbfl_flwr.flower.server.exchange import Phase
+from pbfl_flwr.flower.server.replies import Outcome
 from pbfl_flwr.flower.server.rounds import (
     Exchange,
     RoundSummary,
