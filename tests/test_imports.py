@@ -39,6 +39,7 @@ APART = {
 EXPERIMENTS: tuple[tuple[str, ...], ...] = (
     ("console", "statistics", "disclosure"),
     ("results", "tables"),
+    ("notes",),
     ("summary", "pairs", "run_tables", "status", "run_export", "artefacts"),
     ("show", "pictures"),
     ("report",),

@@ -201,9 +201,9 @@ def compare(
     from pbfl_flwr.config import comma_list
     from pbfl_flwr.experiments import summary
     from pbfl_flwr.experiments.execute import several
+    from pbfl_flwr.experiments.notes import titled
     from pbfl_flwr.experiments.pairs import paired_sheet
     from pbfl_flwr.experiments.plan import comparison
-    from pbfl_flwr.experiments.results import titled
 
     console = screen()
     try:

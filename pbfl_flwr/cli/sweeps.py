@@ -62,9 +62,9 @@ def sweep(
     """Run every combination of values and print one table; run again to resume."""
     from pbfl_flwr.experiments import summary
     from pbfl_flwr.experiments.execute import several
+    from pbfl_flwr.experiments.notes import titled
     from pbfl_flwr.experiments.plan import comparison
     from pbfl_flwr.experiments.plan import sweep as sweeping
-    from pbfl_flwr.experiments.results import titled
 
     console = screen()
     try:

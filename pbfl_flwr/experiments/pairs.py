@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from pbfl_flwr.experiments.results import (
-    FinishedRun,
-    Group,
-    accuracy_name,
-    changed_weights,
-    mean_over_seeds,
-    same_data,
-    scores,
-    span,
-    unscored_lines,
-)
+from pbfl_flwr.experiments.notes import accuracy_name, changed_weights, unscored_lines
+from pbfl_flwr.experiments.results import FinishedRun, Group, mean_over_seeds, same_data, scores, span
 from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, holm, paired
 from pbfl_flwr.experiments.tables import Sheet
 

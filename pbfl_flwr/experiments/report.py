@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.pairs import paired_sheet
-from pbfl_flwr.experiments.results import NEUTRAL, Group, titled
+from pbfl_flwr.experiments.results import NEUTRAL, Group
 from pbfl_flwr.experiments.run_tables import accuracy_sheet, class_sheets, client_sheet
 from pbfl_flwr.experiments.show import failure_lines, joined_lines, settings_line
 from pbfl_flwr.experiments.summary import (

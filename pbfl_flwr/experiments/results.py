@@ -136,49 +136,6 @@ def _at_other_moment(rounds: Sequence[RoundRecord], name: str) -> list[tuple[int
     ]
 
 
-def majority_lines(shares: Iterable[float | None], who: str = "a client") -> list[str]:
-    """Return a sentence on the accuracy of always predicting a client's majority class; empty if unknown.
-
-    Args:
-        shares: the accuracy in every run; different values are listed together.
-        who: the kind of client, for the sentence.
-    """
-    known = dict.fromkeys(f"{100 * share:.2f}" for share in sorted(s for s in shares if s is not None))
-    sentence = (
-        f"Always predicting {who}'s most frequent training class: {', '.join(known)} %, sample-weighted."
-    )
-    return [sentence] if known else []
-
-
-def accuracy_name(by: str) -> str:
-    """Return the name of the accuracies in a table.
-
-    Args:
-        by: the requested predictor; empty means each run's primary predictor.
-    """
-    return f"accuracy by {by}" if by else "primary predictor's accuracy"
-
-
-def titled(title: str, by: str) -> str:
-    """Return the title of a table with the requested predictor ``by``, if any."""
-    return f"{title}, by {by}" if by else title
-
-
-def unscored_lines(rows: Iterable[tuple[str, str]], consequence: str = "") -> list[str]:
-    """Return a sentence per predictor on the rows that have no accuracy.
-
-    Args:
-        rows: (label, predictor) of the rows without accuracy.
-        consequence: text after the predictor's name.
-    """
-    by_predictor: dict[str, list[str]] = {}
-    for label, predictor in rows:
-        by_predictor.setdefault(predictor, []).append(label)
-    return [
-        f"Never scored by {name}{consequence}: {', '.join(labels)}." for name, labels in by_predictor.items()
-    ]
-
-
 def other_moment(about: RunRecord) -> str:
     """Return the moment at which a run's primary predictor's accuracy is not scored."""
     return "after training" if about.moment == "before" else "before training"
@@ -241,24 +198,6 @@ def partial_coverage(runs: Iterable[tuple[RunRecord, Mapping[str, Scores]]]) -> 
             points = [point[1] for point in (score.last, score.best, score.chosen) if point is not None]
             covered.setdefault(name, set()).update(accuracy.clients for accuracy in points)
     return {name: f"{span(numbers)} of {total}" for name, numbers in covered.items() if min(numbers) < total}
-
-
-def coverage_lines(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Return a sentence on the accuracies of a table that cover only some of the clients; empty if all cover all.
-
-    Args:
-        rows: label and result of :func:`partial_coverage`; the sentence names labels only if rows differ.
-    """
-    by_text: dict[str, list[str]] = {}
-    for label, few in rows:
-        text = ", ".join(f"{name} over {numbers}" for name, numbers in few.items())
-        by_text.setdefault(text, []).append(label)
-    parts = [
-        text if len(labels) == len(rows) else f"{', '.join(labels)}: {text}"
-        for text, labels in by_text.items()
-        if text
-    ]
-    return [f"Accuracies that do not cover all participating clients: {'; '.join(parts)}."] if parts else []
 
 
 def span(numbers: Iterable[int]) -> str:
@@ -509,25 +448,6 @@ def same_data(one: FinishedRun, other: FinishedRun) -> bool:
     if one.counts is None or other.counts is None:
         return one.counts is other.counts
     return np.array_equal(one.counts, other.counts)
-
-
-def changed_weights(records: Iterable[FinishedRun]) -> list[str]:
-    """Return the models whose pretrained weights differ between the runs that start from them."""
-    begun: dict[str, set[frozenset[str]]] = {}
-    for record in records:
-        known: dict[str, set[str]] = {}
-        for client in record.about.clients:
-            if client.weights:
-                known.setdefault(client.architecture, set()).add(client.weights)
-        for name, hashes in known.items():
-            begun.setdefault(name, set()).add(frozenset(hashes))
-    return [name for name, different in begun.items() if len(different) > 1]
-
-
-def changed_files(records: Sequence[FinishedRun]) -> str:
-    """Return a text on how runs that differ only in the seed differ in data or pretrained weights; empty if not."""
-    data = [] if all(same_data(records[0], record) for record in records) else ["data"]
-    return ", ".join([*data, *(f"weights of {name}" for name in changed_weights(records))])
 
 
 def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[str, float]:

@@ -8,11 +8,10 @@ from statistics import fmean
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.errors import abbreviate
 from pbfl_flwr.experiments.console import kilobytes
+from pbfl_flwr.experiments.notes import accuracy_name, coverage_lines
 from pbfl_flwr.experiments.results import (
     FinishedRun,
     Group,
-    accuracy_name,
-    coverage_lines,
     other_moment,
     partial_coverage,
     participants,

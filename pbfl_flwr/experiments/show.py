@@ -11,14 +11,8 @@ from rich.console import Console
 from pbfl_flwr.config import AttackSettings, Scalar
 from pbfl_flwr.errors import FEW
 from pbfl_flwr.experiments.console import clients_named, say
-from pbfl_flwr.experiments.results import (
-    FinishedRun,
-    Group,
-    majority_lines,
-    new_client_rounds,
-    resume_command,
-    scores,
-)
+from pbfl_flwr.experiments.notes import majority_lines
+from pbfl_flwr.experiments.results import FinishedRun, Group, new_client_rounds, resume_command, scores
 from pbfl_flwr.experiments.run_tables import (
     accuracy_sheet,
     class_sheets,

@@ -15,17 +15,14 @@ from typing import Literal
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.console import kilobytes
-from pbfl_flwr.experiments.results import (
-    Group,
+from pbfl_flwr.experiments.notes import (
     accuracy_name,
     changed_files,
     coverage_lines,
-    honest,
     majority_lines,
-    participants,
-    span,
     unscored_lines,
 )
+from pbfl_flwr.experiments.results import Group, honest, participants, span
 from pbfl_flwr.experiments.statistics import fairness, spread
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
 from pbfl_flwr.runs.records import RoundRecord

@@ -8,9 +8,10 @@ import pytest
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import results
+from pbfl_flwr.experiments.notes import majority_lines
 from pbfl_flwr.experiments.pairs import paired_sheet, probability
 from pbfl_flwr.experiments.report import fairness_sheet
-from pbfl_flwr.experiments.results import majority_lines, scores
+from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.experiments.run_tables import client_sheet
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import PartitionRecord

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.artefacts import NotAvailable
 from pbfl_flwr.experiments.console import kilobytes
+from pbfl_flwr.experiments.notes import accuracy_name
 from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
     Picture,
@@ -22,7 +23,7 @@ from pbfl_flwr.experiments.pictures.style import (
     marker_interval,
     titled_picture,
 )
-from pbfl_flwr.experiments.results import FinishedRun, Group, accuracy_name
+from pbfl_flwr.experiments.results import FinishedRun, Group
 
 MOST_LINES = 50  # clients in one picture
 Curve = Sequence[tuple[int, float]]

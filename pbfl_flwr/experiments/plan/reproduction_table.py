@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.plan.comparison import Planned, finished_groups
 from pbfl_flwr.experiments.plan.reproduction import Reproduction, Scale, changes
-from pbfl_flwr.experiments.results import Group, titled
+from pbfl_flwr.experiments.results import Group
 from pbfl_flwr.experiments.summary import (
     BEST,
     BEST_STD,
