@@ -2,12 +2,7 @@ import torch
 from torch import nn
 
 from pbfl_flwr.method import Round
-from pbfl_flwr.methods.averaging import copies, shared_parameters
 from pbfl_flwr.payloads import Weights
-
-
-def head_of(model):
-    return Weights(copies(shared_parameters(model, "head")))
 
 
 def test_only_the_head_travels_by_role(make_method, make_client, task):

@@ -43,27 +43,6 @@ class Odd(Plain):
         return self.scale * super().features(inputs.double()).float()
 
 
-class Asking(Plain):
-    """Has its processor look at a number of every batch, for which a card must be waited for."""
-
-    def features(self, inputs: Tensor) -> Tensor:
-        """Return (B, d)."""
-        return super().features(inputs if float(inputs.abs().amax()) > 0 else inputs + 1)
-
-
-class Reading(Plain):
-    """Reads an image's rows one after the other."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self.body = nn.GRU(task.input_shape[2], task.feature_dim, batch_first=True)
-
-    def features(self, inputs: Tensor) -> Tensor:
-        """Return (B, d)."""
-        states: Tensor = self.body(inputs[:, 0])[0]
-        return states[:, -1]
-
-
 class Twice(Plain):
     """Keeps the mean of its inputs under two names, and a number that is in no state."""
 

@@ -1,4 +1,5 @@
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,14 @@ def test_an_image_folder_that_cannot_be_used_says_why(tmp_path, write_image):
         load(tmp_path / "b")
 
 
+def folder_of(place: Path, name: str, save: Callable[[Path], object]) -> DataSettings:
+    """Two classes with one image each, which is written by this function."""
+    for label in ("cat", "dog"):
+        (place / label).mkdir()
+        save(place / label / name)
+    return DataSettings(dataset="image-folder", data_dir=str(place))
+
+
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_applies_the_exif_orientation(tmp_path, name, orientation):
@@ -113,60 +122,49 @@ def test_applies_the_exif_orientation(tmp_path, name, orientation):
     }[orientation]  # fmt: skip
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
-    for label in ("cat", "dog"):
-        (tmp_path / label).mkdir()
-        Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / label / name, exif=exif)
-    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
+    image = Image.fromarray(np.ascontiguousarray(stored))
+    pool = load_pool(folder_of(tmp_path, name, lambda path: image.save(path, exif=exif)))
     assert pool.input_shape == (3, 16, 32)
-    assert (
-        np.abs(pool.inputs[0].transpose(1, 2, 0).astype(int) - light).mean() < 8
-    )  # JPEG and WEBP lose a little
-    image = one_image(tmp_path / "cat" / name, 3, (32, 16))  # as predict reads it
-    assert np.array_equal(image, pool.inputs[0])
+    difference = pool.inputs[0].transpose(1, 2, 0).astype(int) - light
+    assert np.abs(difference).mean() < 8  # JPEG and WEBP lose a little
+    assert np.array_equal(
+        one_image(tmp_path / "cat" / name, 3, (32, 16)), pool.inputs[0]
+    )  # as predict reads it
 
 
 def test_ignores_damaged_exif(tmp_path):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
-    for label in ("cat", "dog"):
-        (tmp_path / label).mkdir()
-        path = tmp_path / label / "a.webp"
+
+    def save(path: Path) -> None:
         Image.new("RGB", (8, 4)).save(path, exif=exif)
         content = path.read_bytes()
         path.write_bytes(content.replace(b"MM\0*", b"ZZ\0*"))
         assert path.read_bytes() != content
-    assert load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path))).input_shape == (3, 4, 8)
+
+    assert load_pool(folder_of(tmp_path, "a.webp", save)).input_shape == (3, 4, 8)
 
 
 @pytest.mark.filterwarnings("error")
 def test_colours_of_a_palette_with_transparent_ones(tmp_path):
-    for label in ("cat", "dog"):
-        (tmp_path / label).mkdir()
-        image = Image.new("P", (2, 1))
-        image.putpalette([10, 20, 30, 40, 50, 60])
-        image.putpixel((1, 0), 1)
-        image.save(tmp_path / label / "a.png", transparency=b"\0\x80")
-    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putpixel((1, 0), 1)
+    pool = load_pool(folder_of(tmp_path, "a.png", lambda path: image.save(path, transparency=b"\0\x80")))
     assert pool.inputs[0, :, 0].T.tolist() == [[10, 20, 30], [40, 50, 60]]
 
 
 @pytest.mark.parametrize("name", ["0.png", "0.tif"])
 def test_keeps_the_high_byte_of_16_bit_channels(tmp_path, name):
     values = np.array([[0, 255, 256], [1000, 60_000, 65_535]], dtype=np.uint16)
-    for label in ("healthy", "ill"):
-        (tmp_path / "scans" / label).mkdir(parents=True)
-        Image.fromarray(values).save(tmp_path / "scans" / label / name)
-    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "scans")))
+    pool = load_pool(folder_of(tmp_path, name, Image.fromarray(values).save))
     expected = [[0, 0, 1], [3, 234, 255]]
     assert pool.inputs.tolist() == [[expected] * 3] * 2
-    alone = one_image(tmp_path / "scans" / "ill" / name, 1, (3, 2))  # what predict reads
-    assert alone.tolist() == [expected]
+    assert one_image(tmp_path / "dog" / name, 1, (3, 2)).tolist() == [expected]  # what predict reads
 
 
 @pytest.mark.parametrize(("mode", "dtype"), [("I", np.int32), ("F", np.float32)])
 def test_rejects_images_of_unknown_range(tmp_path, mode, dtype):
-    for label in ("healthy", "ill"):
-        (tmp_path / "scans" / label).mkdir(parents=True)
-        Image.fromarray(np.full((2, 2), 1000, dtype)).save(tmp_path / "scans" / label / "0.tif")
+    settings = folder_of(tmp_path, "0.tif", Image.fromarray(np.full((2, 2), 1000, dtype)).save)
     with pytest.raises(PbflError, match=rf"0\.tif is an image of mode {mode}, whose value range is unknown"):
-        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "scans")))
+        load_pool(settings)
