@@ -15,8 +15,9 @@ from pbfl_flwr.methods import build_method
 from pbfl_flwr.training.evaluation import evaluate
 from tests.methods.conftest import TASK, settings_of
 
-LABELS = {0: (0, 0, 1, 1, 2, 2, 0, 1, 1), 1: (3,), 2: (), 3: (2, 2, 2, 2, 2)}  # batches of 4 leave 1 sample over
-PRESENT = {1: (0, 2), 2: (1, 2), 7: (0, 1, 3), 8: (2,)}  # client 3 begins in round 7; in round 8 only 2 is there
+# Batches of 4 leave 1 sample over; client 3 begins in round 7, and in round 8 only client 2 is there.
+LABELS = {0: (0, 0, 1, 1, 2, 2, 0, 1, 1), 1: (3,), 2: (), 3: (2, 2, 2, 2, 2)}
+PRESENT = {1: (0, 2), 2: (1, 2), 7: (0, 1, 3), 8: (2,)}
 MORE: dict[str, dict[str, Any]] = {"tinyproto": {"cps_dim": 3}, "gfpl": {"own": {"start": 1, "interval": 1}}}
 ARCHITECTURES = {"clean": "tests.methods.tiny_nets:normed", "htfl": "cnn4"}  # the first with BatchNorm
 
