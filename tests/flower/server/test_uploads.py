@@ -25,8 +25,9 @@ NOISE: dict[str, Any] = {"dp_clip": 5.0, "dp_noise": 2.0}
 SUMS: dict[str, Any] = {"aggregation": "ppa", "total_examples": 100}
 
 
-@pytest.mark.parametrize("method", PROTECTED)
-@pytest.mark.parametrize("unit", ["client", "sample"])
+@pytest.mark.parametrize(
+    ("method", "unit"), [*((method, "client") for method in PROTECTED), ("fedproto", "sample")]
+)
 def test_every_protected_method_uploads_noise_and_reports_epsilon(
     tmp_path: Path, method: str, unit: str
 ) -> None:
