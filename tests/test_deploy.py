@@ -295,7 +295,7 @@ def test_masked_sum_of_devices_is_the_sum_in_clear(place: Path) -> None:
         pytest.param(signal.SIGKILL, marks=pytest.mark.long),
     ],
 )
-def test_ended_command_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+def test_ended_command_leaves_no_process_and_resumes(tmp_path: Path, number: signal.Signals) -> None:
     run_dir = tmp_path / "run"
     words = sets("models=cnn2", "feature-dim=16", "partition=iid", "num-server-rounds=1000")
     process = start(run_dir, "deploy", "local", "--run-dir", run_dir, "-n", "1", *words)
@@ -316,3 +316,25 @@ def test_ended_command_leaves_no_process(tmp_path: Path, number: signal.Signals)
         assert process.returncode == 130, output
         assert f"resume with: pbfl deploy local --resume {run_dir}" in output
         assert left_behind(run_dir) == []
+    if number is signal.SIGINT:
+        rounds = len(rounds_of(run_dir)) + 1
+        words = ["--resume", str(run_dir), *sets(f"num-server-rounds={rounds}")]
+        process = start(run_dir, "deploy", "local", *words)
+        output, _ = process.communicate(timeout=800)
+        assert process.returncode == 0, output
+        assert f"round {rounds}/{rounds}  accuracy" in output
+        assert "best (on test data)" in output
+        assert left_behind(run_dir) == []
+
+
+def test_command_fails_if_a_device_fails(tmp_path: Path) -> None:
+    (tmp_path / "a-file").touch()
+    node = f"state-dir='{tmp_path / 'a-file'}'"  # only the SuperNode finds out
+    words = sets("models=cnn2", "feature-dim=16", "partition=iid")
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "deploy", "local", "--run-dir", run_dir, "--node", node, "--insecure", *words)
+    output, _ = process.communicate(timeout=800)
+    assert process.returncode == 1, output
+    assert "the run failed: round 1: 0 valid replies, min-replies is 1" in output
+    assert "a-file" in output
+    assert left_behind(run_dir) == []

@@ -56,16 +56,19 @@ def test_ended_run_with_flower_engine_leaves_no_process_and_resumes(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_stopped_and_killed_run_of_processes_leaves_none_and_resumes(tmp_path: Path) -> None:
-    """With two workers, stopped by a lost terminal, then killed without standard streams; in the end in one process."""
+    """With two workers, by Ctrl-C and a lost terminal, then killed without standard streams; at last in one process."""
     run_dir, resume = tmp_path / "run", ("run", *PROCESSES, "2", "--resume", tmp_path / "run")
-    process = start(run_dir, "run", *PROCESSES, "2", "--run-dir", run_dir, *SMALL, *ENDLESS)
-    wait_for_rounds(process, run_dir, 1)
-    process.send_signal(signal.SIGHUP)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
-    assert f"resume with: pbfl run --resume {run_dir}\n" in output
-    assert left_behind(run_dir) == []
-    done = len(rounds_of(run_dir))
+    done = 0
+    for number in (signal.SIGINT, signal.SIGHUP):
+        first = ("run", *PROCESSES, "2", "--run-dir", run_dir, *SMALL, *ENDLESS)
+        process = start(run_dir, *(resume if done else first))
+        wait_for_rounds(process, run_dir, done + 1)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 130, output
+        assert f"resume with: pbfl run --resume {run_dir}\n" in output
+        assert left_behind(run_dir) == []
+        done = len(rounds_of(run_dir))
     process = start(run_dir, *resume, program=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *PBFL])
     wait_for_rounds(process, run_dir, done + 1)
     process.kill()

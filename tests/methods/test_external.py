@@ -15,7 +15,7 @@ from pbfl_flwr.flower.messages.report import OWN, Report
 from pbfl_flwr.method import Round, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, Weights
-from pbfl_flwr.training.class_metrics import ByClass
+from pbfl_flwr.training.class_metrics import Areas, ByClass
 from pbfl_flwr.training.evaluation import evaluate
 from tests.flower.inprocess import federation
 from tests.methods.conftest import TASK, settings_of
@@ -133,7 +133,7 @@ def test_a_prediction_that_no_report_has_room_for_is_refused(make_client):
 @pytest.mark.parametrize(
     ("metrics", "says"),
     [
-        ({"c": 0.5}, r"^metric 'c': must have another name than n, c, t, v, o, k, ko, g$"),
+        ({"c": 0.5}, r"^metric 'c': must have another name than n, c, t, v, o, k, ko, g, a$"),
         ({"loss.ce": 1.0, "ko": 0.5}, "^metric 'ko': "),
         ({"mine": torch.tensor(0.5)}, "^metric 'mine' is of type Tensor; must be a number$"),
         ({"mine": [0.5]}, "^metric 'mine' is of type list; "),
@@ -149,7 +149,8 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
     report = Report(
         10, 4, 1, {"head": 1}, num_validation=1, validation={}, other={}, by_class=counts, gpu_mb=1.0
     )
-    assert set(replace(report, other_by_class=counts).to_record()) == set(OWN)
+    areas = {"head": Areas(0.5, 0.5)}
+    assert set(replace(report, other_by_class=counts, areas=areas).to_record()) == set(OWN)
 
 
 @pytest.mark.parametrize(
