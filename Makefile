@@ -26,7 +26,7 @@ run: install
 	$(BIN)/pbfl run fedproto-digits
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses=4 --dist=worksteal --durations=12
+	$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal --durations=12
 
 test-long: install
 	$(BIN)/python -m pytest -m long
