@@ -25,7 +25,7 @@ def clean(
     ] = None,
     older_than: Annotated[
         str,
-        typer.Option("--older-than", metavar="AGE", help="Minimum time since the last change: 30d, 12h, 0d."),
+        typer.Option("--older-than", metavar="AGE", help="Minimum time since the last use: 30d, 12h, 0d."),
     ] = "1d",
     yes: Annotated[
         bool, typer.Option("--yes", help="Remove the files; otherwise they are only listed.")

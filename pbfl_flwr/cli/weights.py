@@ -38,15 +38,15 @@ def weights(
         if not LABEL.fullmatch(label):
             raise PbflError(f"label '{label}': must be 1 to 64 letters, digits, '.', '_', '-'")
         check_takeable(model)
-        stored = weights_file(model, label)
-        if stored.exists() and not replace:
+        target = weights_file(model, label)
+        if target.exists() and not replace:
             raise PbflError(
-                f"{model} already has weights with the label '{label}' ({stored}); choose another label, or --replace"
+                f"{model} already has weights with the label '{label}' ({target}); choose another label, or --replace"
             )
         source = expanded(file)
         source = source / "model.safetensors" if source.is_dir() else source
         body = body_of(model, read_checkpoint(source), str(source))
-        write_atomically(stored, content := as_file(body))
+        write_atomically(target, content := as_file(body))
     except PbflError as error:
         raise error_exit(error) from None
-    say(screen(), f"{kilobytes(len(content))} stored in {stored}; use them with models={model}@{label}")
+    say(screen(), f"{kilobytes(len(content))} stored in {target}; use them with models={model}@{label}")

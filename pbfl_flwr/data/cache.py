@@ -30,7 +30,6 @@ from pbfl_flwr.util.paths import home
 FORMAT = 6
 """Incremented when the stored content changes, so that older entries are not read."""
 
-FILES = ("inputs.npy", "labels.npy", "owner.npy", "in_train.npy", "meta.json")  # in an entry
 
 Allocate = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 """(shape, dtype) -> a writable array inside the new cache entry; large inputs go straight to disk."""

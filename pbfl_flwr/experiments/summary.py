@@ -190,6 +190,8 @@ BALANCED = Figures(
     "balanced accuracy", "balanced", _accuracies("last", "balanced"), optional=True, note=BALANCE_NOTE
 )
 MACRO_F1 = Figures("macro-F1", "macro_f1", _accuracies("last", "macro_f1"), optional=True)
+AUC_MACRO = Figures("AUC macro", "auc_macro", _accuracies("last", "auc_macro"), optional=True)
+AUC_MICRO = Figures("AUC micro", "auc_micro", _accuracies("last", "auc_micro"), optional=True)
 NEW = Figures("new clients", "new_clients", _new_clients, optional=True, note=NEW_NOTE)
 BY_PREDICTOR = tuple(map(_predictor_column, PREDICTORS))
 MAJORITY = Figures("majority class", "majority", _partition("majority"))
@@ -217,12 +219,25 @@ SECONDS = Figures(
 )
 MEMORY = Figures("peak memory of a worker, MB", "peak_mb", _peak_memory, lambda megabytes: f"{megabytes:.0f}")
 
-ACCURACIES = (LAST, BEST, CHOSEN, OTHER, STD, WORST, BALANCED, MACRO_F1, NEW, *BY_PREDICTOR)
+ACCURACIES = (
+    LAST,
+    BEST,
+    CHOSEN,
+    OTHER,
+    STD,
+    WORST,
+    BALANCED,
+    MACRO_F1,
+    AUC_MACRO,
+    AUC_MICRO,
+    NEW,
+    *BY_PREDICTOR,
+)
 COSTS: tuple[Column, ...] = (UP, DOWN, TOTAL, PAPER, SECONDS)
 FAIRNESS = (LAST, BEST, CHOSEN, MEAN, STD, WORST, BEST_DECILE, LOWEST, NEW)
 IN_CSV: tuple[Column, ...] = (
     SCORED, CLIENTS, SEEDS, ROUNDS, LAST, BEST, STD, BEST_STD, WORST, MEAN, BEST_DECILE, LOWEST, *COSTS, MEMORY,
-    *BY_PREDICTOR, CHOSEN, OTHER, NEW, MAJORITY, NEW_MAJORITY, BALANCED, MACRO_F1,
+    *BY_PREDICTOR, CHOSEN, OTHER, NEW, MAJORITY, NEW_MAJORITY, AUC_MACRO, AUC_MICRO, BALANCED, MACRO_F1,
 )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def _one_block_each(name: str, widths: tuple[int, ...], task: Task) -> SplitMode
 
 
 class _BasicBlock(nn.Module):
-    """Torchvision's BasicBlock, with its names; importing torchvision takes longer than a round of small networks."""
+    """Torchvision's BasicBlock, with its names; importing torchvision takes each process 2 s, as long as torch."""
 
     def __init__(self, before: int, width: int) -> None:
         super().__init__()

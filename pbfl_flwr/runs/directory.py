@@ -60,21 +60,6 @@ from pbfl_flwr.util.locks import Lock
 ERROR, NEW_CLIENTS, WAITING, RESULT = "error.txt", "new-clients.jsonl", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
 SERVER_LOCK, STATES_REMOVED = ".server.lock", "clients-removed.txt"
-FILES = (
-    "run.json",
-    ERROR,
-    WAITING,
-    "rounds.jsonl",
-    "clients.jsonl",
-    NEW_CLIENTS,
-    RESULT,
-    "partition.json",
-    BROADCAST,
-    CHECKPOINT,
-    BEST,
-    SERVER_LOCK,
-    STATES_REMOVED,
-)  # files of a run directory that the server writes, or pbfl clean
 OTHER_CONFIGURATION = (
     "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds, patience, "
     "keep-best and the timeouts may differ when a run is resumed"

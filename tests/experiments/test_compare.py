@@ -20,6 +20,7 @@ from pbfl_flwr.experiments.execute import several
 from pbfl_flwr.experiments.execute.runner import INTERRUPTED
 from pbfl_flwr.experiments.plan import comparison as compare
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys
+from pbfl_flwr.experiments.results import load
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.engines.placement import Resources, Slot
 from pbfl_flwr.flower.server.strategy import MethodStrategy
@@ -458,6 +459,12 @@ def test_scores_with_every_class_the_same_weight_have_columns_where_a_run_has_th
     ends = [line.split(",")[-4:] for line in summary.csv_text(found).splitlines()]
     assert ends[0] == ["balanced", "balanced_sd", "macro_f1", "macro_f1_sd"]
     assert ends[1:] == [["62.5000", "17.6777", "25.0000", "0.0000"], [""] * 4]
+    assert not {"AUC macro", "AUC micro"} & set(sheet.columns)
+    area = entry(2, 0.5, 0.5)
+    area["accuracy"]["global"] |= {"auc_macro": 0.75, "auc_micro": 0.875}
+    place = write_run(tmp_path / "areas", [entry(1, 0.5, 0.5), area])
+    row = summary.comparison_sheet("", load([place]))
+    assert [row.rows[0][row.columns.index(name)] for name in ("AUC macro", "AUC micro")] == ["75.00", "87.50"]
     without = summary.comparison_sheet("", found[1:])
     assert "balanced accuracy" not in without.columns
     assert not any(note.startswith("Balanced") for note in without.notes)

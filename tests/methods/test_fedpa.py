@@ -16,6 +16,7 @@ from pbfl_flwr.methods.generative.fedpa import (
     prototype_weight,
     teaching_weights,
 )
+from pbfl_flwr.methods.generative.generators import sampler, tensors_of
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes
 from tests.methods.conftest import dealt
 
@@ -180,3 +181,49 @@ def test_means_weigh_by_the_samples_seen(make_method, task):
     assert all(bool((tensor == 1).all()) for tensor in new.taught.weights.tensors.values())
     assert method.report(state) == {}
     assert method.report(new)["generator-loss"] > 0
+
+
+def test_clients_draw_from_the_generator_with_its_running_statistics(make_method, make_client, task):
+    method = make_method("fedpa", own=SMALL)
+    broadcast = method.init(task, 0).taught
+    network = method.shape.build(task, 1)
+    with torch.no_grad():
+        for name, buffer in network.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.fill_(3.0)
+    broadcast = replace(
+        broadcast, generator=Weights(tensors_of(network)), label_counts=torch.tensor([1, 1, 0, 0])
+    )
+    draw, by_batch = (sampler(method.shape, make_client(), broadcast, 5, by_batch=by) for by in (False, True))
+    assert draw is not None
+    assert by_batch is not None
+    drawn, labels = draw()
+    random = make_client().generator("generator")
+    again = torch.multinomial(torch.tensor([1.0, 1, 0, 0]).double(), 5, replacement=True, generator=random)
+    assert labels.tolist() == again.tolist()
+    with torch.no_grad():
+        expected = network.eval()(again, torch.rand(5, 3, generator=random))
+    torch.testing.assert_close(drawn, expected)
+    assert not torch.allclose(by_batch()[0], expected)
+
+
+def test_classes_without_a_prototype_do_not_change_the_generators_loss(make_method, task):
+    method = make_method("fedpa", own=SMALL)
+    heads, omega = [(torch.zeros(4, 6), torch.zeros(4))], teaching_weights(torch.tensor([[1, 1, 1, 1]]))
+    classes = torch.ones(4).bool()
+    losses = {}
+    for name, present in (("none", [0, 0, 0, 0]), ("one", [1, 0, 0, 0]), ("all", [1, 1, 1, 1])):
+        table = Prototypes(
+            torch.full((4, 6), 2.0) * torch.tensor(present).unsqueeze(1), torch.tensor(present).bool()
+        )
+        network = method.shape.build(task, 1)
+        loss = GeneratorLoss(heads, omega, table, classes, 32, 0.0, 0.5, torch.Generator().manual_seed(5))
+        losses[name] = float(loss(network).detach())
+    random = torch.Generator().manual_seed(5)
+    labels = torch.multinomial(classes.double(), 32, replacement=True, generator=random)
+    with torch.no_grad():
+        h = method.shape.build(task, 1)(labels, torch.rand(32, 3, generator=random))
+    assert losses["none"] - losses["all"] == pytest.approx(0.5 * float((h - 2).square().mean()), rel=1e-4)
+    zero = h[labels == 0]
+    assert len(zero)
+    assert losses["none"] - losses["one"] == pytest.approx(0.5 * float((zero - 2).square().mean()), rel=1e-4)

@@ -249,3 +249,24 @@ def test_a_network_for_which_there_is_no_memory_is_one_clear_line(monkeypatch: p
     with pytest.raises(PbflError) as caught:
         build_model("mlp-9-9", task, seed=0)
     assert str(caught.value) == ("model 'mlp-9-9': not enough memory for its weights; use a smaller model")
+
+
+def test_mlp5_features_take_both_signs_and_cnn4_features_do_not() -> None:
+    x = torch.randn(64, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    task = Task(num_classes=6, feature_dim=8, input_shape=GREY)
+    with torch.no_grad():
+        assert float(build_model("mlp5", task, seed=0).features(x).min()) < 0
+        assert float(build_model("cnn4", task, seed=0).features(x).min()) >= 0
+
+
+@pytest.mark.parametrize("side", [32, 64])
+@pytest.mark.parametrize("name", ["resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"])
+def test_a_batch_of_one_is_refused_where_the_last_map_is_one_pixel(name: str, side: int) -> None:
+    # 32x32 images end in 1x1 maps in all but ResNet-8: one value a channel has no variance
+    model = build_model(name, Task(num_classes=10, feature_dim=500, input_shape=(3, side, side)), seed=0)
+    image = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+    if side == 32 and name != "resnet8":
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            model.train()(image)
+    else:
+        assert model.train()(image).isfinite().all()

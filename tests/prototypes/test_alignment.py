@@ -309,3 +309,12 @@ def test_unit_is_the_length_alone() -> None:
     torch.testing.assert_close(actual.values, torch.tensor([[0.6, 0.8], [0.0, 0.0], [0.0, 1.0]]))
     assert (actual.report.solver, actual.report.iterations, actual.report.converged) == ("unit", 0, True)
     assert actual.report.before == actual.report.after
+
+
+def test_thomson_agrees_with_the_published_algorithm_at_200_classes():
+    start = relu_like(200, 512)
+    expected, steps = literal_alignment(start)
+    result = align(start, everybody(start))
+    assert result.report.iterations == steps
+    torch.testing.assert_close(result.values, expected, atol=1e-5, rtol=0)
+    assert result.report.after.energy == pytest.approx(literal_energy(expected), abs=1e-4)

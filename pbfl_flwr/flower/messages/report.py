@@ -49,6 +49,22 @@ BY_CLASS = Reveal(
 
 
 @dataclass(frozen=True)
+class Requested:
+    """What reports must hold beside totals.
+
+    Attributes:
+        classes: K if test samples must be counted by class, else 0.
+        areas: whether areas under the ROC curve must be there.
+    """
+
+    classes: int = 0
+    areas: bool = False
+
+
+TOTALS = Requested()
+
+
+@dataclass(frozen=True)
 class Report:
     """A client's report on its round: counters and metrics, never samples.
 
@@ -124,12 +140,12 @@ class Report:
         return MetricRecord({**metrics, **fixed})
 
     @classmethod
-    def from_record(cls, record: MetricRecord, classes: int = 0) -> Report:
+    def from_record(cls, record: MetricRecord, requested: Requested = TOTALS) -> Report:
         """Rebuild a report.
 
         Args:
             record: as received.
-            classes: K if it must have counts by class; 0 ignores such counts.
+            requested: what it must hold beside totals; other such entries are ignored.
 
         Raises:
             RejectedPayload: if a field is missing or of a wrong length, or a counter contradicts another.
@@ -155,7 +171,7 @@ class Report:
         metrics = {key: _checked(key, value) for key, value in record.items() if not isinstance(value, list)}
         seconds = (data, opened, fitted, evaluated, saved)
         by_class = other_by_class = None
-        if classes:
+        if classes := requested.classes:
             (tested,), rows = _table(record, "k", classes, 1, scored)
             by_class = _counted(tested, rows, num_test, scored)
             if other is not None:
@@ -177,13 +193,13 @@ class Report:
             by_class,
             other_by_class,
             _list(record, "g", 1)[0] if "g" in record else 0.0,
-            _areas(_list(record, "a", 2 * len(scored)), scored) if "a" in record else None,
+            _areas(record, scored) if requested.areas and num_test else None,
         )
 
 
-def classes_counted(evaluation: EvaluationSettings, task: Task) -> int:
-    """Return K if reports must have counts by class, else 0."""
-    return task.num_classes if evaluation.per_class else 0
+def requested(evaluation: EvaluationSettings, task: Task) -> Requested:
+    """Return what reports must hold under this configuration."""
+    return Requested(task.num_classes if evaluation.per_class else 0, evaluation.auc)
 
 
 def plain(record: MetricRecord) -> dict[str, float | list[float]]:
@@ -239,7 +255,8 @@ def _counted(tested: Table, rows: Table, num_test: int, scored: Mapping[str, int
     return ByClass(tested.tolist(), *named)
 
 
-def _areas(values: list[float], scored: Mapping[str, int]) -> dict[str, Areas]:
+def _areas(record: MetricRecord, scored: Mapping[str, int]) -> dict[str, Areas]:
+    values = _list(record, "a", 2 * len(scored))
     if max(values, default=0.0) > 1:
         raise RejectedPayload("its report holds an area under the ROC curve above 1")
     pairs = [None if value < 0 else value for value in values]

@@ -12,7 +12,7 @@ from flwr.common.typing import Code, Status
 from flwr.compat.common import recorddict_compat as compat
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.messages.report import Report, plain
+from pbfl_flwr.flower.messages.report import TOTALS, Report, Requested, plain
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, Prototypes
 from pbfl_flwr.prototypes import secure_sums as sums
@@ -32,17 +32,17 @@ def payload_of(record: ArrayRecord) -> ArrayRecord:
     return ArrayRecord({key: array for key, array in record.items() if key != compat.EMPTY_TENSOR_KEY})
 
 
-def report_of(metrics: Mapping[str, Scalar], classes: int = 0) -> Report:
+def report_of(metrics: Mapping[str, Scalar], requested: Requested = TOTALS) -> Report:
     """Return the report in the metrics of a client's FitRes.
 
     Args:
         metrics: as received.
-        classes: K if it must have counts by class, else 0.
+        requested: what it must hold beside totals.
 
     Raises:
         RejectedPayload: if it is invalid.
     """
-    return Report.from_record(MetricRecord(json.loads(str(metrics[REPORT]))), classes)
+    return Report.from_record(MetricRecord(json.loads(str(metrics[REPORT]))), requested)
 
 
 def fit_result(parameters: Parameters, report: MetricRecord) -> FitRes:

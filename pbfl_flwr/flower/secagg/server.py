@@ -48,7 +48,7 @@ from flwr.serverapp import Grid
 from pbfl_flwr.config import PrivacySettings, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import Report, classes_counted
+from pbfl_flwr.flower.messages.report import Report, requested
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.secagg.messages import parameters_of, report_of, summing
 from pbfl_flwr.flower.server.exchange import Phase
@@ -134,8 +134,8 @@ class SecureRounds:
             PbflError: if the sum is invalid.
         """
         rest = replace(phase, messages=[pair for pair in phase.messages if pair[1] not in phase.training])
-        counted = classes_counted(self.settings.evaluation, task)
-        outcome = read(replies, rest, self.method, state, task, max_bytes, classes=counted)
+        wanted = requested(self.settings.evaluation, task)
+        outcome = read(replies, rest, self.method, state, task, max_bytes, requested=wanted)
         if not phase.training or self._strategy is None or self._grid is None:
             return outcome  # the final scoring is not encrypted
         clients = {message.metadata.dst_node_id: c for message, c in phase.messages if c in phase.training}
@@ -144,7 +144,7 @@ class SecureRounds:
         results, mean = self._strategy.results, self._strategy.mean
         for node, result in results.items():
             try:
-                reports[clients[node]] = report_of(result.metrics, counted)
+                reports[clients[node]] = report_of(result.metrics, wanted)
             except Exception as error:  # trust boundary, as in replies.read
                 outcome.failures[clients[node]] = f"its report cannot be read: {rejection_reason(error)}"
         for node, client in clients.items():

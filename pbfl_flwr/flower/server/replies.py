@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 
 from pbfl_flwr.errors import LONGEST, format_exception, printable
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.messages.report import TOTALS, Report, Requested
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.server.exchange import LateReply, OverdueReply, Phase
 from pbfl_flwr.method import Method
@@ -95,7 +95,7 @@ class _Reader:
     state: Payload
     task: Task
     max_bytes: int
-    classes: int
+    requested: Requested
 
     def weigh(self, reply: Message) -> Traffic | _RejectedReply:
         """Return the size of a reply, or a rejection if it cannot be determined."""
@@ -111,7 +111,7 @@ class _Reader:
         if isinstance(traffic, _RejectedReply):
             return traffic
         try:
-            report, upload = _report_of(reply, self.max_bytes, self.classes), None
+            report, upload = _report_of(reply, self.max_bytes, self.requested), None
             if training:
                 upload = _upload_of(reply, self.method, self.state, self.task)
             return _ValidReply(report, upload, traffic)
@@ -259,7 +259,7 @@ def read(
     max_bytes: int = wire.MAX_BYTES,
     late: Sequence[LateReply] = (),
     stale_weight: float = 0.0,
-    classes: int = 0,
+    requested: Requested = TOTALS,
     plausibility: Plausibility = NO_LIMITS,
 ) -> Outcome:
     """Decode and validate every reply; an invalid one only affects its own client.
@@ -276,10 +276,10 @@ def read(
         max_bytes: limit for one reply; larger ones are rejected without decoding.
         late: late replies to earlier rounds, newest first.
         stale_weight: 0 excludes uploads of earlier rounds.
-        classes: K if reports must have counts by class; 0 ignores such counts.
+        requested: what reports must hold beside totals.
         plausibility: limits of the uploads' sizes, by default none.
     """
-    reader = _Reader(method, state, task, max_bytes, classes)
+    reader = _Reader(method, state, task, max_bytes, requested)
     intake = _Intake(phase, task, method.streams(), stale_weight, plausibility)
     by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
     # All sizes are determined before decoding starts: alternating between both tasks is slower (instruction cache).
@@ -307,12 +307,12 @@ def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Payload, ta
     return upload
 
 
-def _report_of(reply: Message, max_bytes: int, classes: int) -> Report:
+def _report_of(reply: Message, max_bytes: int, requested: Requested) -> Report:
     record = reply.content.get(wire.METRICS) if reply.has_content() else None
     if not isinstance(record, MetricRecord):
         raise RejectedPayload("its report is missing")
     wire.check_content(reply.content, max_bytes)
-    return Report.from_record(record, classes)
+    return Report.from_record(record, requested)
 
 
 def error_reason(reply: Message) -> str:

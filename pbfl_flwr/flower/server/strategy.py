@@ -33,7 +33,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import classes_counted
+from pbfl_flwr.flower.messages.report import requested
 from pbfl_flwr.flower.server import recorder, rounds, stopping
 from pbfl_flwr.flower.server.exchange import Instructions, Kind, Phase, RoundPlan
 from pbfl_flwr.flower.server.grid import polling
@@ -359,10 +359,10 @@ class MethodStrategy(Strategy):
         else:
             late = clients.overdue.received if phase.training else []
             clients.overdue.add(phase.unanswered(replies))
-            counted = classes_counted(self.settings.evaluation, task)
+            wanted = requested(self.settings.evaluation, task)
             used, weight = (late, run.stale_weight) if regular else ([], 0.0)
             limits = self._plausibility() if regular else NO_LIMITS
-            outcome = read(replies, phase, self.method, state, task, max_bytes, used, weight, counted, limits)
+            outcome = read(replies, phase, self.method, state, task, max_bytes, used, weight, wanted, limits)
         clients.failed = frozenset(outcome.failures)
         exchange = Exchange(phase, replies, late, outcome)
         recorder.log_exchange(exchange)

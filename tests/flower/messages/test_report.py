@@ -7,7 +7,7 @@ import pytest
 from flwr.app import MetricRecord
 
 from pbfl_flwr.config import EvaluationSettings
-from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.messages.report import Report, Requested
 from pbfl_flwr.flower.server.rounds import (
     summarise_accuracy,
 )
@@ -69,7 +69,7 @@ def test_counts_are_zero_without_test_samples() -> None:
     result = evaluate(who, {"head": lambda features, logits: logits})
     assert result.by_class == ByClass([0] * 3, {"head": [0] * 3}, {"head": [0] * 3})
     empty = report_by_class(result.by_class)
-    assert Report.from_record(empty.to_record(), 3) == empty
+    assert Report.from_record(empty.to_record(), Requested(3)) == empty
     assert summarise_accuracy({0: empty}) == {}
 
 
@@ -85,9 +85,9 @@ def test_counts_by_class_round_trip_as_integers() -> None:
             type(value) is int
             for value in [*numbers(record, "k"), *(numbers(record, "ko") if "ko" in record else [])]
         )
-        assert Report.from_record(record, 4) == sent
+        assert Report.from_record(record, Requested(4)) == sent
     several = ByClass([1, 2], {"head": [1, 1], "local": [0, 2]}, {"head": [2, 1], "local": [1, 2]})
-    assert Report.from_record(report_by_class(several).to_record(), 2) == report_by_class(several)
+    assert Report.from_record(report_by_class(several).to_record(), Requested(2)) == report_by_class(several)
 
 
 def test_unrequested_counts_are_ignored() -> None:
@@ -122,15 +122,15 @@ def test_rejects_malformed_counts(change: Any, message: str) -> None:
     record = report_by_class(FIRST).to_record()
     record["k"] = change(numbers(record, "k"))
     with pytest.raises(RejectedPayload, match=message):
-        Report.from_record(record, 4)
+        Report.from_record(record, Requested(4))
 
 
 def test_rejects_missing_counts() -> None:
     with pytest.raises(RejectedPayload, match=LENGTH):
-        Report.from_record(Report(9, 4, 1, {"head": 3}).to_record(), 4)
+        Report.from_record(Report(9, 4, 1, {"head": 3}).to_record(), Requested(4))
     record = MetricRecord({key: value for key, value in twice().to_record().items() if key != "ko"})
     with pytest.raises(RejectedPayload, match="lacks 'ko' of length 8"):
-        Report.from_record(record, 4)
+        Report.from_record(record, Requested(4))
     record["ko"] = [0, 1, 0, 0, 1, 0, 0, 3]
     with pytest.raises(RejectedPayload, match=CONTRADICT):  # right 1 of class 1, answered never
-        Report.from_record(record, 4)
+        Report.from_record(record, Requested(4))

@@ -10,12 +10,13 @@ from flwr.app import RecordDict
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.messages.report import Report, Requested
 from pbfl_flwr.flower.messages.traffic import Traffic
 from pbfl_flwr.flower.server.exchange import Phase
 from pbfl_flwr.flower.server.replies import Outcome
 from pbfl_flwr.flower.server.rounds import Exchange, clients_record, on_validation, summarise_accuracy
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.sinks import new_client_step, steps
 from pbfl_flwr.training.class_metrics import Areas, ByClass
@@ -176,13 +177,18 @@ def test_areas_are_recorded_as_means_weighted_by_samples(tmp_path: Path) -> None
     assert run.new_client_rounds[0].accuracy["head"].auc_micro is not None
 
     def with_areas(samples: int, areas: Areas) -> Report:
-        return Report.from_record(Report(9, samples, 1, {"head": 1}, areas={"head": areas}).to_record())
+        record = Report(9, samples, 1, {"head": 1}, areas={"head": areas}).to_record()
+        assert Report.from_record(record).areas is None, "nobody asked for it"
+        return Report.from_record(record, Requested(areas=True))
 
     one_class = with_areas(3, Areas(None, 0.5))
     (score,) = summarise_accuracy({0: with_areas(1, Areas(0.25, 1.0)), 1: one_class}).values()
     assert (score.auc_macro, score.auc_micro) == (0.25, (1 * 1.0 + 3 * 0.5) / 4)
-    without = Report(9, 3, 1, {"head": 1})
-    assert summarise_accuracy({0: without, 1: one_class})["head"].auc_micro is None
+    with pytest.raises(RejectedPayload, match="lacks 'a'"):
+        Report.from_record(Report(9, 3, 1, {"head": 1}).to_record(), Requested(areas=True))
+    with pytest.raises(RejectedPayload, match="above 1"):
+        with_areas(3, Areas(0.5, 1.5))
+    assert Report.from_record(Report(9, 0).to_record(), Requested(areas=True)).areas is None
 
 
 @pytest.mark.parametrize("key", ["per-class", "auc"])
