@@ -55,7 +55,12 @@ def test_partition_id_alone_makes_no_simulation(monkeypatch: pytest.MonkeyPatch)
 def test_detects_ray_workers(tmp_path: Path) -> None:
     import ray
 
-    ray.init(num_cpus=5, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    quiet: dict[str, Any] = {
+        "include_dashboard": False,
+        "logging_level": logging.ERROR,
+        "log_to_driver": False,
+    }
+    ray.init("local", num_cpus=5, **quiet)  # not a cluster that this machine may belong to
     try:
 
         @ray.remote
