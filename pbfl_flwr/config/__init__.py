@@ -26,6 +26,7 @@ from pbfl_flwr.config.keys import (
     TrainingSettings,
 )
 from pbfl_flwr.config.parsing import (
+    HUB,
     MAX_CLASSES,
     AbsolutePath,
     Group,
@@ -34,12 +35,14 @@ from pbfl_flwr.config.parsing import (
     class_name,
     class_names,
     comma_list,
+    named_values,
 )
 from pbfl_flwr.config.resolve import CHANGEABLE, PROTOCOLS, Settings, parse, parse_section
 
 __all__ = [
     "CHANGEABLE",
     "GROUPS",
+    "HUB",
     "MAX_CLASSES",
     "PREDICTORS",
     "PROTOCOLS",
@@ -66,6 +69,7 @@ __all__ = [
     "class_name",
     "class_names",
     "comma_list",
+    "named_values",
     "parse",
     "parse_section",
 ]

@@ -14,6 +14,7 @@ from pydantic import Field
 from pbfl_flwr.config.parsing import (
     AbsolutePath,
     Augmentation,
+    DataPath,
     Group,
     Labels,
     NamedValues,
@@ -162,8 +163,13 @@ class DataSettings(Group):
     """The data and how it is dealt to the clients."""
 
     dataset: str = Field("digits", description="a name from `pbfl list datasets`")
-    data_dir: AbsolutePath = Field("", description="directory or file of the data; empty: <home>/data")
-    download: bool = Field(False, description="allow torchvision to download what is missing")
+    data_dir: DataPath = Field(
+        "",
+        description="directory or file of the data, or hf://<id> of a dataset on the hub; empty: <home>/data",
+    )
+    download: bool = Field(
+        False, description="allow torchvision and flwr-datasets to download what is missing"
+    )
     max_samples: int = Field(
         0,
         ge=0,
@@ -185,6 +191,14 @@ class DataSettings(Group):
     )
     shots_deviation: int = Field(
         1, ge=0, description="way-shot partition: half-range of the number of samples"
+    )
+    partitioner: str = Field(
+        "",
+        description="dataset flwr-datasets, partition natural: Flower's class that makes the clients, e.g. "
+        "DirichletPartitioner",
+    )
+    partitioner_settings: NamedValues = Field(
+        "", description="its arguments, e.g. num-partitions=20,partition-by='label',alpha=0.1"
     )
     min_samples: int = Field(1, ge=1, description="smallest number of samples per client")
     partition_seed: int = Field(1, ge=0, lt=2**31, description="seed of the partition (references: 1)")

@@ -22,6 +22,8 @@ Scalar = bool | int | float | str
 
 MAX_CLASSES = 10_000
 AUGMENTATIONS = ("crop", "flip")
+HUB = "hf://"
+"""Before the id of a dataset on the Hugging Face hub."""
 
 
 class Group(BaseModel):
@@ -191,6 +193,13 @@ AbsolutePath = Annotated[
     str,
     _text(
         lambda text: Path(text).is_absolute(), "an absolute path (workers run in other directories) or empty"
+    ),
+]
+DataPath = Annotated[
+    str,
+    _text(
+        lambda text: text.startswith(HUB) or Path(text).is_absolute(),
+        f"an absolute path (workers run in other directories), {HUB}<id on the hub>, or empty",
     ),
 ]
 Augmentation = Annotated[

@@ -173,7 +173,7 @@ def _is_whole(value: object) -> bool:
 
 def _conflicts(settings: Settings) -> list[str]:
     """Return a line for every key whose value conflicts with another key."""
-    run, training = settings.run, settings.training
+    run, data, training = settings.run, settings.data, settings.training
     min_clients, new_clients = f"min-clients = {run.min_clients}", f"new-clients = {run.new_clients}"
     secure = "with secure-aggregation = true"
     secret = settings.privacy.secure_aggregation
@@ -185,6 +185,9 @@ def _conflicts(settings: Settings) -> list[str]:
         and ":" not in run.method,
         f"momentum = {training.momentum:g}: optimizer = '{training.optimizer}' has no such setting; must be 0, or "
         "optimizer = 'sgd'": training.momentum and training.optimizer != "sgd",
+        f"partitioner = '{data.partitioner}': needs dataset = 'flwr-datasets' and partition = 'natural'": (
+            data.partitioner and (data.dataset, data.partition) != ("flwr-datasets", "natural")
+        ),
         f"{min_clients}: must be at most num-clients = {run.num_clients}": run.min_clients > run.num_clients,
         f"{min_clients}: with {new_clients} all clients must have joined when the run starts; must be 0": (
             run.min_clients and run.new_clients

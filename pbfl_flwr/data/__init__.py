@@ -16,6 +16,7 @@ from pbfl_flwr.data.clients import materialise
 from pbfl_flwr.data.contract import ClientData, Dataset, Partition, Pool, Shard, Split
 from pbfl_flwr.data.labels import names_file, read_names, renumbered
 from pbfl_flwr.data.own.columns import SUFFIXES
+from pbfl_flwr.data.own.hugging_face import flwr_datasets, is_saved_dataset
 from pbfl_flwr.data.own.image_folder import image_folder
 from pbfl_flwr.data.own.npz import har, npz
 from pbfl_flwr.data.own.pflib import export_pfl_directory, pflib, pflib_client
@@ -72,6 +73,10 @@ DATASETS: dict[str, Dataset] = {
         "texts and classes in a CSV or Parquet file, (200,) token ids by a vocabulary file; data-dir is "
         "the file",
     ),
+    "flwr-datasets": Dataset(
+        flwr_datasets,
+        "a dataset in Hugging Face's format, with Flower's partitioners; data-dir is a folder or hf://<id on the hub>",
+    ),
     "pflib": Dataset(
         pflib, "a PFLlib/HtFLlib dataset folder with its own clients and splits; data-dir is the folder"
     ),
@@ -93,6 +98,8 @@ def kind_of(path: Path, *, texts: bool = False) -> str:
             f"{path} is not a known kind of data; must be {', '.join(_DATASET_OF_SUFFIX)}, a folder of images, or a "
             "PFLlib folder"
         )
+    if is_saved_dataset(path):
+        return "flwr-datasets"
     return "pflib" if (path / "config.json").is_file() and (path / "train").is_dir() else "image-folder"
 
 
@@ -112,6 +119,8 @@ def load_pool(settings: DataSettings) -> Pool:
             input_shape=settings.input_shape,
             text_column=settings.text_column,
             vocabulary=settings.vocabulary,
+            partitioner=settings.partitioner,
+            partitioner_settings=settings.partitioner_settings,
         ),
         str(home()),
     )
@@ -172,10 +181,10 @@ def _load_pool(settings: DataSettings, home_path: str) -> Pool:
         close = difflib.get_close_matches(settings.dataset, DATASETS, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"must be one of {', '.join(DATASETS)}"
         raise PbflError(f"unknown dataset '{settings.dataset}'; {hint}")
-    if settings.vocabulary and settings.dataset != "text":
+    if settings.vocabulary and settings.dataset not in ("text", "flwr-datasets"):
         raise PbflError(
             f"vocabulary = '{settings.vocabulary}': dataset '{settings.dataset}' does not use one; allowed with "
-            "dataset = 'text'"
+            "dataset = 'text' or 'flwr-datasets'"
         )
     return _fitting(DATASETS[settings.dataset].load(settings), settings)
 

@@ -58,7 +58,7 @@ def image_folder(settings: DataSettings) -> Pool:
             raise PbflError(
                 f"dataset '{settings.dataset}': {root / 'test'} has classes that train/ lacks: {unknown[:5]}"
             )
-    channels, side = _size(settings)
+    channels, side = image_size(settings)
 
     def decode(allocate: Allocate) -> Pool:
         parts = [ImageFiles(train), ImageFiles(test)]
@@ -85,10 +85,18 @@ def _folders(place: Path) -> list[Path]:
     return [Path(entry) for entry in os.scandir(place) if entry.is_dir() and entry.name[0] != "."]
 
 
-def _size(settings: DataSettings) -> tuple[int, tuple[int, int] | None]:
-    """Return the target (channels, (width, height)) of images; None: the size of the first one."""
+def image_size(settings: DataSettings, channels: int = 3) -> tuple[int, tuple[int, int] | None]:
+    """Return the target (channels, (width, height)) of images; None: the size of the first one.
+
+    Args:
+        settings: ``input-shape``.
+        channels: if that is not set.
+
+    Raises:
+        PbflError: if it is not the shape of an image.
+    """
     if not settings.shape:
-        return 3, None
+        return channels, None
     if len(settings.shape) != 3 or settings.shape[0] not in (1, 3):
         raise PbflError(
             f"input-shape = '{settings.input_shape}': images are channels,height,width with 1 or 3 channels"

@@ -8,10 +8,11 @@ with different vocabularies are incompatible.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
@@ -36,6 +37,30 @@ def text(settings: DataSettings) -> Pool:
     path = given_path(settings, f"a file that ends in {', '.join(SUFFIXES)}")
     if not path.is_file() or path.suffix.lower() not in SUFFIXES:
         raise PbflError(f"{path} is not a table of texts; must be a file that ends in {', '.join(SUFFIXES)}")
+    known = _vocabulary_file(settings)
+
+    def decode(allocate: Allocate) -> Pool:
+        texts: list[str] = []
+        with opened(path) as (names, blocks):
+            members = LabelColumns(path, names, settings)
+            place = text_place(path, names, settings.text_column)
+            if place == members.label:
+                raise PbflError(
+                    f"{path}: column '{names[place]}' is both text and class; set label-column to the class "
+                    "column"
+                )
+            for first, block in blocks:
+                texts.extend(text_cells(block[place], names[place], first, path))
+                members.add(first, block)
+        classes, numbers, who = members.result()
+        inputs, words, note = encoded(texts, settings, allocate)
+        return Pool(inputs, numbers, classes, len(numbers), who, notes=(note,), vocabulary=words)
+
+    options = (settings.label_column, settings.text_column, settings.input_shape, *settings.classes)
+    return cached(settings.dataset, [path, known], decode, options)
+
+
+def _vocabulary_file(settings: DataSettings) -> Path:
     if not settings.vocabulary:
         raise PbflError(
             "dataset = 'text' needs vocabulary: a file with one token per line, the same for all clients; pbfl "
@@ -45,34 +70,25 @@ def text(settings: DataSettings) -> Pool:
         raise PbflError(
             f"input-shape = '{settings.input_shape}': allowed with texts is one number, the tokens per input"
         )
-    known = Path(settings.vocabulary)
-    if not known.is_file():
-        raise PbflError(f"vocabulary = '{known}' is not a file")
-    length = settings.shape[0] if settings.shape else LENGTH
+    file = Path(settings.vocabulary)
+    if not file.is_file():
+        raise PbflError(f"vocabulary = '{file}' is not a file")
+    return file
 
-    def decode(allocate: Allocate) -> Pool:
-        words = read_vocabulary(known)
-        texts: list[str] = []
-        with opened(path) as (names, blocks):
-            members = LabelColumns(path, names, settings)
-            place = _text_place(path, names, settings.text_column)
-            if place == members.label:
-                raise PbflError(
-                    f"{path}: column '{names[place]}' is both text and class; set label-column to the class "
-                    "column"
-                )
-            for first, block in blocks:
-                texts.extend(_cells(block[place], names[place], first, path))
-                members.add(first, block)
-        classes, numbers, who = members.result()
-        inputs = allocate((len(texts), length), np.int32)
-        tokens.encode(texts, words, inputs)
-        unknown = float((inputs == tokens.UNK).sum()) / max(1, int((inputs > tokens.CLS).sum()))
-        notes = (f"{unknown:.1%} of the tokens are not in the vocabulary",)
-        return Pool(inputs, numbers, classes, len(numbers), who, notes=notes, vocabulary=words)
 
-    options = (settings.label_column, settings.text_column, settings.input_shape, *settings.classes)
-    return cached(settings.dataset, [path, known], decode, options)
+def encoded(
+    texts: list[str], settings: DataSettings, allocate: Allocate
+) -> tuple[NDArray[np.int32], tuple[str, ...], str]:
+    """Return token ids (N, length), the vocabulary, and a note on the share of unknown tokens.
+
+    Raises:
+        PbflError: as :func:`text`, on vocabulary and input-shape.
+    """
+    words = read_vocabulary(_vocabulary_file(settings))
+    inputs = allocate((len(texts), settings.shape[0] if settings.shape else LENGTH), np.int32)
+    tokens.encode(texts, words, inputs)
+    unknown = float((inputs == tokens.UNK).sum()) / max(1, int((inputs > tokens.CLS).sum()))
+    return inputs, words, f"{unknown:.1%} of the tokens are not in the vocabulary"
 
 
 def read_vocabulary(path: Path) -> tuple[str, ...]:
@@ -115,9 +131,9 @@ def texts_of(path: Path, text_column: str = "") -> Iterator[str]:
     """
     if path.suffix.lower() in SUFFIXES:
         with opened(path) as (names, blocks):
-            place = _text_place(path, names, text_column)
+            place = text_place(path, names, text_column)
             for first, block in blocks:
-                yield from _cells(block[place], names[place], first, path)
+                yield from text_cells(block[place], names[place], first, path)
     elif path.suffix.lower() == LINES:
         try:
             with path.open(encoding="utf-8-sig") as file:
@@ -128,7 +144,12 @@ def texts_of(path: Path, text_column: str = "") -> Iterator[str]:
         raise PbflError(f"{path}: must be one of {', '.join((*SUFFIXES, LINES))}")
 
 
-def _text_place(path: Path, names: tuple[str, ...], wanted: str) -> int:
+def text_place(path: Path | str, names: Sequence[str], wanted: str) -> int:
+    """Return the index of the column with texts.
+
+    Raises:
+        PbflError: if there is no such column.
+    """
     name = wanted or TEXT
     if name not in names:
         raise PbflError(
@@ -137,7 +158,12 @@ def _text_place(path: Path, names: tuple[str, ...], wanted: str) -> int:
     return names.index(name)
 
 
-def _cells(column: Iterable[object], name: str, first: int, path: Path) -> Iterator[str]:
+def text_cells(column: Iterable[object], name: str, first: int, path: Path | str) -> Iterator[str]:
+    """Yield the texts of a column whose first row has the number ``first``.
+
+    Raises:
+        PbflError: if a cell is empty.
+    """
     for row, cell in enumerate(column):
         if not isinstance(cell, str) or not cell.strip():
             raise PbflError(

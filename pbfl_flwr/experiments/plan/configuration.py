@@ -13,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
+from pbfl_flwr.config import CHANGEABLE, HUB, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
 from pbfl_flwr.data.own.inspection import swapped_axes_warning
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
@@ -82,7 +82,7 @@ def absolute(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Return the keys with absolute paths, since the workers run in other directories."""
     return {
         key: str(expanded(str(value)).absolute())
-        if key in PATHS and not isinstance(value, bool) and value != ""
+        if key in PATHS and not isinstance(value, bool) and value != "" and not str(value).startswith(HUB)
         else value
         for key, value in values.items()
     }

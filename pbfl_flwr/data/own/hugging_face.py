@@ -1,0 +1,239 @@
+"""Datasets in Hugging Face's format, as Flower's users have them, and Flower's own partitioners.
+
+data-dir is a folder written by ``save_to_disk`` (``flwr-datasets create`` writes one per client), a folder that
+``datasets.load_dataset`` reads, or ``hf://`` and the id of a dataset on the hub. The split ``train`` is the official
+training part, ``test`` the official test part; a dataset without splits has only samples.
+
+Classes are in ``label-column``, by default ``label``, else in the only column of type ``ClassLabel``. Inputs are the
+column of images, else texts if a vocabulary is set, else the only column of arrays, else all columns of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pbfl_flwr.config import HUB, DataSettings, named_values
+from pbfl_flwr.data.cache import Allocate, cached
+from pbfl_flwr.data.contract import Pool, Rows
+from pbfl_flwr.data.labels import numbered_classes
+from pbfl_flwr.data.own.columns import CLIENT, LABEL, shown
+from pbfl_flwr.data.own.image_folder import image_size
+from pbfl_flwr.data.own.images import decode_images
+from pbfl_flwr.data.own.texts import encoded, text_cells, text_place
+from pbfl_flwr.data.sources.files import files_under, given_path
+from pbfl_flwr.errors import PbflError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SHUFFLE_SEED = 42  # FederatedDataset shuffles with it before a partitioner is applied
+ROW = "pbfl row"
+
+
+def flwr_datasets(settings: DataSettings) -> Pool:
+    """Return the samples of data-dir; with ``partitioner`` those of ``train``, with its partitions as natural clients.
+
+    Raises:
+        PbflError: if flwr-datasets is not installed, the dataset cannot be read, a column is missing or of another
+            type, or the partitioner refuses the data.
+    """
+    try:
+        import datasets  # noqa: F401
+        import flwr_datasets  # noqa: F401
+    except ImportError as error:
+        raise PbflError(
+            "dataset 'flwr-datasets' needs flwr-datasets: pip install 'pbfl-flwr[flwr-datasets]'"
+        ) from error
+    where, files = settings.data_dir, []
+    if not where.startswith(HUB):
+        files = files_under(given_path(settings, "a folder written by save_to_disk, or hf://<id on the hub>"))
+    elif not settings.download:
+        raise PbflError(f"data-dir = '{where}' is on the hub; set download=true, or name a local copy")
+
+    def decode(allocate: Allocate) -> Pool:
+        return _decode(settings, allocate)
+
+    options = [settings.data_dir, settings.label_column, settings.input_shape, *settings.classes]
+    options += [
+        settings.text_column,
+        settings.vocabulary,
+        settings.partitioner,
+        settings.partitioner_settings,
+    ]
+    return cached(settings.dataset, files, decode, options)
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether a folder was written by ``save_to_disk``."""
+    return any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _decode(settings: DataSettings, allocate: Allocate) -> Pool:
+    train, test = _splits(settings)
+    owner, notes = None, []
+    parts = [train] if test is None else [train, test]
+    if settings.partitioner:
+        ids = _partition_ids(train, settings)
+        dealt = np.flatnonzero(ids >= 0)
+        owner, train = ids[dealt], train.select(dealt)
+        if left := sum(map(len, parts)) - len(train):
+            notes.append(
+                f"{left:,} samples are not used: {settings.partitioner} deals 'train', maybe not all of it"
+            )
+        parts = [train]
+    elif CLIENT in train.column_names:
+        names = [str(name) for part in parts for name in part[CLIENT]]
+        owner = np.unique(names, return_inverse=True)[1].astype(np.int64)
+    label = _label_column(train, settings)
+    classes, labels = _labels(parts, label, settings)
+    inputs, more, columns, words = _inputs(parts, label, settings, allocate)
+    return Pool(
+        inputs,
+        labels,
+        classes,
+        len(train),
+        owner,
+        notes=(*notes, *more),
+        columns=columns,
+        vocabulary=words,
+    )
+
+
+def _splits(settings: DataSettings) -> tuple[Dataset, Dataset | None]:
+    """Return the training and the test part."""
+    import datasets
+
+    where = settings.data_dir
+    try:
+        if where.startswith(HUB):
+            content = datasets.load_dataset(where.removeprefix(HUB))
+        elif is_saved_dataset(Path(where)):
+            content = datasets.load_from_disk(where)
+        else:
+            content = datasets.load_dataset(where)
+    except Exception as error:  # the library raises what its many formats raise
+        raise PbflError(f"dataset 'flwr-datasets': {where} cannot be read ({_line(error)})") from error
+    if isinstance(content, datasets.Dataset):
+        return content, None
+    if "train" not in content:
+        raise PbflError(f"{where} has the splits {', '.join(content)}; one of them must be 'train'")
+    return content["train"], content.get("test")
+
+
+def _partition_ids(train: Dataset, settings: DataSettings) -> Rows:
+    """Return the partition of every row, as ``FederatedDataset`` deals it."""
+    from datasets import Image
+    from flwr_datasets import partitioner as partitioners
+
+    name, options = settings.partitioner, named_values(settings.partitioner_settings)
+    kind = getattr(partitioners, name, None)
+    if name not in partitioners.__all__ or kind is None:
+        known = ", ".join(sorted(entry for entry in partitioners.__all__ if entry != "Partitioner"))
+        raise PbflError(f"partitioner = '{name}': flwr-datasets has no such class; must be one of {known}")
+    columns = [column for column, feature in train.features.items() if not isinstance(feature, Image)]
+    numbered = train.select_columns(columns).add_column(ROW, np.arange(len(train)))
+    ids = np.full(len(train), -1, dtype=np.int64)
+    try:
+        partitioner = kind(**{option.replace("-", "_"): value for option, value in options.items()})
+        partitioner.dataset = numbered.shuffle(seed=SHUFFLE_SEED)
+        for number in range(partitioner.num_partitions):
+            ids[np.asarray(partitioner.load_partition(number)[ROW], dtype=np.int64)] = number
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise PbflError(f"partitioner = '{name}' refuses this: {_line(error)}") from error
+    return ids
+
+
+def _label_column(train: Dataset, settings: DataSettings) -> str:
+    from datasets import ClassLabel
+
+    names, where = train.column_names, settings.data_dir
+    if wanted := settings.label_column or (LABEL if LABEL in names else ""):
+        if wanted not in names:
+            raise PbflError(f"label-column = '{wanted}': {where} has no such column; it has {shown(names)}")
+        return str(wanted)
+    classes = [name for name, feature in train.features.items() if isinstance(feature, ClassLabel)]
+    if len(classes) != 1:
+        raise PbflError(f"{where}: set label-column to the column with the classes; it has {shown(names)}")
+    return str(classes[0])
+
+
+def _labels(parts: Sequence[Dataset], column: str, settings: DataSettings) -> tuple[tuple[str, ...], Rows]:
+    from datasets import ClassLabel
+
+    feature = parts[0].features[column]
+    values = [value for part in parts for value in part[column]]
+    if isinstance(feature, ClassLabel):
+        if not all(isinstance(value, int) and value >= 0 for value in values):
+            raise PbflError(f"{settings.data_dir}, column '{column}': rows without a class")
+        return tuple(feature.names), np.array(values, dtype=np.int64)
+    distinct, codes = np.unique([str(value) for value in values], return_inverse=True)
+    where = f"{settings.data_dir}, column '{column}'"
+    return numbered_classes([str(name) for name in distinct], codes.astype(np.int64), settings.classes, where)
+
+
+def _inputs(
+    parts: Sequence[Dataset], label: str, settings: DataSettings, allocate: Allocate
+) -> tuple[NDArray[Any], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the inputs (N, ...), notes, the names of features, and the vocabulary."""
+    from datasets import Image, Value
+
+    features, where = parts[0].features, settings.data_dir
+    others = {name: feature for name, feature in features.items() if name not in (label, CLIENT)}
+    images = [name for name, feature in others.items() if isinstance(feature, Image)]
+    if len(images) == 1:
+        channels, side = image_size(settings, _channels(parts[0], images[0]))
+        pairs = [_Images(part.select_columns(images), images[0]) for part in parts]
+        inputs, _, notes = decode_images(pairs, allocate, side, Path(where), channels)
+        return inputs, notes, (), ()
+    if settings.vocabulary:
+        names = list(others)
+        column = names[text_place(where, names, settings.text_column)]
+        texts = [text for part in parts for text in text_cells(part[column], column, 1, where)]
+        inputs, words, note = encoded(texts, settings, allocate)
+        return inputs, (note,), (), words
+    arrays = [name for name, feature in others.items() if not isinstance(feature, Value)]
+    if len(images) > 1 or len(arrays) > 1:
+        raise PbflError(f"{where} has several columns of inputs: {', '.join(images or arrays)}; must be one")
+    names = arrays or list(others)
+    if not names:
+        raise PbflError(f"{where} has no column besides '{label}'")
+    try:
+        columns = [
+            np.concatenate(
+                [np.asarray(part.with_format("numpy")[name][:], dtype=np.float32) for part in parts]
+            )
+            for name in names
+        ]
+    except (TypeError, ValueError) as error:
+        raise PbflError(
+            f"{where}, columns {shown(names)}: must be numbers, arrays of one shape, an image, or texts with "
+            f"vocabulary ({_line(error)})"
+        ) from error
+    return (columns[0], (), (), ()) if arrays else (np.stack(columns, axis=1), (), tuple(names), ())
+
+
+class _Images:
+    """(image, 0) by index of a split's column of images."""
+
+    def __init__(self, rows: Dataset, column: str) -> None:
+        self._rows, self._column = rows, column
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> tuple[Any, int]:
+        return self._rows[index][self._column], 0
+
+
+def _channels(rows: Dataset, column: str) -> int:
+    """Return 1 if the first image is grey, else 3."""
+    return 1 if len(rows) and rows[0][column].mode in ("L", "1") else 3
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

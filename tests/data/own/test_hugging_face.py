@@ -1,0 +1,169 @@
+"""Datasets in Hugging Face's format: the same samples and the same partitions as Flower's own library gives."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pbfl_flwr.config import DataSettings, parse
+from pbfl_flwr.data import check_data, kind_of, load_pool
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.methods import SECTIONS
+
+datasets = pytest.importorskip("datasets")
+flwr_datasets = pytest.importorskip("flwr_datasets")
+PIL = pytest.importorskip("PIL.Image")
+
+
+def settings(path: Path | str, **keys: Any) -> DataSettings:
+    return DataSettings(dataset="flwr-datasets", data_dir=str(path), **{"partition": "natural", **keys})
+
+
+def pictures(rows: int, seed: int = 0) -> Any:
+    """Grey pictures of 4x6 pixels with ten classes and writers."""
+    rng = np.random.default_rng(seed)
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "label": datasets.ClassLabel(names=[f"digit {digit}" for digit in range(10)]),
+            "writer": datasets.Value("string"),
+        }
+    )
+    columns = {
+        "image": [PIL.fromarray(rng.integers(0, 255, (6, 4), dtype=np.uint8)) for _ in range(rows)],
+        "label": [int(label) for label in rng.integers(0, 10, rows)],
+        "writer": [f"writer {row % 7}" for row in range(rows)],
+    }
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    parts = datasets.DatasetDict({"train": pictures(120), "test": pictures(30, seed=1)})
+    parts.save_to_disk(tmp_path / "pictures")
+    return tmp_path / "pictures"
+
+
+def test_pictures_and_the_names_of_classes(saved: Path) -> None:
+    pool = load_pool(settings(saved))
+    assert (pool.inputs.shape, str(pool.inputs.dtype), pool.num_train) == ((150, 1, 6, 4), "uint8", 120)
+    assert pool.label_names[3] == "digit 3"
+    train = datasets.load_from_disk(str(saved))["train"]
+    assert np.array_equal(pool.inputs[17, 0], np.asarray(train[17]["image"]))
+    assert pool.labels[:120].tolist() == train["label"][:]
+    assert kind_of(saved) == "flwr-datasets"
+
+
+def test_an_input_shape_resizes_pictures(saved: Path) -> None:
+    assert load_pool(settings(saved, input_shape="3,8,8")).input_shape == (3, 8, 8)
+
+
+def test_official_test_samples(saved: Path) -> None:
+    partition = check_data(settings(saved, partition="iid", test_split="official"), 4)
+    assert sum(len(split.train) for split in partition.splits) == 120
+    assert sum(len(split.test) for split in partition.splits) == 30
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (
+            "DirichletPartitioner",
+            {"num_partitions": 5, "partition_by": "label", "alpha": 0.3, "min_partition_size": 2},
+        ),
+        (
+            "PathologicalPartitioner",
+            {"num_partitions": 5, "partition_by": "label", "num_classes_per_partition": 3},
+        ),
+        ("NaturalIdPartitioner", {"partition_by": "writer"}),
+        ("IidPartitioner", {"num_partitions": 5}),
+    ],
+)
+def test_partitions_equal_those_of_a_federated_dataset(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    pictures(120).to_parquet(str(tmp_path / "data" / "train.parquet"))
+    partitioner = getattr(flwr_datasets.partitioner, name)
+    theirs = flwr_datasets.FederatedDataset(
+        dataset=str(tmp_path / "data"), partitioners={"train": partitioner(**options)}
+    )
+    text = ",".join(f"{key.replace('_', '-')}={value!r}" for key, value in options.items())
+    pool = load_pool(settings(tmp_path / "data", partitioner=name, partitioner_settings=text))
+    assert pool.owner is not None
+    for client in range(len(np.unique(pool.owner))):
+        expected = sorted(np.asarray(row["image"]).tobytes() for row in theirs.load_partition(client))
+        assert sorted(image.tobytes() for image in pool.inputs[pool.owner == client]) == expected
+    assert theirs.partitioners["train"].num_partitions == len(np.unique(pool.owner))
+
+
+def test_partitions_leave_out_the_test_split(saved: Path) -> None:
+    text = "num-partitions=3"
+    pool = load_pool(settings(saved, partitioner="IidPartitioner", partitioner_settings=text))
+    assert len(pool.labels) == 120
+    assert pool.notes == ("30 samples are not used: IidPartitioner deals 'train', maybe not all of it",)
+    counts = check_data(settings(saved, partitioner="IidPartitioner", partitioner_settings=text), 3).counts
+    assert counts.sum(axis=1).tolist() == [40, 40, 40]
+
+
+def test_numbers_become_features_and_client_a_natural_client(tmp_path: Path) -> None:
+    columns = {"a": [1, 2, 3], "b": [0.5, 1.5, 2.5], "kind": ["x", "y", "x"], "client": ["u", "v", "u"]}
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "table")
+    pool = load_pool(settings(tmp_path / "table", label_column="kind"))
+    assert (pool.columns, pool.inputs.tolist()) == (("a", "b"), [[1, 0.5], [2, 1.5], [3, 2.5]])
+    assert (pool.label_names, pool.labels.tolist()) == (("x", "y"), [0, 1, 0])
+    assert pool.owner is not None
+    assert pool.owner.tolist() == [0, 1, 0]
+
+
+def test_arrays_keep_their_shape(tmp_path: Path) -> None:
+    windows = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+    datasets.Dataset.from_dict({"window": windows.tolist(), "label": [0, 1, 0, 1]}).save_to_disk(
+        tmp_path / "w"
+    )
+    assert np.array_equal(load_pool(settings(tmp_path / "w")).inputs, windows)
+
+
+def test_texts_become_token_ids(tmp_path: Path) -> None:
+    words = tmp_path / "words.txt"
+    words.write_text("<pad>\n<cls>\n<unk>\n<eos>\ngood\nbad\n")
+    datasets.Dataset.from_dict({"text": ["good", "bad day"], "label": [1, 0]}).save_to_disk(tmp_path / "t")
+    pool = load_pool(settings(tmp_path / "t", vocabulary=str(words), input_shape="6"))
+    assert (pool.inputs.shape, str(pool.inputs.dtype), pool.vocabulary[4]) == ((2, 6), "int32", "good")
+
+
+def test_bad_input_gives_one_line(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match=r"label-column = 'kind': .* it has image, label, writer"):
+        load_pool(settings(saved, label_column="kind"))
+    with pytest.raises(PbflError, match="flwr-datasets has no such class; must be one of Cont"):
+        load_pool(settings(saved, partitioner="Dirichlet"))
+    with pytest.raises(PbflError, match=r"'DirichletPartitioner' refuses this: .*alpha"):
+        load_pool(
+            settings(saved, partitioner="DirichletPartitioner", partitioner_settings="num-partitions=3")
+        )
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(PbflError, match="cannot be read"):
+        load_pool(settings(tmp_path / "nothing"))
+    with pytest.raises(PbflError, match="is on the hub; set download=true"):
+        load_pool(settings("hf://someone/something"))
+    with pytest.raises(PbflError, match="needs dataset = 'flwr-datasets' and partition = 'natural'"):
+        parse({"partitioner": "IidPartitioner"}, SECTIONS)
+    datasets.Dataset.from_dict({"a": ["u", "v"], "label": [0, 1]}).save_to_disk(tmp_path / "words")
+    with pytest.raises(PbflError, match="columns a: must be numbers"):
+        load_pool(settings(tmp_path / "words"))
+    datasets.DatasetDict({"all": pictures(3)}).save_to_disk(tmp_path / "all")
+    with pytest.raises(PbflError, match="has the splits all; one of them must be 'train'"):
+        load_pool(settings(tmp_path / "all"))
+
+
+def test_an_id_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path))
+    asked = []
+
+    def load(name: str) -> Any:
+        asked.append(name)
+        return datasets.DatasetDict({"train": pictures(10)})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert len(load_pool(settings("hf://someone/pictures", download=True)).labels) == 10
+    assert asked == ["someone/pictures"]
