@@ -21,10 +21,10 @@ from pbfl_flwr.config import HUB, DataSettings, named_values
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool, Rows
 from pbfl_flwr.data.labels import numbered_classes
-from pbfl_flwr.data.own.columns import CLIENT, LABEL, shown
+from pbfl_flwr.data.own.columns import CLIENT, LABEL, row_names, shown
 from pbfl_flwr.data.own.image_folder import image_size
 from pbfl_flwr.data.own.images import decode_images
-from pbfl_flwr.data.own.texts import encoded, text_cells, text_place
+from pbfl_flwr.data.own.texts import encoded, text_cells, text_column
 from pbfl_flwr.data.sources.files import files_under, given_path
 from pbfl_flwr.errors import PbflError
 
@@ -74,6 +74,8 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def _decode(settings: DataSettings, allocate: Allocate) -> Pool:
+    import pandas as pd
+
     train, test = _splits(settings)
     owner, notes = None, []
     parts = [train] if test is None else [train, test]
@@ -87,8 +89,8 @@ def _decode(settings: DataSettings, allocate: Allocate) -> Pool:
             )
         parts = [train]
     elif CLIENT in train.column_names:
-        names = [str(name) for part in parts for name in part[CLIENT]]
-        owner = np.unique(names, return_inverse=True)[1].astype(np.int64)
+        clients = pd.Series([client for part in parts for client in part[CLIENT]], name=CLIENT)
+        owner = row_names(clients, settings.data_dir)[1]
     label = _label_column(train, settings)
     classes, labels = _labels(parts, label, settings)
     inputs, more, columns, words = _inputs(parts, label, settings, allocate)
@@ -163,6 +165,7 @@ def _label_column(train: Dataset, settings: DataSettings) -> str:
 
 
 def _labels(parts: Sequence[Dataset], column: str, settings: DataSettings) -> tuple[tuple[str, ...], Rows]:
+    import pandas as pd
     from datasets import ClassLabel
 
     feature = parts[0].features[column]
@@ -171,9 +174,8 @@ def _labels(parts: Sequence[Dataset], column: str, settings: DataSettings) -> tu
         if not all(isinstance(value, int) and value >= 0 for value in values):
             raise PbflError(f"{settings.data_dir}, column '{column}': rows without a class")
         return tuple(feature.names), np.array(values, dtype=np.int64)
-    distinct, codes = np.unique([str(value) for value in values], return_inverse=True)
-    where = f"{settings.data_dir}, column '{column}'"
-    return numbered_classes([str(name) for name in distinct], codes.astype(np.int64), settings.classes, where)
+    distinct, codes = row_names(pd.Series(values, name=column), settings.data_dir)
+    return numbered_classes(distinct, codes, settings.classes, f"{settings.data_dir}, column '{column}'")
 
 
 def _inputs(
@@ -191,9 +193,8 @@ def _inputs(
         inputs, _, notes = decode_images(pairs, allocate, side, Path(where), channels)
         return inputs, notes, (), ()
     if settings.vocabulary:
-        names = list(others)
-        column = names[text_place(where, names, settings.text_column)]
-        texts = [text for part in parts for text in text_cells(part[column], column, 1, where)]
+        column = text_column(where, list(others), settings.text_column)
+        texts = [text for part in parts for text in text_cells(part[column], column, where)]
         inputs, words, note = encoded(texts, settings, allocate)
         return inputs, (note,), (), words
     arrays = [name for name, feature in others.items() if not isinstance(feature, Value)]

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import SupportsFloat
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,20 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
-from pbfl_flwr.data.own.columns import SUFFIXES, Block, LabelColumns, opened, shown
+from pbfl_flwr.data.own.columns import (
+    CLIENT,
+    SUFFIXES,
+    classes_and_clients,
+    column_names,
+    label_column,
+    read_table,
+    shown,
+)
 from pbfl_flwr.data.sources.files import given_path
 from pbfl_flwr.errors import PbflError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: \d+")
 
@@ -54,76 +65,58 @@ def features(path: Path, wanted: Sequence[str] | None, without: Sequence[str] = 
     Raises:
         PbflError: as :func:`table`.
     """
-    with opened(path) as (names, blocks):
-        wanted = [name for name in names if name not in without] if wanted is None else wanted
-        if absent := [name for name in wanted if name not in names]:
-            raise PbflError(f"{path} has no column '{absent[0]}'; it has {shown(names)}")
-        if not wanted:
-            raise PbflError(f"{path} has no feature column; it has {shown(names)}")
-        places = [names.index(name) for name in wanted]
-        parts = [_numbers(block, places, names, first, path) for first, block in blocks]
-    return np.concatenate(parts) if parts else np.empty((0, len(wanted)), np.float32)
+    names = column_names(path)
+    wanted = [name for name in names if name not in without] if wanted is None else wanted
+    if absent := [name for name in wanted if name not in names]:
+        raise PbflError(f"{path} has no column '{absent[0]}'; it has {shown(names)}")
+    if not wanted:
+        raise PbflError(f"{path} has no feature column; it has {shown(names)}")
+    return _numbers(read_table(path, names, ())[[*wanted]], path)
 
 
 def _decode(path: Path, settings: DataSettings) -> Pool:
-    parts = []
-    with opened(path) as (names, blocks):
-        members = LabelColumns(path, names, settings)
-        if not (places := members.rest):
-            raise PbflError(f"{path} has no feature column besides '{names[members.label]}'")
-        if index := next((names[place] for place in places if _INDEX.fullmatch(names[place])), None):
-            raise PbflError(
-                f"{path}: column '{index}' looks like a pandas index or an unnamed column, and an index can reveal "
-                "the class; remove it (index=False), or rename it"
-            )
-        for first, block in blocks:
-            parts.append(_numbers(block, places, names, first, path))
-            members.add(first, block)
-    classes, numbers, who = members.result()
-    inputs = np.concatenate(parts)
+    names = column_names(path)
+    label = label_column(path, names, settings)
+    columns = tuple(name for name in names if name not in (label, CLIENT))
+    if not columns:
+        raise PbflError(f"{path} has no feature column besides '{label}'")
+    if index := next((name for name in columns if _INDEX.fullmatch(name)), None):
+        raise PbflError(
+            f"{path}: column '{index}' looks like a pandas index or an unnamed column, and an index can reveal "
+            "the class; remove it (index=False), or rename it"
+        )
+    rows = read_table(path, names, {label, CLIENT})
+    inputs = _numbers(rows[[*columns]], path)
+    classes, labels, owner = classes_and_clients(path, rows, label, settings)
     if settings.shape:
-        if math.prod(settings.shape) != len(places):
+        if math.prod(settings.shape) != len(columns):
             raise PbflError(
                 f"input-shape = '{settings.input_shape}' needs {math.prod(settings.shape)} numbers, {path} has "
-                f"{len(places)} feature columns"
+                f"{len(columns)} feature columns"
             )
         inputs = inputs.reshape(-1, *settings.shape)
-    columns = tuple(names[place] for place in places)
-    return Pool(inputs, numbers, classes, len(numbers), who, columns=columns)
+    return Pool(inputs, labels, classes, len(labels), owner, columns=columns)
 
 
-def _numbers(
-    block: Block, places: Sequence[int], names: Sequence[str], first: int, path: Path
-) -> NDArray[np.float32]:
-    """Return the columns at these indices as (rows, F); ``first`` is the number of the block's first row."""
-    columns = []
-    for place in places:
-        cells = block[place]
-        # Text becomes objects: in an array of strings every cell takes the size of the longest.
-        column = cells if isinstance(cells, np.ndarray) else np.asarray(cells, dtype=object)
-        try:
-            if column.dtype.kind not in "biufOU":
-                raise ValueError(f"{column.dtype} is not numeric")
-            with np.errstate(over="ignore"):
-                values = column.astype(np.float64).astype(np.float32)
-        except (ValueError, TypeError):
-            values = np.array([_float(cell) for cell in block[place]], dtype=np.float32)
-        if not np.isfinite(values).all():
-            row = int(np.argmin(np.isfinite(values)))
-            cell = block[place][row]
+def _numbers(rows: pd.DataFrame, path: Path) -> NDArray[np.float32]:
+    """Return the cells as (N, F).
+
+    Raises:
+        PbflError: naming the first row of a column without a finite number.
+    """
+    import pandas as pd
+
+    numbers = np.empty(rows.shape, np.float32)
+    for place, name in enumerate(rows):
+        column = rows[name]
+        cells = column if pd.api.types.is_numeric_dtype(column) else column.astype(object)
+        with np.errstate(over="ignore"):
+            numbers[:, place] = pd.to_numeric(cells, errors="coerce").to_numpy(np.float64)
+        finite = np.isfinite(numbers[:, place])
+        if not finite.all():
+            row = int(finite.argmin())
+            cell = column.iloc[row]
             missing = cell is None or str(cell).strip().lower() in ("", "nan")
             problem = "the cell is empty" if missing else f"'{str(cell)[:40]}' is not a finite number"
-            raise PbflError(
-                f"{path}, row {first + row}, column '{names[place]}': {problem}; must be a number"
-            )
-        columns.append(values)
-    return np.stack(columns, axis=1)
-
-
-def _float(cell: object) -> float:
-    """Return the number in a cell, NaN if there is none or float32 cannot hold it."""
-    try:
-        value = float(cell) if isinstance(cell, str | SupportsFloat) else math.nan
-    except (ValueError, TypeError):  # NumPy dates have a __float__ that raises
-        return math.nan
-    return value if abs(value) <= float(np.finfo(np.float32).max) else math.nan
+            raise PbflError(f"{path}, row {row + 1}, column '{name}': {problem}; must be a number")
+    return numbers

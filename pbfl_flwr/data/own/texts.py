@@ -18,7 +18,14 @@ from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.own import tokens
-from pbfl_flwr.data.own.columns import SUFFIXES, LabelColumns, opened, shown
+from pbfl_flwr.data.own.columns import (
+    SUFFIXES,
+    classes_and_clients,
+    column_names,
+    label_column,
+    read_table,
+    shown,
+)
 from pbfl_flwr.data.sources.files import given_path
 from pbfl_flwr.errors import PbflError
 
@@ -40,19 +47,15 @@ def text(settings: DataSettings) -> Pool:
     known = _vocabulary_file(settings)
 
     def decode(allocate: Allocate) -> Pool:
-        texts: list[str] = []
-        with opened(path) as (names, blocks):
-            members = LabelColumns(path, names, settings)
-            place = text_place(path, names, settings.text_column)
-            if place == members.label:
-                raise PbflError(
-                    f"{path}: column '{names[place]}' is both text and class; set label-column to the class "
-                    "column"
-                )
-            for first, block in blocks:
-                texts.extend(text_cells(block[place], names[place], first, path))
-                members.add(first, block)
-        classes, numbers, who = members.result()
+        names = column_names(path)
+        label, name = label_column(path, names, settings), text_column(path, names, settings.text_column)
+        if name == label:
+            raise PbflError(
+                f"{path}: column '{name}' is both text and class; set label-column to the class column"
+            )
+        rows = read_table(path, names, names)
+        texts = list(text_cells(rows[name], name, path))
+        classes, numbers, who = classes_and_clients(path, rows, label, settings)
         inputs, words, note = encoded(texts, settings, allocate)
         return Pool(inputs, numbers, classes, len(numbers), who, notes=(note,), vocabulary=words)
 
@@ -123,17 +126,16 @@ def read_vocabulary(path: Path) -> tuple[str, ...]:
     return words
 
 
-def texts_of(path: Path, text_column: str = "") -> Iterator[str]:
+def texts_of(path: Path, wanted: str = "") -> Iterator[str]:
     """Yield the texts of a file: the column of a table, or the lines of a .txt file.
 
     Raises:
         PbflError: if it is neither or cannot be read.
     """
     if path.suffix.lower() in SUFFIXES:
-        with opened(path) as (names, blocks):
-            place = text_place(path, names, text_column)
-            for first, block in blocks:
-                yield from text_cells(block[place], names[place], first, path)
+        names = column_names(path)
+        name = text_column(path, names, wanted)
+        yield from text_cells(read_table(path, names, names)[name], name, path)
     elif path.suffix.lower() == LINES:
         try:
             with path.open(encoding="utf-8-sig") as file:
@@ -144,8 +146,8 @@ def texts_of(path: Path, text_column: str = "") -> Iterator[str]:
         raise PbflError(f"{path}: must be one of {', '.join((*SUFFIXES, LINES))}")
 
 
-def text_place(path: Path | str, names: Sequence[str], wanted: str) -> int:
-    """Return the index of the column with texts.
+def text_column(path: Path | str, names: Sequence[str], wanted: str) -> str:
+    """Return the name of the column with texts.
 
     Raises:
         PbflError: if there is no such column.
@@ -155,18 +157,16 @@ def text_place(path: Path | str, names: Sequence[str], wanted: str) -> int:
         raise PbflError(
             f"{path} has no column '{name}' with texts; it has {shown(names)}; set text-column to one of them"
         )
-    return names.index(name)
+    return name
 
 
-def text_cells(column: Iterable[object], name: str, first: int, path: Path | str) -> Iterator[str]:
-    """Yield the texts of a column whose first row has the number ``first``.
+def text_cells(column: Iterable[object], name: str, path: Path | str) -> Iterator[str]:
+    """Yield the texts of a column.
 
     Raises:
         PbflError: if a cell is empty.
     """
-    for row, cell in enumerate(column):
+    for row, cell in enumerate(column, start=1):
         if not isinstance(cell, str) or not cell.strip():
-            raise PbflError(
-                f"{path}, row {first + row}, column '{name}': the cell is empty; a text is expected"
-            )
+            raise PbflError(f"{path}, row {row}, column '{name}': the cell is empty; a text is expected")
         yield cell

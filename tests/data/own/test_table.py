@@ -90,11 +90,11 @@ def test_a_client_column_gives_natural_clients(tmp_path: Path) -> None:
         ("a,label\n1,x\n,y\n", "row 2, column 'a': the cell is empty; must be a number"),
         ("a,label\n1,x\nNaN,y\n", "row 2, column 'a': the cell is empty"),
         ("a,label\n1,x\ninf,y\n", "row 2, column 'a': 'inf' is not a finite number"),
-        ("a,label\n1,x\n1e39,y\n", "row 2, column 'a': '1e39' is not a finite number"),  # beyond float32
+        ("a,label\n1,x\n1e39,y\n", "row 2, column 'a': '1e+39' is not a finite number"),  # beyond float32
         ("a,b,label\n1,2,x\n3,four,y\n", "row 2, column 'b': 'four' is not a finite number"),
         ("a;b;label\n1,5;2;x\n", "row 1, column 'a': '1,5' is not a finite number"),
         ("a,label\n1,x\n2,\n", "row 2, column 'label': the cell is empty; a class is expected"),
-        ("a,label\n1,x\n2\n", "row 2: 1 cells, the first line names 2 columns"),
+        ("a,label\n1,x\n2\n", "row 2, column 'label': the cell is empty"),
         (
             "a,b\n1,0.5\n2,0.7\n",
             "column 'b' holds 0.5, which is not a class; set label-column to the right one",
@@ -166,7 +166,7 @@ def test_parquet_is_the_same_table(tmp_path: Path) -> None:
             load_pool(settings(file))
         assert message in str(error.value)
     (tmp_path / "noise.parquet").write_bytes(b"PAR1 no such thing")
-    with pytest.raises(PbflError, match="is not a readable Parquet file"):
+    with pytest.raises(PbflError, match="is not a readable table"):
         load_pool(settings(tmp_path / "noise.parquet"))
 
 
