@@ -1,14 +1,12 @@
-"""Self-contained HTML report of one or several runs: sortable tables, pictures, configuration, failures.
+"""Self-contained HTML report of one or several runs: tables, pictures, configuration, failures.
 
 The content of a run directory is untrusted, e.g. device names and failure reasons: the template escapes all of it, and
-the page's content security policy forbids all other scripts and all requests.
+the page's content security policy forbids all scripts and requests.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -28,7 +26,6 @@ from pbfl_flwr.experiments.summary import (
     ROUNDS,
     RUN,
     SEEDS,
-    UNKNOWN,
     Column,
     accuracy_note,
     moment_column,
@@ -40,7 +37,6 @@ from pbfl_flwr.runs.directory import ERROR
 from pbfl_flwr.util.atomic_files import write_atomically
 
 TEMPLATES = "experiments/templates"
-NUMBER = re.compile(r"[<+−-]?\s*\d")
 NEEDED = "pbfl report needs matplotlib and jinja2: pip install 'pbfl-flwr[report]'"
 
 
@@ -111,7 +107,7 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
         raise PbflError(f"{NEEDED} ({error})") from None
     from markupsafe import Markup
 
-    from pbfl_flwr.experiments.pictures.style import inline_svg
+    from pbfl_flwr.experiments.pictures import style
 
     environment = Environment(
         loader=FunctionLoader(_source),
@@ -120,8 +116,6 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    script = _source("report.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     pairs = [paired_sheet(groups)] if len(groups) > 1 else []
     sheets = [
         fairness_sheet(groups),
@@ -136,14 +130,10 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
         sheets=sheets,
         clients=client_sheet(groups),
         sections=sections,
-        # Only these are not escaped: matplotlib escapes text in its drawings, style and script are package files.
-        drawing=lambda picture: Markup(inline_svg(picture)),
-        style=Markup(_source("report.css")),
-        script=Markup(script),
-        script_hash=digest,
+        image=lambda picture: base64.b64encode(style.svg(picture).encode()).decode(),
+        style=Markup(_source("report.css")),  # a file of the package, so not escaped
         configuration=configuration_sheet(groups),
         versions=version_sheet(groups),
-        numeric=is_numeric,
     )
 
 
@@ -206,12 +196,6 @@ def version_sheet(groups: Sequence[Group]) -> Sheet:
     names = dict.fromkeys(name for installed in versions for name in installed)
     rows = tuple((name, *(installed.get(name, "-") for installed in versions)) for name in names)
     return Sheet("Versions", ("", *(group.label for group in groups)), rows, (), 1 + len(groups))
-
-
-def is_numeric(sheet: Sheet, column: int) -> bool:
-    """Whether a column is right-aligned and sorted numerically."""
-    cells = [row[column] for row in sheet.rows if row[column] not in ("", "-", UNKNOWN)]
-    return column >= sheet.text_columns and bool(cells) and all(NUMBER.match(cell) for cell in cells)
 
 
 def _value(value: object) -> str:

@@ -159,7 +159,7 @@ def client_sheet(groups: Sequence[Group]) -> Sheet:
             " First seed of each configuration; ids, networks, devices and sample counts are from the first run with "
             "this client."
         )
-    return Sheet("Clients", columns, tuple(rows), (note,), text_columns=0)
+    return Sheet("Clients", columns, tuple(rows), (note,), text_columns=3 + len(named))
 
 
 def last_by_class(run: FinishedRun) -> dict[str, tuple[int, Accuracy]]:

@@ -171,4 +171,7 @@ def test_liars_are_not_in_the_picture(tmp_path: Path) -> None:
     (path / "run.json").write_text(json.dumps(about | {"malicious": [0]}))
     (picture,) = by_class.clients_by_class(results.load([path]))
     assert isinstance(picture, Picture)
-    assert picture.alt.startswith("Heatmap of 3 classes by 1 clients; 2 cells")
+    cells = picture.figure.axes[0].images[0].get_array()
+    assert cells is not None
+    assert cells.shape == (3, 1)
+    assert np.isfinite(np.ma.filled(cells, np.nan)).sum() == 2

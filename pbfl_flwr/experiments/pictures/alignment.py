@@ -47,7 +47,6 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     if not trajectories:
         return
     figure, (axes,) = canvas(3.0)
-    summaries = []
     for number, (group, trajectory) in enumerate(trajectories):
         steps = range(len(trajectory.steps))
         mean = [at.mean_distance for at in trajectory.steps]
@@ -56,8 +55,6 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
             [getattr(at, name) for at in trajectory.steps] for name in ("min_distance", "max_distance")
         )
         axes.fill_between(steps, low, high, color=curve_style(number)["color"], alpha=0.18, linewidth=0)
-        before, after = (least_angle(trajectory.steps[at].min_distance) for at in (0, -1))
-        summaries.append(f"{group.label}: least angle from {before:.0f}° to {after:.0f}°")
         best = optimum(trajectory.num_rows, task_of(group.first).feature_dim)
         if best is not None:
             axes.axhline(best[1], color=GRID, linewidth=1.2, zorder=0)
@@ -68,11 +65,9 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         "Distances of prototypes during alignment",
         "Mean pairwise distance in the last round, recomputed from the server's aggregate; band: minimum to maximum. "
         "Grey: the regular simplex, which is optimal.",
-        f"Curves over iterations. {'; '.join(summaries)}.",
         figure,
     )
     figure, (axes,) = canvas(3.0)
-    summaries = []
     for number, (group, trajectory) in enumerate(trajectories):
         best = optimum(trajectory.num_rows, task_of(group.first).feature_dim)
         floor = best[0] if best is not None else min(at.energy for at in trajectory.steps)
@@ -85,7 +80,6 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
             markevery=marker_interval(len(gaps)),
             **curve_style(number),
         )
-        summaries.append(f"{group.label} from {gaps[0]:.2g} to {gaps[-1]:.2g}")
     curve_axes(axes, "iteration", "energy above the optimum", whole=True)
     logarithmic(axes.yaxis)
     legend_below(figure, axes)
@@ -94,7 +88,6 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         "Thomson energy during alignment",
         "Σ ln(1/distance) over all pairs minus that of the regular simplex (if K > d + 1: minus the lowest value "
         "reached), last round.",
-        f"Curves over iterations, logarithmic: {'; '.join(summaries)}.",
         figure,
     )
 
@@ -102,7 +95,6 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
 def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield the number of iterations and the smallest angles of every round's alignment."""
     figure, (above, below) = canvas(4.2, rows=2)
-    summaries = []
     for number, group in enumerate(groups):
         entries = [
             (
@@ -126,11 +118,7 @@ def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         style = {**curve_style(number), "linestyle": "-"}
         below.plot(rounds, angles["after"], markevery=every, **style)
         below.plot(rounds, angles["before"], markevery=every, **{**style, "linestyle": ":"})
-        summaries.append(
-            f"{group.label}: {steps[0]:.0f} iterations in the first round, {steps[-1]:.0f} in the last; least angle "
-            f"{angles['before'][-1]:.0f}° before, {angles['after'][-1]:.0f}° after the last"
-        )
-    if not summaries:
+    if not above.lines:
         return
     curve_axes(above, "round", "iterations", whole=True)
     curve_axes(below, "round", "least angle (degrees)", whole=True)
@@ -142,6 +130,5 @@ def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         "Alignment over rounds",
         "Above: iterations until the solver stopped. Below: the smallest angle between two prototypes, dotted before "
         "and solid after alignment.",
-        f"Curves over rounds. {'; '.join(summaries)}.",
         figure,
     )

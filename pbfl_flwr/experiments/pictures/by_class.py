@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,81 +17,74 @@ from pbfl_flwr.experiments.pictures.style import (
     curve_style,
     heatmap,
     legend_below,
+    of_each_run,
     titled_picture,
 )
 from pbfl_flwr.experiments.results import FinishedRun, Group
 from pbfl_flwr.experiments.run_tables import last_by_class, predictor_by_class
 
 
-def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+@of_each_run
+def accuracy_by_class(group: Group) -> Iterator[Picture]:
     """Yield the class accuracies of every predictor in the last round, above the number of test samples per class."""
-    for number, group in enumerate(groups):
-        run = group.first
-        if not (by_predictor := last_by_class(run)):
-            yield from _not_scored(group)
-            continue
-        predictor = predictor_by_class(run)
-        shown = by_predictor[predictor][1]
-        tested = np.array(shown.tested)
-        figure, (axes, below) = canvas(height=3.9, rows=2)
-        places, spans = np.arange(len(tested)), []
-        for place, (name, (_, accuracy)) in enumerate(by_predictor.items()):
-            each = 100 * np.array(accuracy.by_class, dtype=float)  # NaN for classes without test samples
-            offset = 0.6 * (
-                (place + 0.5) / len(by_predictor) - 0.5
-            )  # so that equal accuracies do not overlap
-            axes.plot(places + offset, each, label=name, **{**curve_style(place), "linestyle": "none"})
-            spans.append(f"{name} {np.nanmin(each):.0f} to {np.nanmax(each):.0f} %")
-        below.bar(places, tested, color=COLOURS[-1], width=0.7)
-        for part, what in ((axes, "accuracy (%)"), (below, "test samples")):
-            curve_axes(part, "class", what)
-            part.grid(visible=False, axis="x")
-            part.set_xlim(-0.6, len(tested) - 0.4)
-            class_axis(part, run.label_names)
-        axes.set_ylim(-6, 106)
-        legend_below(figure, axes)
-        yield titled_picture(
-            f"accuracy-by-class-{number}",
-            f"Accuracy by class: {group.label}",
-            "Accuracy of each class in the last round over the pooled test samples of all clients, for every "
-            f"predictor; below, the number of these samples. Predictor '{predictor}': accuracy "
-            f"{100 * shown.weighted:.1f} %, balanced accuracy {100 * (shown.balanced or 0.0):.1f} %. First seed.",
-            f"Accuracies of {len(tested)} classes, lowest to highest: {'; '.join(spans)}. A class has "
-            f"{tested.min()} to {tested.max()} test samples.",
-            figure,
-        )
+    run = group.first
+    if not (by_predictor := last_by_class(run)):
+        _reject_unscored(group)
+        return
+    predictor = predictor_by_class(run)
+    shown = by_predictor[predictor][1]
+    tested = np.array(shown.tested)
+    figure, (axes, below) = canvas(height=3.9, rows=2)
+    places = np.arange(len(tested))
+    for place, (name, (_, accuracy)) in enumerate(by_predictor.items()):
+        each = 100 * np.array(accuracy.by_class, dtype=float)  # NaN for classes without test samples
+        offset = 0.6 * ((place + 0.5) / len(by_predictor) - 0.5)  # so that equal accuracies do not overlap
+        axes.plot(places + offset, each, label=name, **{**curve_style(place), "linestyle": "none"})
+    below.bar(places, tested, color=COLOURS[-1], width=0.7)
+    for part, what in ((axes, "accuracy (%)"), (below, "test samples")):
+        curve_axes(part, "class", what)
+        part.grid(visible=False, axis="x")
+        part.set_xlim(-0.6, len(tested) - 0.4)
+        class_axis(part, run.label_names)
+    axes.set_ylim(-6, 106)
+    legend_below(figure, axes)
+    yield titled_picture(
+        "accuracy-by-class",
+        f"Accuracy by class: {group.label}",
+        "Accuracy of each class in the last round over the pooled test samples of all clients, for every "
+        f"predictor; below, the number of these samples. Predictor '{predictor}': accuracy "
+        f"{100 * shown.weighted:.1f} %, balanced accuracy {100 * (shown.balanced or 0.0):.1f} %. First seed.",
+        figure,
+    )
 
 
-def clients_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+@of_each_run
+def clients_by_class(group: Group) -> Iterator[Picture]:
     """Yield a heatmap of the shown predictor's accuracy by class and client, from the last round it was scored in."""
-    for number, group in enumerate(groups):
-        run = group.first
-        by_client = _by_client(run)
-        if by_client is None:
-            yield from _not_scored(group)
-            continue
-        clients, matrix = by_client
-        figure, (axes,) = canvas()
-        heatmap(
-            axes,
-            100 * matrix.T,
-            xlabel="client",
-            ylabel="class",
-            unit="accuracy (%)",
-            rows=run.label_names,
-            columns=[str(client) for client in clients],
-            limits=(0, 100),
-        )
-        known = 100 * matrix[~np.isnan(matrix)]
-        yield titled_picture(
-            f"clients-by-class-{number}",
-            f"Accuracy by class and client: {group.label}",
-            f"Accuracy of '{run.predictor}' in the last round on each client's test samples of each class; blank: "
-            "no test samples. First seed.",
-            f"Heatmap of {matrix.shape[1]} classes by {matrix.shape[0]} clients; {len(known)} cells have test samples, "
-            f"mean accuracy {known.mean():.0f} %.",
-            figure,
-        )
+    run = group.first
+    by_client = _by_client(run)
+    if by_client is None:
+        _reject_unscored(group)
+        return
+    clients, matrix = by_client
+    figure, (axes,) = canvas()
+    heatmap(
+        axes,
+        100 * matrix.T,
+        xlabel="client",
+        ylabel="class",
+        unit="accuracy (%)",
+        rows=run.label_names,
+        columns=[str(client) for client in clients],
+        limits=(0, 100),
+    )
+    yield titled_picture(
+        "clients-by-class",
+        f"Accuracy by class and client: {group.label}",
+        f"Accuracy of '{run.predictor}' in the last round on each client's test samples of each class; blank: "
+        "no test samples. First seed.",
+        figure,
+    )
 
 
 def _by_client(run: FinishedRun) -> tuple[list[int], NDArray[np.float64]] | None:
@@ -120,7 +113,7 @@ def _by_client(run: FinishedRun) -> tuple[list[int], NDArray[np.float64]] | None
     return None
 
 
-def _not_scored(group: Group) -> Iterator[NotAvailable]:
-    """Yield the reason if a run with ``per-class`` has no accuracies by class; nothing for other runs."""
+def _reject_unscored(group: Group) -> None:
+    """Raise NotAvailable if a run with ``per-class`` has no accuracies by class; other runs need none."""
     if group.first.config.get("per-class"):
-        yield NotAvailable(f"{group.label}: no client was scored{f' by {group.by}' if group.by else ''}")
+        raise NotAvailable(f"no client was scored{f' by {group.by}' if group.by else ''}")

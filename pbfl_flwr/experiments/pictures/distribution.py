@@ -36,14 +36,11 @@ def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotAvailab
             rows=run.label_names,
         )
         config = run.config
-        classes = (counts > 0).sum(axis=1)
         yield titled_picture(
             f"label-distribution-{number}",
             TITLE,
             f"{config['dataset']}, {config['partition']} partition; training, validation and test samples together; "
             f"blank: none. Runs: {', '.join(sharing)}.",
-            f"Heatmap of {counts.shape[1]} classes by {counts.shape[0]} clients. A client holds {classes.min()} to "
-            f"{classes.max()} classes and {counts.sum(axis=1).min():.0f} to {counts.sum(axis=1).max():.0f} samples.",
             figure,
         )
 

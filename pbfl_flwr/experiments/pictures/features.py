@@ -28,6 +28,7 @@ from pbfl_flwr.experiments.pictures.style import (
     canvas,
     curve_axes,
     legend_below,
+    of_each_run,
     shortened,
     titled_picture,
 )
@@ -38,54 +39,44 @@ SHOWN_CLIENTS = 2
 
 
 def data_points(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
-    """Yield the test samples of all clients, for two-dimensional inputs."""
-    seen: list[FinishedRun] = []
-    for number, group in enumerate(groups):
-        run = group.first
-        shape = task_of(run).input_shape
-        if shape != (2,):
-            yield NotAvailable(
-                f"{group.label}: inputs of shape {'x'.join(map(str, shape))}; drawn only for shape 2"
-            )
-            continue
-        if any(same_data(run, other) for other in seen):
-            continue
-        try:
-            shards = [data_of(run, client.client).test for client in run.about.clients]
-        except NotAvailable as error:
-            yield NotAvailable(f"{group.label}: {error}")
-            continue
-        seen.append(run)
-        inputs, labels = torch.cat([s.inputs for s in shards]), torch.cat([s.labels for s in shards])
-        figure, (axes,) = canvas(3.6)
-        _points(axes, inputs, labels, run.label_names)
-        _plane(figure, axes, "x", "y", run.label_names)
-        yield titled_picture(
-            f"data-points-{number}",
-            f"Test samples: {run.config['dataset']}",
-            f"Up to {MOST_POINTS} of {len(labels)} test samples of all clients, by class.",
-            f"Scatter plot of {len(run.label_names)} classes in the plane.",
-            figure,
-        )
+    """Yield the test samples of all clients, for two-dimensional inputs; runs with the same data share a picture."""
+    distinct: list[Group] = []
+    for group in groups:
+        if not any(same_data(group.first, other.first) for other in distinct):
+            distinct.append(group)
+    return _data_points(distinct)
 
 
-def feature_planes(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+@of_each_run
+def _data_points(group: Group) -> Iterator[Picture]:
+    run = group.first
+    shape = task_of(run).input_shape
+    if shape != (2,):
+        raise NotAvailable(f"inputs of shape {'x'.join(map(str, shape))}; drawn only for shape 2")
+    shards = [data_of(run, client.client).test for client in run.about.clients]
+    inputs, labels = torch.cat([s.inputs for s in shards]), torch.cat([s.labels for s in shards])
+    figure, (axes,) = canvas(3.6)
+    _points(axes, inputs, labels, run.label_names)
+    _plane(figure, axes, "x", "y", run.label_names)
+    yield titled_picture(
+        "data-points",
+        f"Test samples: {run.config['dataset']}",
+        f"Up to {MOST_POINTS} of {len(labels)} test samples of all clients, by class.",
+        figure,
+    )
+
+
+@of_each_run
+def feature_planes(group: Group) -> Iterator[Picture]:
     """Yield every run's global and local prototypes, and the features of test samples of its two largest clients."""
-    for number, group in enumerate(groups):
-        run = group.first
-        if (width := task_of(run).feature_dim) != 2:
-            yield NotAvailable(
-                f"{group.label}: features have {width} dimensions; drawn only for feature-dim = 2"
-            )
-            continue
-        try:
-            yield _prototype_plane(run, group.label, number)
-            yield from _client_planes(run, group.label, number)
-        except NotAvailable as error:
-            yield NotAvailable(f"{group.label}: {error}")
+    run = group.first
+    if (width := task_of(run).feature_dim) != 2:
+        raise NotAvailable(f"features have {width} dimensions; drawn only for feature-dim = 2")
+    yield _prototype_plane(run, group.label)
+    yield from _client_planes(run, group.label)
 
 
-def _prototype_plane(run: FinishedRun, label: str, number: int) -> Picture:
+def _prototype_plane(run: FinishedRun, label: str) -> Picture:
     prototypes = global_prototypes(run)
     scale = target_scale(run)
     figure, (axes,) = canvas(3.6)
@@ -103,15 +94,14 @@ def _prototype_plane(run: FinishedRun, label: str, number: int) -> Picture:
     outside = f" {int((~inside).sum())} outliers are not shown." if not bool(inside.all()) else ""
     times = f", scaled by {scale:g} (upscaling)" if scale != 1 else ""
     return titled_picture(
-        f"prototype-plane-{number}",
+        "prototype-plane",
         title,
         f"Dashed: global prototypes{times}. Points: class means of {len(means)} clients.{outside}",
-        f"Plane with {prototypes.num_present} global prototypes as lines from the origin and local ones as points.",
         figure,
     )
 
 
-def _client_planes(run: FinishedRun, label: str, number: int) -> Iterator[Picture]:
+def _client_planes(run: FinishedRun, label: str) -> Iterator[Picture]:
     sizes = {client.client: client.num_test for client in run.about.clients}
     chosen = sorted(sizes, key=lambda client: (-sizes[client], client))[:SHOWN_CLIENTS]
     for client, state in client_states(run):
@@ -129,10 +119,9 @@ def _client_planes(run: FinishedRun, label: str, number: int) -> Iterator[Pictur
         title = f"Features of client {client}: {label}"
         _plane(figure, axes, "feature 1", "feature 2", run.label_names)
         yield titled_picture(
-            f"features-{number}-{client}",
+            f"features-{client}",
             title,
             f"Lines: the client's own class means. Points: {len(samples)} of its {len(data.test)} test samples.",
-            f"Plane with {int(present.sum())} class means as lines and test samples as points.",
             figure,
         )
 

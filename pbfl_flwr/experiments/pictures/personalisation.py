@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pbfl_flwr.experiments.artefacts import NotAvailable, client_states
-from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, heatmap, titled_picture
+from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, heatmap, of_each_run, titled_picture
 from pbfl_flwr.experiments.results import FinishedRun, Group
 from pbfl_flwr.models.contract import HEAD_PREFIX
 from pbfl_flwr.util.user_code import is_external
@@ -25,101 +25,71 @@ def normalised_columns(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return stretched
 
 
-def head_norms(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
-    """Yield the label counts, and for every run the norms of the classifier's rows and their distance to the counts."""
-    shown: list[NDArray[np.float64]] = []
-    for number, group in enumerate(groups):
-        run = group.first
-        if run.counts is None:
-            yield NotAvailable(f"{group.label}: clients bring their own data, whose labels are not counted")
-            continue
-        try:
-            norms, clients = _head_rows(run)
-        except NotAvailable as error:
-            yield NotAvailable(f"{group.label}: {error}")
-            continue
-        counts = run.counts[clients].astype(float)
-        if not any(np.array_equal(counts, other) for other in shown):
-            shown.append(counts)
-            yield _matrix(
-                f"label-counts-{number}",
-                "Label counts, normalised",
-                normalised_columns(counts),
-                run,
-                clients,
-                "Number of samples, each class min-max normalised over clients; the reference for the next pictures.",
-            )
-        matrix = normalised_columns(norms)
-        distance = float(np.linalg.norm(matrix - normalised_columns(counts)))
-        yield _matrix(
-            f"head-norms-{number}",
-            f"Norms of the classifier's rows: {group.label}",
-            matrix,
-            run,
-            clients,
-            "L2 norm of each class's row of classifier weights, min-max normalised over clients. Frobenius distance to "
-            f"the label counts: {distance:.2f} (lower: the classifier reflects the client's label distribution more).",
-        )
-
-
-def layer_distances(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
-    """Yield for every run each client's layer distances to the mean over clients with the same architecture."""
-    for number, group in enumerate(groups):
-        try:
-            distances = _distances(group.first)
-        except NotAvailable as error:
-            yield NotAvailable(f"{group.label}: {error}")
-            continue
-        deepest = max(len(layers) for layers in distances.values())
-        order = sorted(distances, key=lambda client: (_architecture(group.first, client), client))
-        matrix = np.full((deepest, len(order)), np.nan)
-        for column, client in enumerate(order):
-            matrix[: len(distances[client]), column] = distances[client]
-        figure, (axes,) = canvas()
+@of_each_run
+def head_norms(group: Group) -> Iterator[Picture]:
+    """Yield the clients' label counts above the norms of their classifiers' rows."""
+    run = group.first
+    if run.counts is None:
+        raise NotAvailable("clients bring their own data, whose labels are not counted")
+    norms, clients = _head_rows(run)
+    matrices = [normalised_columns(values) for values in (run.counts[clients].astype(float), norms)]
+    figure, panels = canvas(5.0, rows=2)
+    for axes, matrix, unit in zip(panels, matrices, ("label count", "norm of the row"), strict=True):
         heatmap(
             axes,
-            matrix,
-            xlabel="client, by architecture",
-            ylabel="layer, from the input",
-            unit="relative distance",
-            rows=[str(layer + 1) for layer in range(deepest)],
-            columns=[str(client) for client in order],
-            limits=(0.0, None),
+            matrix.T,
+            xlabel="client",
+            ylabel="class",
+            unit=f"{unit}, normalised",
+            rows=run.label_names,
+            columns=[str(client) for client in clients],
+            limits=(0.0, 1.0),
         )
-        names = [_architecture(group.first, client) for client in order]
-        for place in range(1, len(names)):
-            if names[place] != names[place - 1]:
-                axes.axvline(place - 0.5, color=GRID, linewidth=2)
-        title = f"Distance of layers to their mean: {group.label}"
-        parts = "; ".join(f"{name} x {count}" for name, count in Counter(names).items())
-        yield titled_picture(
-            f"layer-distances-{number}",
-            title,
-            "Frobenius distance of a layer's weights to their mean over the clients with the same architecture, "
-            f"relative to the norm of that mean. From left to right: {parts}. Without clients whose architecture no "
-            "other has; blank: no such layer.",
-            f"Heatmap of {deepest} layers by {len(order)} clients, from {np.nanmin(matrix):.2f} to "
-            f"{np.nanmax(matrix):.2f}.",
-            figure,
-        )
+    distance = float(np.linalg.norm(matrices[1] - matrices[0]))
+    yield titled_picture(
+        "head-norms",
+        f"Label counts and norms of the classifier's rows: {group.label}",
+        "Above: number of samples of each class. Below: L2 norm of the class's row of classifier weights. Both min-max "
+        f"normalised over clients. Frobenius distance: {distance:.2f} (lower: the classifier reflects the client's "
+        "label distribution more).",
+        figure,
+    )
 
 
-def _matrix(
-    name: str, title: str, matrix: NDArray[np.float64], run: FinishedRun, clients: Sequence[int], caption: str
-) -> Picture:
+@of_each_run
+def layer_distances(group: Group) -> Iterator[Picture]:
+    """Yield for every run each client's layer distances to the mean over clients with the same architecture."""
+    distances = _distances(group.first)
+    deepest = max(len(layers) for layers in distances.values())
+    order = sorted(distances, key=lambda client: (_architecture(group.first, client), client))
+    matrix = np.full((deepest, len(order)), np.nan)
+    for column, client in enumerate(order):
+        matrix[: len(distances[client]), column] = distances[client]
     figure, (axes,) = canvas()
     heatmap(
         axes,
-        matrix.T,
-        xlabel="client",
-        ylabel="class",
-        unit="normalised",
-        rows=run.label_names,
-        columns=[str(client) for client in clients],
-        limits=(0.0, 1.0),
+        matrix,
+        xlabel="client, by architecture",
+        ylabel="layer, from the input",
+        unit="relative distance",
+        rows=[str(layer + 1) for layer in range(deepest)],
+        columns=[str(client) for client in order],
+        limits=(0.0, None),
     )
-    alt = f"Heatmap of {matrix.shape[1]} classes by {matrix.shape[0]} clients. {caption}"
-    return titled_picture(name, title, caption, alt, figure)
+    names = [_architecture(group.first, client) for client in order]
+    for place in range(1, len(names)):
+        if names[place] != names[place - 1]:
+            axes.axvline(place - 0.5, color=GRID, linewidth=2)
+    title = f"Distance of layers to their mean: {group.label}"
+    parts = "; ".join(f"{name} x {count}" for name, count in Counter(names).items())
+    yield titled_picture(
+        "layer-distances",
+        title,
+        "Frobenius distance of a layer's weights to their mean over the clients with the same architecture, "
+        f"relative to the norm of that mean. From left to right: {parts}. Without clients whose architecture no "
+        "other has; blank: no such layer.",
+        figure,
+    )
 
 
 def _head_rows(run: FinishedRun) -> tuple[NDArray[np.float64], list[int]]:

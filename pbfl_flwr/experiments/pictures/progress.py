@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.artefacts import NotAvailable
-from pbfl_flwr.experiments.console import kilobytes
 from pbfl_flwr.experiments.notes import accuracy_name
 from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
@@ -21,6 +20,7 @@ from pbfl_flwr.experiments.pictures.style import (
     legend_below,
     logarithmic,
     marker_interval,
+    of_each_run,
     titled_picture,
 )
 from pbfl_flwr.experiments.results import FinishedRun, Group
@@ -33,7 +33,6 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield accuracy curves of each configuration's shown predictor; for one configuration, of all predictors."""
     figure, (axes,) = canvas()
-    texts = []
     if len(groups) == 1:
         title, names = f"Accuracy over rounds: {groups[0].label}", list(PREDICTORS)
         curves = {name: [dict(run.curve(name)) for run in groups[0].runs] for name in names}
@@ -50,8 +49,6 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvail
     for number, (label, per_seed) in enumerate(drawn.items()):
         rounds, each = _shared(per_seed)
         _band(axes, rounds, 100 * each, label, number)
-        if len(rounds):
-            texts.append(f"{label} ends at {100 * each[:, -1].mean():.1f} % in round {rounds[-1]}")
     curve_axes(axes, "round", "accuracy (%)", whole=True)
     legend_below(figure, axes)
     reported = groups[0].by or "the primary predictor of each run"
@@ -60,7 +57,6 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvail
         "accuracy-over-rounds",
         title,
         f"Sample-weighted test accuracy, {what}. {_seeds(groups)}{_cut(drawn)}",
-        f"Curves of accuracy over rounds. {'; '.join(texts)}.",
         figure,
     )
 
@@ -79,13 +75,11 @@ def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailabl
     curve_axes(axes, "round", f"cumulative bytes ({unit})", whole=True)
     axes.set_ylim(bottom=0)
     legend_below(figure, axes)
-    text = "; ".join(f"{label} {kilobytes(total[-1])}" for label, total in totals.items())
     yield titled_picture(
         "bytes-over-rounds",
         "Bytes over rounds",
         "Cumulative encoded payloads of all clients, up and down; without Flower's own objects, which the cost table "
         "has. First seed of each configuration.",
-        f"Curves of cumulative bytes. At the end: {text}.",
         figure,
     )
 
@@ -95,7 +89,6 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
     figure, (axes,) = canvas()
     totals = {group.label: _travelled(group.first) for group in groups}
     scale, unit = _unit(max(total[-1] for total in totals.values()))
-    texts = []
     for number, group in enumerate(groups):
         run = group.first
         at = dict(zip((entry.round for entry in run.rounds), totals[group.label], strict=True))
@@ -107,8 +100,7 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
             continue
         xs, ys = zip(*points, strict=True)
         axes.plot(xs, ys, label=group.label, markevery=marker_interval(len(xs)), **curve_style(number))
-        texts.append(f"{group.label} {ys[-1]:.1f} % for {kilobytes(at[max(at)])}")
-    if not texts:
+    if not axes.lines:
         return
     curve_axes(axes, f"cumulative bytes, all clients ({unit})", "accuracy (%)")
     if max(total[-1] for total in totals.values()) > 20 * min(
@@ -121,7 +113,6 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
         "Accuracy against bytes",
         f"Sample-weighted {accuracy_name(groups[0].by)} against the cumulative payload (up and down, all clients; "
         "logarithmic axis if the range is wide). First seed of each configuration.",
-        f"Curves of accuracy against bytes. At the end: {'; '.join(texts)}.",
         figure,
     )
 
@@ -129,7 +120,6 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
 def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield the clients' accuracies in the last round, sorted: the flatter the curve, the fairer the method."""
     figure, (axes,) = canvas()
-    texts = []
     for number, group in enumerate(groups):
         values = sorted(group.first.accuracies().values())
         if not values:
@@ -142,8 +132,7 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotAvaila
         axes.plot(
             places, shown, label=group.label, markevery=marker_interval(len(values)), **curve_style(number)
         )
-        texts.append(f"{group.label} {shown[0]:.0f} to {shown[-1]:.0f} %")
-    if not texts:
+    if not axes.lines:
         return
     curve_axes(axes, "clients, from the worst to the best", "accuracy (%)", whole=True)
     legend_below(figure, axes)
@@ -152,46 +141,41 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotAvaila
         "Accuracy of the clients, sorted",
         f"{_accuracy(groups)} of every client in the last round, sorted within each run: the flatter, the fairer. "
         "First seed of each configuration.",
-        f"Sorted accuracies of the clients: {'; '.join(texts)}.",
         figure,
     )
 
 
-def clients_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+@of_each_run
+def clients_over_rounds(group: Group) -> Iterator[Picture]:
     """Yield for every run a thin accuracy curve per client, and the sample-weighted accuracy over all clients."""
-    for number, group in enumerate(groups):
-        run = group.first
-        curves, together = run.client_curves(), run.curve()
-        if not curves or not together:
-            yield NotAvailable(f"{group.label}: no client was scored by '{run.predictor}'")
-            continue
-        figure, (axes,) = canvas()
-        for place, curve in enumerate(_evenly(curves)):
-            _thin(axes, curve, "" if place else "one client")
-        rounds, shares = zip(*together, strict=True)
-        bold = {**curve_style(1), "linestyle": "-"}
-        axes.plot(
-            rounds,
-            [100 * share for share in shares],
-            label="all",
-            markevery=marker_interval(len(rounds)),
-            **bold,
-        )
-        curve_axes(axes, "round", "accuracy (%)", whole=True)
-        axes.set_ylim(-3, 103)
-        legend_below(figure, axes)
-        some = f"{MOST_LINES} of the {len(curves)} clients, evenly spaced from the worst to the best"
-        who = some if len(curves) > MOST_LINES else f"{len(curves)} clients"
-        last = sorted(100 * curve[-1][1] for curve in curves.values())
-        yield titled_picture(
-            f"clients-over-rounds-{number}",
-            f"Accuracy of each client over rounds: {group.label}",
-            f"{_accuracy(groups)} of {who}, each on its own test data; thick line: all clients, sample-weighted. "
-            "First seed.",
-            f"One curve per client, ending between {last[0]:.0f} and {last[-1]:.0f} %; all clients together reach "
-            f"{100 * shares[-1]:.1f} %.",
-            figure,
-        )
+    run = group.first
+    curves, together = run.client_curves(), run.curve()
+    if not curves or not together:
+        raise NotAvailable(f"no client was scored by '{run.predictor}'")
+    figure, (axes,) = canvas()
+    for place, curve in enumerate(_evenly(curves)):
+        _thin(axes, curve, "" if place else "one client")
+    rounds, shares = zip(*together, strict=True)
+    bold = {**curve_style(1), "linestyle": "-"}
+    axes.plot(
+        rounds,
+        [100 * share for share in shares],
+        label="all",
+        markevery=marker_interval(len(rounds)),
+        **bold,
+    )
+    curve_axes(axes, "round", "accuracy (%)", whole=True)
+    axes.set_ylim(-3, 103)
+    legend_below(figure, axes)
+    some = f"{MOST_LINES} of the {len(curves)} clients, evenly spaced from the worst to the best"
+    who = some if len(curves) > MOST_LINES else f"{len(curves)} clients"
+    yield titled_picture(
+        "clients-over-rounds",
+        f"Accuracy of each client over rounds: {group.label}",
+        f"{_accuracy([group])} of {who}, each on its own test data; thick line: all clients, sample-weighted. "
+        "First seed.",
+        figure,
+    )
 
 
 def _evenly(curves: Mapping[int, Curve]) -> list[Curve]:

@@ -18,6 +18,7 @@ from pbfl_flwr.experiments.pictures.style import (
     curve_style,
     heatmap,
     legend_below,
+    of_each_run,
     titled_picture,
 )
 from pbfl_flwr.experiments.results import Group
@@ -43,41 +44,35 @@ def margins(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return nearest / nearest.max() if nearest.max() > 0 else nearest
 
 
-def matrices(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+@of_each_run
+def matrices(group: Group) -> Iterator[Picture]:
     """Yield for every run the matrices of cosine similarities and of distances."""
-    for number, group in enumerate(groups):
-        try:
-            values, names = _present(group)
-        except NotAvailable as error:
-            yield NotAvailable(f"{group.label}: {error}")
-            continue
-        cosine, distance = similarities(values), distances(values)
-        for kind, unit, matrix, limits, colours in (
-            ("Cosine similarity", "cosine similarity", cosine, (-1.0, 1.0), DIVERGING),
-            ("Distance", "Euclidean distance", distance, (0.0, None), "cividis"),
-        ):
-            figure, (axes,) = canvas(3.1)
-            heatmap(
-                axes,
-                matrix,
-                xlabel="class",
-                ylabel="class",
-                unit=unit,
-                rows=names,
-                columns=names,
-                limits=limits,
-                colours=colours,
-            )
-            class_axis(axes, names)
-            title = f"{kind} of global prototypes: {group.label}"
-            yield titled_picture(
-                f"{kind.split()[0].lower()}-of-prototypes-{number}",
-                title,
-                "Every pair of classes after the last round, in all d dimensions.",
-                f"Matrix of {len(names)} by {len(names)} classes: {unit} from {np.nanmin(matrix):.2f} to "
-                f"{np.nanmax(matrix):.2f}, mean {np.nanmean(matrix):.2f}.",
-                figure,
-            )
+    values, names = _present(group)
+    cosine, distance = similarities(values), distances(values)
+    for kind, unit, matrix, limits, colours in (
+        ("Cosine similarity", "cosine similarity", cosine, (-1.0, 1.0), DIVERGING),
+        ("Distance", "Euclidean distance", distance, (0.0, None), "cividis"),
+    ):
+        figure, (axes,) = canvas(3.1)
+        heatmap(
+            axes,
+            matrix,
+            xlabel="class",
+            ylabel="class",
+            unit=unit,
+            rows=names,
+            columns=names,
+            limits=limits,
+            colours=colours,
+        )
+        class_axis(axes, names)
+        title = f"{kind} of global prototypes: {group.label}"
+        yield titled_picture(
+            f"{kind.split()[0].lower()}-of-prototypes",
+            title,
+            "Every pair of classes after the last round, in all d dimensions.",
+            figure,
+        )
 
 
 def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
@@ -94,7 +89,6 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     shared = all(labels == longest for _, _, labels in rows)
     names = longest if shared else [str(number) for number in range(len(longest))]
     figure, (axes,) = canvas()
-    summaries = []
     for number, (group, values, _) in enumerate(rows):
         cosine = similarities(values)
         mean = np.nanmean(cosine, axis=1)
@@ -103,7 +97,6 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         axes.fill_between(
             range(len(mean)), low, high, color=curve_style(number)["color"], alpha=0.15, linewidth=0
         )
-        summaries.append(f"{group.label} {mean.mean():.2f}")
     curve_axes(axes, "class", "cosine similarity to the others")
     class_axis(axes, names)
     legend_below(figure, axes)
@@ -112,15 +105,12 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         "Similarity of each global prototype to the others",
         "Mean cosine similarity of a class's prototype to all others; band: minimum to maximum. Lower is better "
         "separated.",
-        f"Curves over classes; means: {', '.join(summaries)}.",
         figure,
     )
     figure, (axes,) = canvas()
-    summaries = []
     for number, (group, values, _) in enumerate(rows):
         margin = margins(values)
         axes.plot(range(len(margin)), margin, label=group.label, **curve_style(number))
-        summaries.append(f"{group.label} {margin.min():.2f}")
     curve_axes(axes, "class", "margin / largest margin")
     class_axis(axes, names)
     axes.set_ylim(0, 1.05)
@@ -130,7 +120,6 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         "Normalised margin of each global prototype",
         "Distance to the nearest other prototype, relative to the largest such distance of the run: evenly spread if "
         "all are near 1.",
-        f"Curves over classes; smallest: {', '.join(summaries)}.",
         figure,
     )
 

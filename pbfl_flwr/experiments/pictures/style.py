@@ -1,15 +1,11 @@
-"""Common style of all pictures: small, transparent, colour-blind-safe, readable in light and dark mode.
-
-A picture is drawn once, in colours for white paper. In a page these colours are replaced by CSS variables, which the
-page's style defines (:func:`inline_svg`).
-"""
+"""Common style of all pictures: small, on white, colour-blind-safe."""
 
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 from matplotlib import rc_context
@@ -17,6 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from pbfl_flwr.experiments.artefacts import NotAvailable
+from pbfl_flwr.experiments.results import Group
 
 INK, GRID, BLANK = "#1b1f24", "#c9ced6", "#f4f5f6"
 # Okabe and Ito's palette without black and yellow, ordered so that successive colours differ clearly.
@@ -44,7 +43,7 @@ RC: dict[Any, Any] = {
     "ytick.color": INK,
     "axes.linewidth": 0.7,
     "axes.facecolor": "none",
-    "figure.facecolor": "none",
+    "figure.facecolor": "white",
     "grid.color": GRID,
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.6,
@@ -63,15 +62,34 @@ class Picture:
         name: file name without suffix.
         title: short title.
         caption: how to read it.
-        alt: alternative text with its content.
         figure: the matplotlib figure.
     """
 
     name: str
     title: str
     caption: str
-    alt: str
     figure: Figure
+
+
+def of_each_run(
+    draw: Callable[[Group], Iterator[Picture]],
+) -> Callable[[Sequence[Group]], Iterator[Picture | NotAvailable]]:
+    """Return the kind that draws every configuration's first run, or yields the reason why it cannot.
+
+    Args:
+        draw: yields the pictures of one run; the configuration's number is appended to their names.
+    """
+
+    @wraps(draw)
+    def drawn(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+        for number, group in enumerate(groups):
+            try:
+                for picture in draw(group):
+                    yield replace(picture, name=f"{picture.name}-{number}")
+            except NotAvailable as error:
+                yield NotAvailable(f"{group.label}: {error}")
+
+    return drawn
 
 
 def canvas(height: float = 2.9, rows: int = 1) -> tuple[Figure, list[Axes]]:
@@ -105,7 +123,7 @@ def heatmap(
         limits: values at the ends of the colour map; None for the matrix's own.
         colours: name of the colour map.
     """
-    axes.set_facecolor(BLANK)  # otherwise blank cells look like dark ones on a dark page
+    axes.set_facecolor(BLANK)
     drawn = axes.imshow(
         values, aspect="auto", interpolation="none", cmap=colours, vmin=limits[0], vmax=limits[1]
     )
@@ -200,12 +218,12 @@ def legend_below(figure: Figure, axes: Axes, order: Sequence[str] = (), marker_s
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, markerscale=marker_scale)
 
 
-def titled_picture(name: str, title: str, caption: str, alt: str, figure: Figure) -> Picture:
+def titled_picture(name: str, title: str, caption: str, figure: Figure) -> Picture:
     """Return a picture with its wrapped title drawn above it; the arguments are those of :class:`Picture`."""
     import textwrap
 
     figure.suptitle("\n".join(textwrap.wrap(title, 52)), fontsize=RC["axes.titlesize"], color=INK)
-    return Picture(name, title, caption, alt, figure)
+    return Picture(name, title, caption, figure)
 
 
 def svg(picture: Picture) -> str:
@@ -217,32 +235,8 @@ def svg(picture: Picture) -> str:
 
 
 def png(picture: Picture) -> bytes:
-    """Return the picture as a PNG file with a white background."""
+    """Return the picture as a PNG file."""
     data = io.BytesIO()
     with rc_context(RC):
-        picture.figure.savefig(
-            data, format="png", dpi=PNG_DPI, facecolor="white", metadata={"Software": None}
-        )
+        picture.figure.savefig(data, format="png", dpi=PNG_DPI, metadata={"Software": None})
     return data.getvalue()
-
-
-def inline_svg(picture: Picture) -> str:
-    """Return the picture as an SVG element for a page: with unique ids, and colours as the page's CSS variables.
-
-    Names in the text are escaped by matplotlib.
-    """
-    text = svg(picture)
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.S)  # it would apply to the whole page
-    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # groups are not referenced
-    text = re.sub(r'\bid="', f'id="{picture.name}-', text)
-    text = re.sub(r"url\(#", f"url(#{picture.name}-", text)
-    text = re.sub(r'href="#', f'href="#{picture.name}-', text)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    text = text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
-    text = text.replace(BLANK, "var(--blank)")
-    for number, colour in enumerate(COLOURS):
-        text = text.replace(colour, f"var(--c{number})")
-    return text.replace("<svg ", '<svg role="img" aria-labelledby="' + picture.name + '-alt" ', 1).strip()
