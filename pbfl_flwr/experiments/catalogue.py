@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -15,8 +13,7 @@ from pbfl_flwr.config import GROUPS, Group
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.console import print_hanging, say
-from pbfl_flwr.experiments.plan import reproduction as reproduce
-from pbfl_flwr.experiments.plan.comparison import comparisons, read
+from pbfl_flwr.experiments.plan import comparison, reproduction
 from pbfl_flwr.experiments.plan.configuration import presets
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.methods import METHODS, SECTIONS
@@ -28,45 +25,25 @@ TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false
 SYMBOLS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
-def methods() -> Rows:
-    """Return (name, summary)."""
-    return [(name, entry.summary) for name, entry in METHODS.items()]
-
-
-def models() -> Rows:
-    """Return (name, description): families first."""
-    families = [(name, f"family, by client id: {', '.join(members)}") for name, members in FAMILIES.items()]
-    deeper = (
-        CLASSIFIER.example,
-        "example of a classifier with hidden layers; their widths can be appended to any model.",
-    )
-    return [*families, *((name, entry.summary) for name, entry in ARCHITECTURES.items()), deeper]
-
-
-def weights() -> Rows:
-    """Return (model with its label, file) of the pretrained weights stored on this machine."""
-    return [(name, str(file)) for name, file in stored_weights().items()]
-
-
-def datasets() -> Rows:
-    """Return (name, description)."""
-    return [(name, dataset.description) for name, dataset in DATASETS.items()]
-
-
-def preset_rows() -> Rows:
-    """Return (name, "") of the presets."""
-    return [(name, "") for name in presets()]
-
-
-def comparison_rows() -> Rows:
-    """Return (name, title) of the comparisons."""
-    return [(name, read(name)[0]) for name in comparisons()]
-
-
-def reproduction_rows() -> Rows:
-    """Return (name, title and blocks) of the reproductions."""
-    papers = [(name, reproduce.read(name)) for name in reproduce.reproductions()]
-    return [(name, f"{paper.title}: {', '.join(paper.blocks)}") for name, paper in papers]
+ROWS: dict[str, Callable[[], Rows]] = {  # topic -> names with descriptions
+    "methods": lambda: [(name, entry.summary) for name, entry in METHODS.items()],
+    "models": lambda: [
+        *((name, f"family, by client id: {', '.join(members)}") for name, members in FAMILIES.items()),
+        *((name, entry.summary) for name, entry in ARCHITECTURES.items()),
+        (
+            CLASSIFIER.example,
+            "example of a classifier with hidden layers; their widths can be appended to any model.",
+        ),
+    ],
+    "weights": lambda: [(name, str(file)) for name, file in stored_weights().items()],
+    "datasets": lambda: [(name, dataset.description) for name, dataset in DATASETS.items()],
+    "presets": lambda: [(name, "") for name in presets()],
+    "comparisons": lambda: [(name, comparison.read(name)[0]) for name in comparison.comparisons()],
+    "reproductions": lambda: [
+        (name, f"{paper.title}: {', '.join(paper.blocks)}")
+        for name, paper in ((name, reproduction.read(name)) for name in reproduction.reproductions())
+    ],
+}
 
 
 @dataclass(frozen=True)
@@ -79,55 +56,31 @@ class Key:
     allowed: str
 
 
-@dataclass(frozen=True)
-class Keys:
-    """The keys of a group or method.
+def keys(word: str = "") -> Iterator[tuple[str, str, list[Key]]]:
+    """Yield (name, title, keys) of the groups of the configuration, then of the methods with keys of their own.
 
-    Attributes:
-        name: of a configuration group, or of a method with keys of its own.
-        title: topic of the keys.
-        keys: in definition order.
-        by_name: whether they matched a search by name, not by description.
-    """
-
-    name: str
-    title: str
-    keys: tuple[Key, ...]
-    by_name: bool = True
-
-
-def keys(word: str = "") -> Iterator[Keys]:
-    """Yield the keys of the run configuration by group, those of methods last because their import takes seconds.
+    The methods come last because their import takes seconds.
 
     Args:
-        word: a group, a method, or text to search; empty means all keys. Keys whose name contains it come first; then,
-            as separate topics, keys whose description or allowed values have a word that starts with it.
+        word: a group, a method, or text in a key's name, meaning or allowed values; empty means all keys.
 
     Raises:
         PbflError: if no key matches.
     """
     known = [*GROUPS, *SECTIONS]
-    seen: list[str] = []
-    explained: list[Keys] = []
-    begins = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)  # "early" must not match "nearly"
+    matched = False
     for name in [word] if word in known else known:
-        every = _group(name)
-        if matching := tuple(key for key in every.keys if word in key.name or word == name):
-            yield replace(every, keys=matching)
-        others = tuple(
-            key for key in every.keys if key not in matching and begins.search(f"{key.meaning} {key.allowed}")
-        )
-        if others:
-            explained.append(replace(every, keys=others, by_name=False))
-        seen += [key.name for key in every.keys]
-    yield from explained
-    if word not in known and not explained and not any(word in name for name in seen):
-        close = difflib.get_close_matches(word, [*seen, *known], n=1)
-        hint = f"did you mean '{close[0]}'? The groups" if close else "the groups"
-        raise PbflError(
-            f"'{word}': not found in names of keys, groups and methods, nor in descriptions of keys; {hint} are "
-            f"{', '.join(GROUPS)}"
-        )
+        title, every = _group(name)
+        matching = [
+            key
+            for key in every
+            if word == name or word.lower() in f"{key.name} {key.meaning} {key.allowed}".lower()
+        ]
+        if matching:
+            matched = True
+            yield name, title, matching
+    if not matched:
+        raise PbflError(f"'{word}': in no key's name or description; the groups are {', '.join(GROUPS)}")
 
 
 def show_keys(word: str, console: Console) -> None:
@@ -140,16 +93,11 @@ def show_keys(word: str, console: Console) -> None:
     Raises:
         PbflError: as :func:`keys`.
     """
-    named = True
-    for number, topic in enumerate(keys(word)):
+    for number, (name, title, matching) in enumerate(keys(word)):
         if number:
             say(console, "")
-        if named and not topic.by_name:
-            say(console, f"'{word}' in the descriptions of other keys:", "dim")
-            say(console, "")
-        named = topic.by_name
-        print_hanging(console, f"{topic.name}: ", topic.title, 2 + len(topic.name))
-        for key in topic.keys:
+        print_hanging(console, f"{name}: ", title, 2 + len(name))
+        for key in matching:
             say(console, f"  {key.name} = {key.default}", "bold")
             print_hanging(console, "", f"{key.meaning} [{key.allowed}]".lstrip(), 6)
 
@@ -163,10 +111,10 @@ def keys_page() -> str:
         "`--set KEY=VALUE`, in a preset and with `flwr run --run-config`. `auto` follows the method, the protocol or",
         "the data.",
     ]
-    for topic in keys():
-        rows = tuple((f"`{key.name}`", f"`{key.default}`", _description_cell(key)) for key in topic.keys)
+    for name, title, every in keys():
+        rows = tuple((f"`{key.name}`", f"`{key.default}`", _description_cell(key)) for key in every)
         table = Sheet("", ("key", "default", "meaning [allowed values]"), rows, text_columns=3).markdown()
-        lines += ["", f"## {topic.name}", "", topic.title, "", *table.splitlines()[2:]]
+        lines += ["", f"## {name}", "", title, "", *table.splitlines()[2:]]
     return "\n".join(lines) + "\n"
 
 
@@ -209,11 +157,12 @@ def allowed(field: FieldInfo) -> str:
     return ", ".join(_alternatives(field.annotation, field.metadata))
 
 
-def _group(name: str) -> Keys:
+def _group(name: str) -> tuple[str, list[Key]]:
+    """Return the title and the keys of a configuration group, or of a method with keys of its own."""
     if name in GROUPS:
         title = (GROUPS[name].__doc__ or "").strip().partition("\n")[0].replace("``", "")
-        return Keys(name, title, tuple(_keys(GROUPS[name], GROUPS[name].prefix)))
-    return Keys(name, METHODS[name].summary, tuple(_keys(SECTIONS[name], f"{name}.")))
+        return title, list(_keys(GROUPS[name], GROUPS[name].prefix))
+    return METHODS[name].summary, list(_keys(SECTIONS[name], f"{name}."))
 
 
 def _keys(group: type[Group], prefix: str) -> Iterator[Key]:
@@ -242,14 +191,3 @@ def _bounds(constraints: Iterable[Any]) -> Iterator[str]:
         for name, symbol in SYMBOLS.items():
             if (limit := getattr(constraint, name, None)) is not None:
                 yield f"{symbol} {limit}"
-
-
-ROWS: dict[str, Callable[[], Rows]] = {
-    "methods": methods,
-    "models": models,
-    "weights": weights,
-    "datasets": datasets,
-    "presets": preset_rows,
-    "comparisons": comparison_rows,
-    "reproductions": reproduction_rows,
-}
