@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,64 +20,10 @@ SAME = 1e-12  # equal accuracies may differ by rounding; different ones differ b
 EXACT_PAIRS = 50  # largest n of the exact test; 2⁵⁰ is exact in float64
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Mean and standard deviation of repetitions.
-
-    Attributes:
-        mean: of the values.
-        deviation: sample standard deviation (n - 1 in the denominator), 0 for one value.
-        n: number of values.
-    """
-
-    mean: float
-    deviation: float
-    n: int
-
-
-def spread(values: ArrayLike) -> Spread:
-    """Return mean and sample standard deviation, e.g. over seeds.
-
-    Args:
-        values: (n,), n >= 1.
-    """
-    array = np.asarray(values, dtype=float)
-    return Spread(float(array.mean()), float(array.std(ddof=1)) if array.size > 1 else 0.0, int(array.size))
-
-
-@dataclass(frozen=True)
-class Fairness:
-    """How evenly accuracy is distributed over clients; in the unit of the accuracies.
-
-    Attributes:
-        mean: unweighted mean over clients.
-        deviation: population standard deviation over clients (0 is perfectly even).
-        lowest: accuracy of the worst client.
-        worst_decile: mean of the worst tenth of the clients, at least one.
-        best_decile: mean of the best tenth, at least one.
-        n: number of clients.
-    """
-
-    mean: float
-    deviation: float
-    lowest: float
-    worst_decile: float
-    best_decile: float
-    n: int
-
-
-def fairness(accuracies: ArrayLike) -> Fairness:
-    """Return the fairness statistics of the clients' accuracies (M,), M >= 1."""
-    each = np.sort(np.asarray(accuracies, dtype=float))
-    tenth = max(1, each.size // 10)
-    return Fairness(
-        float(each.mean()),
-        float(each.std()),
-        float(each[0]),
-        float(each[:tenth].mean()),
-        float(each[-tenth:].mean()),
-        int(each.size),
-    )
+def best_decile(accuracies: Sequence[float]) -> float:
+    """Return the mean of the best tenth of the clients' accuracies (M,), M >= 1; at least one client."""
+    each = sorted(accuracies)
+    return fmean(each[-max(1, len(each) // 10) :])
 
 
 @dataclass(frozen=True)
@@ -172,13 +119,10 @@ def signed_rank(differences: NDArray[np.float64]) -> float:
 
 def _doubled_ranks(sizes: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return twice the ranks of sizes (n,), from 1, with mean ranks for ties; doubling makes them whole numbers."""
-    order = np.argsort(sizes)
-    ascending = sizes[order]
-    level = np.empty(sizes.size, dtype=np.int64)
-    level[order] = np.cumsum(np.diff(ascending, prepend=ascending[0]) > SAME)
-    shared = np.bincount(level)
-    last = np.cumsum(shared)
-    return (2 * last - shared + 1)[level]
+    ascending = np.sort(sizes)
+    smaller = np.searchsorted(ascending, sizes - SAME, side="left")
+    not_larger = np.searchsorted(ascending, sizes + SAME, side="right")
+    return smaller + not_larger + 1
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

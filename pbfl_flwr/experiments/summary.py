@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Literal
 
 from pbfl_flwr.config import PREDICTORS
@@ -23,7 +23,7 @@ from pbfl_flwr.experiments.notes import (
     unscored_lines,
 )
 from pbfl_flwr.experiments.results import Group, honest, participants, span
-from pbfl_flwr.experiments.statistics import fairness, spread
+from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
 from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.util.atomic_files import write_atomically
@@ -119,10 +119,12 @@ def _tabulated(point: str) -> Callable[[Group], list[float]]:
     return values
 
 
-def _fairness(name: str) -> Callable[[Group], list[float]]:
+def _over_clients(statistic: Callable[[Sequence[float]], float]) -> Callable[[Group], list[float]]:
+    """Return the function that applies a statistic to the clients' last accuracies in every run, in %."""
+
     def values(group: Group) -> list[float]:
         each = [list(run.accuracies().values()) for run in group.runs]
-        return _percents(getattr(fairness(shares), name) for shares in each if shares)
+        return _percents(statistic(shares) for shares in each if shares)
 
     return values
 
@@ -184,8 +186,8 @@ MEAN = Figures("mean of clients", "mean", _accuracies("last", "mean"))
 STD = Figures("std over clients", "std", _accuracies("last", "std"))
 BEST_STD = Figures("std over clients, best round", "best_std", _accuracies("best", "std"))
 WORST = Figures("worst decile", "worst", _accuracies("last", "worst"))
-BEST_DECILE = Figures("best decile", "best_decile", _fairness("best_decile"))
-LOWEST = Figures("lowest client", "lowest", _fairness("lowest"), note=FAIRNESS_NOTE)
+BEST_DECILE = Figures("best decile", "best_decile", _over_clients(best_decile))
+LOWEST = Figures("lowest client", "lowest", _over_clients(min), note=FAIRNESS_NOTE)
 BALANCED = Figures(
     "balanced accuracy", "balanced", _accuracies("last", "balanced"), optional=True, note=BALANCE_NOTE
 )
@@ -363,8 +365,7 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[str, str]:
     """Return mean and sample standard deviation as plain numbers; empty if undefined."""
     if not values:
         return "", ""
-    of = spread(values)
-    return f"{of.mean:.4f}", f"{of.deviation:.4f}" if of.n > 1 else ""
+    return f"{fmean(values):.4f}", f"{stdev(values):.4f}" if len(values) > 1 else ""
 
 
 def write(out: Path, sheet: Sheet, groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> None:

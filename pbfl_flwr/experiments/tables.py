@@ -7,11 +7,11 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean, stdev
 
 from rich.console import Console
 
 from pbfl_flwr.experiments.console import print_blocks, say
-from pbfl_flwr.experiments.statistics import spread
 from pbfl_flwr.util.atomic_files import write_atomically
 
 _LATEX = {
@@ -121,8 +121,7 @@ def mean_cell(values: Sequence[float]) -> str:
     """Format a single value, mean ± sample standard deviation of several, or a dash for none."""
     if not len(values):
         return "-"
-    summary = spread(values)
-    return f"{summary.mean:.2f}" + (f" ± {summary.deviation:.2f}" if summary.n > 1 else "")
+    return f"{fmean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def _piped(cells: Sequence[str]) -> str:

@@ -9,28 +9,14 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata, wilcoxon
 
 from pbfl_flwr.experiments import statistics
-from pbfl_flwr.experiments.statistics import EXACT_PAIRS, fairness, holm, paired, signed_rank, spread
+from pbfl_flwr.experiments.statistics import EXACT_PAIRS, best_decile, holm, paired, signed_rank
 
 
-def test_spread_over_seeds() -> None:
-    found = spread([1.0, 2.0, 6.0])  # mean 3, squares 4 + 1 + 9 = 14, over n - 1 = 2
-    assert (found.mean, found.n) == (3.0, 3)
-    assert found.deviation == pytest.approx(7**0.5)
-    assert spread([4.0]).deviation == 0.0
-
-
-def test_fairness_takes_whole_clients() -> None:
-    found = fairness(np.arange(20.0) / 20)  # 0, 0.05, .., 0.95: two clients are a tenth
-    assert (found.lowest, found.n) == (0.0, 20)
-    assert found.mean == pytest.approx(0.475)
-    assert found.worst_decile == pytest.approx(0.025)
-    assert found.best_decile == pytest.approx(0.925)
-    assert found.deviation == pytest.approx(0.05 * (399 / 12) ** 0.5)  # of 0..n-1: sqrt((n² - 1)/12)
-    alone = fairness([0.25, 0.75])
-    assert (alone.worst_decile, alone.best_decile, alone.deviation) == (0.25, 0.75, 0.25)
-    three = fairness([0.75, 0.25, 0.2])
-    assert three.lowest == 0.2
-    assert three.mean == pytest.approx(0.4)
+def test_best_decile_takes_whole_clients() -> None:
+    assert best_decile(list(np.arange(20) / 20)) == pytest.approx(
+        0.925
+    )  # two clients are a tenth: 0.9 and 0.95
+    assert best_decile([0.25, 0.75, 0.2]) == 0.75
 
 
 def test_wilcoxon_against_all_signs() -> None:
