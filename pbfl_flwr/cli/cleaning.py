@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +24,7 @@ def clean(
     ] = None,
     older_than: Annotated[
         str,
-        typer.Option("--older-than", metavar="AGE", help="Minimum time since the last use: 30d, 12h, 0d."),
+        typer.Option("--older-than", metavar="AGE", help="Minimum time since the last change: 30d, 12h, 0d."),
     ] = "1d",
     yes: Annotated[
         bool, typer.Option("--yes", help="Remove the files; otherwise they are only listed.")
@@ -37,12 +36,14 @@ def clean(
     console = screen()
     try:
         seconds = cleanup.parse_age(older_than)
+        freed = 0
         every = list(cleanup.scan(directories or cleanup.default_directories(), seconds, time.time()))
-        left, freed = [states for states in every if states.reason], 0
-        for states in (states for states in every if not states.reason):
-            size = states.size
-            if yes and (reason := states.remove()):
-                left.append(replace(states, reason=reason))
+        for states in every:
+            size, reason = states.size, states.reason
+            if not reason and yes and not states.remove():
+                reason = "is in use"
+            if reason:
+                print_hanging(console, "left ", f"{states.path}: {reason}", 5)
                 continue
             freed += size
             print_hanging(console, f"{kilobytes(size):>9}  ", str(states.path), 11)
@@ -50,8 +51,6 @@ def clean(
         raise error_exit(error) from None
     except OSError as error:
         raise error_exit(PbflError(f"{error.filename} cannot be read ({error.strerror})")) from None
-    for line in cleanup.reason_lines(left):
-        say(console, f"left {line}")
     if not freed:
         say(console, "nothing to remove")
     elif yes:

@@ -1,35 +1,34 @@
 """Removes the clients' networks and states that runs leave behind: ``pbfl clean``.
 
-Of a finished run all of them; of a device's state directory those of all runs but the newest. Files are recognised by
-name and content, others stay. Symbolic links are neither followed nor removed, and nothing whose lock is held.
+Of a finished run all of them; of a device's state directory those of all runs but the newest. Files and directories are
+recognised by name, others stay. Symbolic links are neither followed nor removed, and nothing whose lock is held.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
-from pbfl_flwr.errors import PbflError, abbreviate
-from pbfl_flwr.experiments.console import kilobytes
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.results import new_client_rounds
 from pbfl_flwr.runs.directory import SERVER_LOCK, STATES_REMOVED, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK
-from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.util.atomic_files import UnsavedState, write_atomically
 from pbfl_flwr.util.locks import Lock
 from pbfl_flwr.util.paths import home
 
 DEPTH = 5  # levels of directories searched below the given one
-STATE = re.compile(r"(client-\d{5,}|named-.+?)\.(safetensors|\d+\.best)")
-LOCK = re.compile(r"\.(client-\d{5,}|named-.+)\.lock")
-TORN = re.compile(rf"\.{STATE.pattern}(\.\d+)?\.tmp")  # of a process that was killed while it wrote
-PATHS_NAMED = 3  # in a line
+EXPERIMENT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}(-new-\d+)?")  # the directory of a run's clients
+_CLIENT = r"(client-\d{5,}|named-.+?)"
+_STATE = rf"{_CLIENT}\.(safetensors|\d+\.best)"
+STATE = re.compile(
+    rf"{_STATE}|\.{_STATE}(\.\d+)?\.tmp"
+)  # the latter of a process that was killed while it wrote
+LOCK = re.compile(rf"\.{_CLIENT}\.lock")
 SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
@@ -50,58 +49,52 @@ class States:
     reason: str = ""
 
     @property
-    def files(self) -> list[Path]:
-        """The state files, and parts of such files."""
-        parts = [file for folder in self.folders for file in _files(folder) if TORN.fullmatch(file.name)]
-        return [*_states_in(self.folders), *parts]
-
-    @property
     def size(self) -> int:
         """Total size in bytes."""
-        return sum(status.st_size for status in _statuses(self.files))
+        return sum(status.st_size for status in self._statuses())
 
     @property
     def changed(self) -> float:
         """Modification time of the newest state, seconds since the epoch."""
-        return max((status.st_mtime for status in _statuses(self.files)), default=0.0)
+        return max((status.st_mtime for status in self._statuses()), default=0.0)
 
-    @property
-    def used(self) -> float:
-        """Time of the last use by a client, seconds since the epoch: a lock file is touched by readers, too."""
-        return max(self.changed, *(status.st_mtime for status in _statuses(self._client_locks)), 0.0)
-
-    @property
-    def locks(self) -> list[Path]:
-        """Lock files; a process that uses the states holds one of them."""
-        of_run = [self.path / RUN_LOCK, self.path / SERVER_LOCK] if self.run else []
-        return [lock for lock in of_run if lock.is_file()] + self._client_locks
-
-    @property
-    def _client_locks(self) -> list[Path]:
-        return [file for folder in self.folders for file in _files(folder) if LOCK.fullmatch(file.name)]
-
-    def remove(self) -> str:
-        """Remove them unless they have come into use, and return the reason in that case.
+    def remove(self) -> bool:
+        """Remove them, and return whether that was possible: not if a process holds a lock of the run or a client.
 
         Raises:
             PbflError: if the system refuses it; the message names the file.
         """
-        with ExitStack() as locks:
-            if not _acquire(self.locks, locks):
-                return "is in use"
-            if self.run:
-                write_atomically(
-                    self.path / STATES_REMOVED, b"the clients' states were removed by pbfl clean\n"
-                )
+        client_locks = self._files(LOCK)
+        of_run = [self.path / name for name in (RUN_LOCK, SERVER_LOCK)] if self.run else []
+        with ExitStack() as stack:
             try:
-                for file in (*self.files, *self._client_locks):
+                for lock in [*filter(Path.is_file, of_run), *client_locks]:
+                    stack.enter_context(Lock(lock).acquire(timeout=0))
+            except OSError:  # includes filelock's Timeout
+                return False
+            if self.run:
+                note = b"the clients' states were removed by pbfl clean\n"
+                write_atomically(self.path / STATES_REMOVED, note)
+            try:
+                for file in (*self._files(STATE), *client_locks):
                     file.unlink(missing_ok=True)
             except OSError as error:
                 raise UnsavedState(f"{error.filename} cannot be removed ({error.strerror})") from None
             for folder in self.folders:
                 with suppress(OSError):  # not empty
                     folder.rmdir()
-        return ""
+        return True
+
+    def _files(self, name: re.Pattern[str]) -> list[Path]:
+        files = [path for folder in self.folders for path in sorted(folder.iterdir())]
+        return [
+            path for path in files if name.fullmatch(path.name) and path.is_file() and not path.is_symlink()
+        ]
+
+    def _statuses(self) -> Iterator[os.stat_result]:
+        for file in self._files(STATE):
+            with suppress(FileNotFoundError):  # a running run renames its temporary files
+                yield file.lstat()
 
 
 def parse_age(text: str) -> float:
@@ -126,7 +119,7 @@ def scan(directories: Iterable[Path], seconds: float, now: float) -> Iterator[St
 
     Args:
         directories: runs, directories of runs, devices' state directories.
-        seconds: minimum time since the last use.
+        seconds: minimum time since the last change.
         now: current time in seconds since the epoch.
 
     Raises:
@@ -138,36 +131,10 @@ def scan(directories: Iterable[Path], seconds: float, now: float) -> Iterator[St
                 f"'{directory}' is not a directory; needed are runs, directories of runs, state directories"
             )
         for states in _scan(directory, DEPTH):
-            yield states if states.reason else replace(states, reason=_reason(states, seconds, now))
-
-
-def reason_lines(states: Iterable[States]) -> list[str]:
-    """Return one line per reason: size, reason and paths of the states that stay."""
-    by_reason: dict[str, list[States]] = {}
-    for one in states:
-        by_reason.setdefault(one.reason, []).append(one)
-    return [
-        f"{kilobytes(sum(one.size for one in ones))}, {reason}: "
-        f"{abbreviate([str(one.path) for one in ones], PATHS_NAMED)}"
-        for reason, ones in by_reason.items()
-    ]
-
-
-def _reason(states: States, seconds: float, now: float) -> str:
-    if now - states.used < seconds:
-        return "used more recently than --older-than"
-    with ExitStack() as locks:
-        return "" if _acquire(states.locks, locks) else "is in use"
-
-
-def _acquire(locks: Iterable[Path], stack: ExitStack) -> bool:
-    """Acquire all locks; return False if another process holds one."""
-    try:
-        for lock in locks:
-            stack.enter_context(Lock(lock).acquire(timeout=0))
-    except OSError:  # includes filelock's Timeout
-        return False
-    return True
+            if not states.reason and now - states.changed < seconds:
+                yield replace(states, reason="changed more recently than --older-than")
+            else:
+                yield states
 
 
 def _scan(directory: Path, depth: int) -> Iterator[States]:
@@ -175,13 +142,13 @@ def _scan(directory: Path, depth: int) -> Iterator[States]:
         yield from _of_run(directory)
         return
     folders = [folder for folder in _folders(directory) if os.access(folder, os.R_OK | os.X_OK)]
-    devices = [States(folder, (folder,)) for folder in folders if any(_states_in([folder]))]
-    devices.sort(key=lambda states: states.changed)
+    devices = [States(folder, (folder,)) for folder in folders if EXPERIMENT.fullmatch(folder.name)]
+    devices = sorted((states for states in devices if states.changed), key=lambda states: states.changed)
     yield from devices[:-1]
     for newest in devices[-1:]:
         yield replace(newest, reason="the newest state, whose run may continue")
     for folder in folders:
-        if depth and not folder.name.startswith(".") and not any(folder == one.path for one in devices):
+        if depth and not folder.name.startswith(".") and not EXPERIMENT.fullmatch(folder.name):
             yield from _scan(folder, depth - 1)
 
 
@@ -189,7 +156,10 @@ def _of_run(path: Path) -> Iterator[States]:
     run = RunDirectory(path)
     try:
         about = run.record()
-        complete = _is_complete(run, about)
+        new_clients = run.new_client_records(about.last_round)
+        complete = len(run.round_records()) >= about.last_round and len(new_clients) >= new_client_rounds(
+            about
+        )
     except (PbflError, KeyError) as error:
         yield States(path, (), reason=str(error))
         return
@@ -200,42 +170,8 @@ def _of_run(path: Path) -> Iterator[States]:
     folders = [folder for root in roots for folder in _folders(root) if name.fullmatch(folder.name)]
     if folders:
         parents = sorted({folder.parent for folder in folders} | {path / "clients"}, reverse=True)
-        reason = "" if complete else "clients' states of runs that can be resumed"
+        reason = "" if complete else "the run can be resumed"
         yield States(path, (*folders, *parents), True, reason)
-
-
-def _is_complete(run: RunDirectory, about: RunRecord) -> bool:
-    """Whether a run is complete, including the new clients' rounds after the last one."""
-    new_clients = run.new_client_records(about.last_round)
-    return len(run.round_records()) >= about.last_round and len(new_clients) >= new_client_rounds(about)
-
-
-def _states_in(folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files that hold a client's state, of the experiment that their directory is named after."""
-    for file in [file for folder in folders for file in _files(folder)]:
-        if not (name := STATE.fullmatch(file.name)):
-            continue
-        try:
-            with safe_open(file, framework="np") as opened:
-                about = dict(opened.metadata() or {})
-        except (SafetensorError, OSError):
-            continue
-        client = about.get("client", "")
-        stem = f"client-{int(client):05d}" if client.isdecimal() else f"named-{client}"
-        is_state = about.get("schema", "").isdecimal()  # any schema version
-        if is_state and about.get("experiment") == file.parent.name and name[1] == stem:
-            yield file
-
-
-def _statuses(files: Iterable[Path]) -> Iterator[os.stat_result]:
-    """Yield the status of the files that still exist: a running run renames its temporary files."""
-    for file in files:
-        with suppress(FileNotFoundError):
-            yield file.lstat()
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -217,7 +217,6 @@ class ClientStore:
         lock = self.path.with_name(f".{self.path.stem}.lock")
         try:
             make_directory(self.directory, private=True)
-            lock.touch()  # its time tells pbfl clean when the state was last used
             need_locks(lock)
         except OSError as error:
             raise UnsavedState(f"state-dir {self.directory} cannot be written ({error.strerror})") from None

@@ -36,7 +36,6 @@ def need_locks(file: Path) -> None:
     Raises:
         OSError: if the file cannot be created, or its file system has no locks.
     """
-    # The modification time stays as it is: pbfl clean goes by the newest file.
     descriptor = os.open(file, os.O_RDONLY | os.O_CREAT, 0o666)
     try:
         if os.name != "posix":

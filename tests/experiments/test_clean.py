@@ -105,7 +105,6 @@ def test_the_server_does_not_go_on_without_the_clients_states(runs: Path) -> Non
 def test_what_is_in_use_is_left(runs: Path, user: str) -> None:
     run = runs / "a"
     before = tree(runs)
-    (states_before_use,) = cleanup.scan([runs], 0, time.time())
     lock = {
         "engine": lock_of(run),
         "server": FileLock(run / ".server.lock"),
@@ -113,10 +112,8 @@ def test_what_is_in_use_is_left(runs: Path, user: str) -> None:
     }[user]
     lock.acquire()
     result = pbfl("clean", *NOW, "--yes")
-    assert "is in use: runs/a" in result.stdout
+    assert "left runs/a: is in use" in result.stdout
     assert "nothing to remove" in result.stdout
-    # Somebody may begin between the look and the removal.
-    assert states_before_use.remove() == "is in use"
     assert tree(runs) == before
 
 
@@ -124,26 +121,22 @@ def test_states_of_a_run_that_can_go_on_stay(runs: Path) -> None:
     change(runs / "a", num_server_rounds=5)
     before = tree(runs)
     result = pbfl("clean", runs, *NOW, "--yes")
-    assert f"clients' states of runs that can be resumed: {runs}/a" in result.stdout
+    assert f"left {runs}/a: the run can be resumed" in result.stdout
     assert tree(runs) == before
 
 
 def test_files_of_others_stay(runs: Path) -> None:
     (folder,) = (runs / "a" / "clients").iterdir()
     (folder / "notes.txt").write_text("mine")
-    shutil.copy(
-        folder / "client-00000.safetensors", folder / "client-00007.safetensors"
-    )  # says it is client 0
-    (folder / "client-00008.safetensors").write_bytes(b"no tensors")
+    shutil.copy(folder / "client-00000.safetensors", folder / "copy.safetensors")
+    for name in ("a", "b"):  # of no run's clients
+        save(runs / "models", name, 0, days=2)
     (runs / "other").mkdir()
     (runs / "other" / "run.json").write_text('{"configuration": {"x": 1}, "experiment": "e"}')
     (runs / "other" / "rounds.jsonl").write_text("")
     result = pbfl("clean", *NOW, "--yes")
-    assert {path.name for path in folder.iterdir()} == {
-        "notes.txt",
-        "client-00007.safetensors",
-        "client-00008.safetensors",
-    }
+    assert {path.name for path in folder.iterdir()} == {"notes.txt", "copy.safetensors"}
+    assert len(list((runs / "models").glob("*/client-00000.safetensors"))) == 2
     assert "runs/other/run.json is damaged, or was written by another version" in result.stdout
     assert {path.name for path in (runs / "other").iterdir()} == {"run.json", "rounds.jsonl"}
 
@@ -168,13 +161,11 @@ def test_symbolic_links_are_not_followed(runs: Path, made: Path, tmp_path: Path)
 def test_older_than_is_by_the_newest_file(runs: Path) -> None:
     for file in states(runs / "a"):
         os.utime(file, (time.time() - 10 * DAY,) * 2)
-    for file in (runs / "a").glob("clients/*/.*.lock"):
-        os.utime(file, (time.time() - 10 * DAY,) * 2)
     asked = ("clean", "--older-than")
     assert "kB  runs/a" in pbfl(*asked, "9d").stdout
-    assert "used more recently than --older-than: runs/a" in pbfl(*asked, "11d").stdout
+    assert "left runs/a: changed more recently than --older-than" in pbfl(*asked, "11d").stdout
     os.utime(states(runs / "a")[1], (time.time() - 2 * DAY,) * 2)
-    assert "used more recently than --older-than: runs/a" in pbfl(*asked, "9d").stdout
+    assert "left runs/a: changed more recently than --older-than" in pbfl(*asked, "9d").stdout
     assert "kB  runs/a" in pbfl("clean").stdout  # a day is the default
 
 
@@ -183,7 +174,7 @@ def test_clients_that_come_after_the_last_round_belong_to_the_run(runs: Path) ->
     asked = ("clean", *NOW)
     lines = [json.dumps(entry(number, 0.5, 0.5, after=2)) + "\n" for number in (3, 4)]
     (runs / "a" / "new-clients.jsonl").write_text(lines[0])
-    assert "runs that can be resumed: runs/a" in pbfl(*asked).stdout
+    assert "left runs/a: the run can be resumed" in pbfl(*asked).stdout
     (runs / "a" / "new-clients.jsonl").write_text("".join(lines))
     experiment = json.loads((runs / "a" / "run.json").read_text())["experiment"]
     save(runs / "a" / "clients", f"{experiment}-new-2", 2, days=2)
@@ -196,24 +187,24 @@ def test_a_device_keeps_its_newest_state(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)  # not where somebody has runs of their own
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
     state = tmp_path / "home" / "state"
-    old, older = save(state, "e2", "site-a", 20), save(state, "e1", 3, 40)
-    newest = save(state, "e3", "site-a", 3)
+    oldest_run, old_run, newest_run = (f"{'0' * 16}-{number:08x}" for number in range(3))
+    old, older = save(state, old_run, "site-a", 20), save(state, oldest_run, 3, 40)
+    newest = save(state, newest_run, "site-a", 3)
     torn = old.with_name(".named-site-a.safetensors.tmp")
     torn.write_bytes(b"half")
     os.utime(torn, (time.time() - 20 * DAY,) * 2)
     shown = pbfl("clean", "--older-than", "30d").stdout
     assert f" B  {older.parent}" in shown
-    assert f"used more recently than --older-than: {old.parent}" in shown
-    assert f"the newest state, whose run may continue: {newest.parent}" in shown
-    with ClientStore(older.parent, "e1", 3, "cnn2").locked():
+    assert f"left {old.parent}: changed more recently than --older-than" in shown
+    assert f"left {newest.parent}: the newest state, whose run may continue" in shown
+    with ClientStore(older.parent, oldest_run, 3, "cnn2").locked():
         result = pbfl("clean", state, *NOW, "--yes")
-    assert f"is in use: {older.parent}" in result.stdout
+    assert f"left {older.parent}: is in use" in result.stdout
     assert not old.parent.exists()
     assert older.exists()
     assert newest.exists()
-    assert f"used more recently than --older-than: {older.parent}" in pbfl("clean").stdout
     pbfl("clean", state, *NOW, "--yes")
-    assert [path.name for path in state.iterdir()] == ["e3"]
+    assert [path.name for path in state.iterdir()] == [newest_run]
     assert pbfl("clean", state, *NOW, "--yes").stdout.splitlines()[-1] == "nothing to remove"
 
 

@@ -186,7 +186,7 @@ def test_cleaning_removes_best_states(tmp_path: Path) -> None:
     folder = home(fed)
     assert len(list(folder.glob("*.best"))) == 5
     (states,) = cleanup.scan([fed.directory.path], 0, 1e12)
-    assert states.remove() == ""
+    assert states.remove()
     assert not folder.exists()
 
 
