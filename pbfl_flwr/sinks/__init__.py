@@ -1,7 +1,7 @@
 """Metric sinks beside the run's own JSONL: TensorBoard, Weights & Biases, MLflow, Prometheus. Server side only.
 
-A sink is one module with a function ``open_sink(run_dir, about) -> Sink`` and one entry of :data:`SINKS`. The JSONL is
-the record and sinks are copies for convenience, so a sink that fails during a run is dropped with a warning.
+A sink is a class made with ``(run_dir, about)``, the run's directory and record, and one entry of :data:`SINKS`. The
+JSONL is the record and sinks are copies for convenience, so a sink that fails during a run is dropped with a warning.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from pbfl_flwr.config import comma_list
@@ -32,34 +31,11 @@ class Sink(Protocol):
         """Flush and close."""
 
 
-OpenSink = Callable[[Path, RunRecord], Sink]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One kind of sink.
-
-    Attributes:
-        module: of this package, with ``open_sink``.
-        library: the library that it needs.
-        extra: the extra of this project that installs it.
-    """
-
-    module: str
-    library: str
-    extra: str
-
-    def open_sink(self) -> OpenSink:
-        """Import the sink's module, and with it the library, and return its ``open_sink``."""
-        open_sink: OpenSink = import_module(self.module).open_sink
-        return open_sink
-
-
-SINKS: dict[str, Entry] = {
-    "tensorboard": Entry("pbfl_flwr.sinks.tensorboard", "tensorboard", "tensorboard"),
-    "wandb": Entry("pbfl_flwr.sinks.weights_and_biases", "wandb", "wandb"),
-    "mlflow": Entry("pbfl_flwr.sinks.mlflow_store", "mlflow", "mlflow"),
-    "prometheus": Entry("pbfl_flwr.sinks.prometheus", "prometheus_client", "prometheus"),
+SINKS = {  # name, which is also the extra that installs its library -> library, class
+    "tensorboard": ("tensorboard", "pbfl_flwr.sinks.tensorboard:TensorBoard"),
+    "wandb": ("wandb", "pbfl_flwr.sinks.weights_and_biases:WeightsAndBiases"),
+    "mlflow": ("mlflow", "pbfl_flwr.sinks.mlflow_store:Mlflow"),
+    "prometheus": ("prometheus_client", "pbfl_flwr.sinks.prometheus:Prometheus"),
 }
 
 KINDS = {  # of failures, by what their reason begins with; any other is an "error"
@@ -88,10 +64,9 @@ def check(sinks: str) -> None:
     for name in names(sinks):
         if name not in SINKS:
             problems.append(f"sinks = '{sinks}': unknown sink '{name}'; must be one of {', '.join(SINKS)}")
-        elif find_spec(SINKS[name].library) is None:
+        elif find_spec(library := SINKS[name][0]) is None:
             problems.append(
-                f"sinks = '{sinks}': {SINKS[name].library} is not installed on the server; "
-                f"pip install 'pbfl-flwr[{SINKS[name].extra}]'"
+                f"sinks = '{sinks}': {library} is not installed on the server; pip install 'pbfl-flwr[{name}]'"
             )
     if problems:
         raise PbflError("\n".join(problems))
@@ -114,7 +89,7 @@ class Sinks:
         self._open: dict[str, Sink] = {}
         for name in names(sinks):
             try:
-                self._open[name] = SINKS[name].open_sink()(run_dir, about)
+                self._open[name] = resolve_name(SINKS[name][1])(run_dir, about)  # imports the library
             except Exception as error:  # third-party libraries may raise anything
                 raise PbflError(f"sinks = '{sinks}': {name} cannot be opened: {_text(error)}") from error
 

@@ -50,8 +50,3 @@ class Mlflow:
     def close(self) -> None:
         """Mark the run as finished."""
         self._client.set_terminated(self._run)
-
-
-def open_sink(run_dir: Path, about: RunRecord) -> Mlflow:
-    """Return the run's MLflow run; a resumed run continues it."""
-    return Mlflow(run_dir, about)

@@ -16,16 +16,10 @@ from pbfl_flwr.sinks import Metrics
 
 
 class Prometheus:
-    """An HTTP endpoint with a run's metrics.
+    """An HTTP endpoint with a run's metrics, labelled with the name of its directory."""
 
-    Args:
-        run: value of the label ``run``.
-        num_clients: at the start.
-        address: HOST:PORT.
-    """
-
-    def __init__(self, run: str, num_clients: int, address: str) -> None:
-        self._run, self._clients = run, num_clients
+    def __init__(self, run_dir: Path, about: RunRecord) -> None:
+        self._run, self._clients = run_dir.name, len(about.clients)
         registry = CollectorRegistry()
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
@@ -45,7 +39,7 @@ class Prometheus:
             "bytes": counter("bytes", "Bytes of messages", "direction", "part"),
             "failures-by-kind": counter("failures", "Clients that did not complete their task", "kind"),
         }
-        host, _, port = address.rpartition(":")
+        host, _, port = os.environ.get("PBFL_PROMETHEUS", "127.0.0.1:9464").rpartition(":")
         self._server, self._thread = start_http_server(int(port), host, registry)
 
     @property
@@ -76,9 +70,3 @@ class Prometheus:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def open_sink(run_dir: Path, about: RunRecord) -> Prometheus:
-    """Return the run's endpoint."""
-    address = os.environ.get("PBFL_PROMETHEUS", "127.0.0.1:9464")
-    return Prometheus(run_dir.name, len(about.clients), address)

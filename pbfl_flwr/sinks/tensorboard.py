@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from pbfl_flwr.config import Scalar
 from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.sinks import Metrics
 
@@ -18,11 +16,12 @@ FOLDER = "tensorboard"
 class TensorBoard:
     """Event-file writer; TensorBoard reads all event files of the folder as one run."""
 
-    def __init__(self, folder: Path, configuration: Mapping[str, Scalar]) -> None:
+    def __init__(self, run_dir: Path, about: RunRecord) -> None:
+        folder = run_dir / FOLDER
         new = not folder.exists()
         self._writer = SummaryWriter(str(folder))
         if new:
-            self._writer.add_text("configuration", f"```\n{json.dumps(dict(configuration), indent=1)}\n```")
+            self._writer.add_text("configuration", f"```\n{json.dumps(about.configuration, indent=1)}\n```")
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Write and flush scalars, to show them at once."""
@@ -33,8 +32,3 @@ class TensorBoard:
     def close(self) -> None:
         """Close the event file."""
         self._writer.close()
-
-
-def open_sink(run_dir: Path, about: RunRecord) -> TensorBoard:
-    """Return the run's writer."""
-    return TensorBoard(run_dir / FOLDER, about.configuration)

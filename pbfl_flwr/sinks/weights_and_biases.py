@@ -16,7 +16,7 @@ from pbfl_flwr.sinks import Metrics
 
 
 class WeightsAndBiases:
-    """One wandb run."""
+    """One wandb run; a resumed run continues it."""
 
     def __init__(self, run_dir: Path, about: RunRecord) -> None:
         self._run = wandb.init(
@@ -37,8 +37,3 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
-
-
-def open_sink(run_dir: Path, about: RunRecord) -> WeightsAndBiases:
-    """Return the run's wandb run; a resumed run continues it."""
-    return WeightsAndBiases(run_dir, about)

@@ -1,10 +1,10 @@
 """Sinks: what they are given, what they write, that a resumed run goes on in them, and that they cost no run."""
 
-import struct
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.request import urlopen
 
@@ -50,10 +50,10 @@ class Recording:
 
 
 def register(monkeypatch: pytest.MonkeyPatch, name: str, sink: Recording) -> None:
-    module = type(sys)(f"{name}_sink")
-    module.__dict__["open_sink"] = lambda run_dir, about: sink
+    module = ModuleType(f"{name}_sink")
+    module.__dict__["Sink"] = lambda run_dir, about: sink
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(sinks.SINKS, name, sinks.Entry(module.__name__, "json", "none"))
+    monkeypatch.setitem(sinks.SINKS, name, ("json", f"{module.__name__}:Sink"))
 
 
 def test_figures_stand_at_the_step_they_belong_to() -> None:
@@ -141,7 +141,7 @@ def test_a_sink_that_fails_is_dropped_with_a_warning(tmp_path: Path, monkeypatch
 def test_a_sink_that_cannot_be_opened_ends_the_run_before_round_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sinks.SINKS, "absent", sinks.Entry("no_such_module_at_all", "json", "none"))
+    monkeypatch.setitem(sinks.SINKS, "absent", ("json", "no_such_module_at_all:Sink"))
     with pytest.raises(PbflError, match="absent cannot be opened: ModuleNotFoundError"):
         run(tmp_path, "absent")
     assert RunDirectory(tmp_path / "run").round_records() == []
@@ -230,41 +230,37 @@ def test_failures_are_counted_by_kind(reason: str, kind: str) -> None:
     assert metrics[f"failures-by-kind/{kind}"] == metrics["failures"] == 1
 
 
-def leveldb_records(data: bytes) -> Iterator[bytes]:
-    """The records of a wandb file: 7 bytes of its own, then LevelDB's log of 32 KiB blocks.
+def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    logged: dict[int, Mapping[str, float]] = {}
+    finished: list[bool] = []
 
-    A piece is checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last), content.
-    """
-    at, whole = 7, b""
-    while at + 7 <= len(data):
-        if 32_768 - at % 32_768 < 7:
-            at += 32_768 - at % 32_768
-            continue
-        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            yield whole
-            whole = b""
+    class Run:
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            logged[step] = metrics
 
+        def finish(self) -> None:
+            finished.append(True)
 
-def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
+    def init(**keywords: Any) -> Run:
+        started.append(keywords)
+        return Run()
 
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    library = ModuleType("wandb")
+    library.__spec__ = ModuleSpec("wandb", None)
+    library.__dict__.update(init=init, Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    monkeypatch.delitem(sys.modules, "pbfl_flwr.sinks.weights_and_biases", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     run_dir = run(tmp_path, "wandb")
-    time.sleep(1.1)  # wandb names its folder by the second
+    monkeypatch.setenv("WANDB_MODE", "online")
     run(tmp_path, "wandb", rounds=3, resume=True)
-    result: dict[int, float] = {}
-    ids = set()
-    for file in sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb")):
-        ids.add(file.stem)
-        for data in leveldb_records(file.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-            if "accuracy/head/weighted" in values:
-                result[int(values["_step"])] = float(values["accuracy/head/weighted"])
-    assert ids == {f"run-{RunDirectory(run_dir).record().experiment}"}
-    assert result == pytest.approx(accuracies(run_dir))
+    monkeypatch.delitem(sys.modules, "pbfl_flwr.sinks.weights_and_biases")
+    about = RunDirectory(run_dir).record()
+    assert [(one["id"], one["resume"]) for one in started] == [(about.experiment, "allow")] * 2
+    assert [one["mode"] for one in started] == ["offline", "online"]
+    assert started[1]["config"] == about.configuration
+    assert {one["dir"] for one in started} == {str(run_dir)}
+    weighted = {step: metrics["accuracy/head/weighted"] for step, metrics in logged.items()}
+    assert weighted == pytest.approx(accuracies(run_dir))
+    assert finished == [True, True]
