@@ -38,13 +38,15 @@ class Follower:
         self._num_rounds = num_rounds
         self._console = console
         self._begin = f"{name}: " if name else ""
-        self._tail = Tail(run_dir / "rounds.jsonl")
-        self._new_clients = Tail(run_dir / NEW_CLIENTS)
+        self._files = (run_dir / "rounds.jsonl", run_dir / NEW_CLIENTS)
+        self._versions: dict[
+            Path, tuple[int, int]
+        ] = {}  # modification time and size when a file was last read
         # By content: a resumed run first removes rounds after its checkpoint, then writes them again.
         self._seen: set[bytes] = set()
         if not from_start:
-            self._new_clients.read()
-            self._seen.update(self._tail.read())
+            for file in self._files:
+                self._new_lines(file)
         self._predictor, self._num_honest = "", 0
         self._seconds: list[float] = []
         self._warnings: set[str] = set()
@@ -61,16 +63,30 @@ class Follower:
             if about.malicious:
                 attack = AttackSettings.from_flat(about.configuration)
                 self._say(attack.notice(about.malicious), "yellow")
-        for line in self._tail.read():
-            if line not in self._seen:
-                self._seen.add(line)
-                self._round(RoundRecord.from_json(line, self._run.path / "rounds.jsonl"))
-        for line in self._new_clients.read():
-            self._new_client_round(NewClientsRecord.from_json(line, self._run.path / NEW_CLIENTS))
+        rounds, new_clients = self._files
+        for line in self._new_lines(rounds):
+            self._round(RoundRecord.from_json(line, rounds))
+        for line in self._new_lines(new_clients):
+            self._new_client_round(NewClientsRecord.from_json(line, new_clients))
         if (waiting := self._run.waiting()) != self._waiting:
             self._waiting = waiting
             if waiting:
                 self._say(f"  {waiting}", "dim")
+
+    def _new_lines(self, file: Path) -> list[bytes]:
+        """Return the complete lines of a file, which need not exist yet, that were not returned before."""
+        try:
+            status = file.stat()
+            if (version := (status.st_mtime_ns, status.st_size)) == self._versions.get(file):
+                return []
+            content = file.read_bytes()
+        except FileNotFoundError:
+            return []
+        self._versions[file] = version
+        complete = content[: content.rfind(b"\n") + 1].splitlines()
+        lines = [line for line in complete if line not in self._seen]
+        self._seen.update(lines)
+        return lines
 
     def _new_client_round(self, record: NewClientsRecord) -> None:
         text = f"new clients, own round {record.round - record.after}"
@@ -133,35 +149,6 @@ def show_status(status: RunStatus, console: Console) -> None:
     """Print how far a run is."""
     for line, style in status_lines(status):
         say(console, line, style)
-
-
-class Tail:
-    """Reads the lines appended to a file; a rewritten file is read from its beginning.
-
-    Args:
-        file: need not exist yet.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._end = 0
-        self._last = b""
-
-    def read(self) -> list[bytes]:
-        """Return the complete lines since the last call."""
-        if not self._file.exists():
-            return []
-        with self._file.open("rb") as file:
-            file.seek(start := self._end - len(self._last))
-            content = file.read()
-            if not content.startswith(self._last):
-                file.seek(start := 0)
-                content, self._last = file.read(), b""
-        complete = content[: content.rfind(b"\n") + 1]
-        lines = complete[len(self._last) :].splitlines()
-        self._end = start + len(complete)
-        self._last = complete[complete.rfind(b"\n", 0, -1) + 1 :]
-        return lines
 
 
 def introduction(about: RunRecord) -> str:
