@@ -173,21 +173,6 @@ def test_only_and_seeds_are_checked(file: Path, tmp_path: Path) -> None:
         compare.parse_numbers("--seeds", "0,1,00")
 
 
-def test_labels_may_be_written_without_capitals() -> None:
-    labels = ["FedProto", "FedTGP", "local", "Local"]
-    assert compare.match_names("--only", ["fedproto", "FEDTGP", "local"], labels) == [
-        "FedProto",
-        "FedTGP",
-        "local",
-    ]
-    with pytest.raises(
-        PbflError, match=r"--only LOCAL: did you mean local or Local[?] Must be one of FedProto"
-    ):
-        compare.match_names("--only", ["LOCAL"], labels)
-    with pytest.raises(PbflError, match=r"--only fedpoto: did you mean FedProto[?] Must be one of"):
-        compare.match_names("--only", ["fedpoto"], labels)
-
-
 def test_finished_runs_are_kept_and_a_failure_stops_nobody(file: Path, tmp_path: Path) -> None:
     planned = compare.plan(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
     write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)])

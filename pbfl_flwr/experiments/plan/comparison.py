@@ -18,9 +18,8 @@ A comparison is a TOML file with the keys common to all runs, and one table per 
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +135,7 @@ def plan(
     Raises:
         PbflError: one line for every bad key of every run, and for unknown labels.
     """
-    only = match_names("--only", only, runs)
+    check_names("--only", only, runs)
     assigned = configuration.gather(None, assignments)
     planned, problems = [], []
     for label, keys in runs.items():
@@ -203,30 +202,16 @@ def preflight(planned: Sequence[Planned], resources: Resources) -> list[str]:
     return list(unique)
 
 
-def match_names(option: str, words: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Return the requested names in their exact spelling; case is ignored unless names differ only in case.
+def check_names(option: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise PbflError for the first name that is unknown.
 
     Args:
-        option: command-line option, for messages.
-        words: requested names.
+        option: command-line option, for the message.
+        names: requested names.
         known: all names.
-
-    Raises:
-        PbflError: if a word matches no name, or several.
     """
-    names = list(known)
-    labels = []
-    for word in words:
-        alike = [name for name in names if name.casefold() == word.casefold()]
-        if word not in names and len(alike) != 1:
-            folded = {name.casefold(): name for name in names}
-            close = alike or [
-                folded[name] for name in difflib.get_close_matches(word.casefold(), folded, n=1)
-            ]
-            hint = f"did you mean {' or '.join(close)}? Must be one of" if close else "must be one of"
-            raise PbflError(f"{option} {word}: {hint} {', '.join(names)}")
-        labels.append(word if word in names else alike[0])
-    return labels
+    if unknown := [name for name in names if name not in known]:
+        raise PbflError(f"{option} {unknown[0]}: must be one of {', '.join(known)}")
 
 
 def parse_numbers(option: str, text: str) -> list[int]:

@@ -42,7 +42,7 @@ from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan import comparison, configuration
-from pbfl_flwr.experiments.plan.comparison import Planned, duplicates, match_names, plan
+from pbfl_flwr.experiments.plan.comparison import Planned, check_names, duplicates, plan
 
 FOLDER = "experiments/reproductions"
 SILENT = {
@@ -198,7 +198,7 @@ def chosen(paper: Reproduction, dataset: str | None, names: Sequence[str]) -> li
     Raises:
         PbflError: if a name or the dataset is unknown, or no block has both.
     """
-    names = match_names("--block", names, paper.blocks)
+    check_names("--block", names, paper.blocks)
     datasets = {name: str(next(iter(block.runs.values()))["dataset"]) for name, block in paper.blocks.items()}
     if dataset is not None and dataset not in datasets.values():
         raise PbflError(f"--dataset {dataset}: must be one of {', '.join(dict.fromkeys(datasets.values()))}")
