@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from pbfl_flwr.experiments.results import FinishedRun, same_data
-
 
 def majority_lines(shares: Iterable[float | None], who: str = "a client") -> list[str]:
     """Return a sentence on the accuracy of always predicting a client's majority class; empty if unknown.
@@ -66,22 +64,3 @@ def coverage_lines(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
         if text
     ]
     return [f"Accuracies that do not cover all participating clients: {'; '.join(parts)}."] if parts else []
-
-
-def changed_weights(records: Iterable[FinishedRun]) -> list[str]:
-    """Return the models whose pretrained weights differ between the runs that start from them."""
-    begun: dict[str, set[frozenset[str]]] = {}
-    for record in records:
-        known: dict[str, set[str]] = {}
-        for client in record.about.clients:
-            if client.weights:
-                known.setdefault(client.architecture, set()).add(client.weights)
-        for name, hashes in known.items():
-            begun.setdefault(name, set()).add(frozenset(hashes))
-    return [name for name, different in begun.items() if len(different) > 1]
-
-
-def changed_files(records: Sequence[FinishedRun]) -> str:
-    """Return a text on how runs that differ only in the seed differ in data or pretrained weights; empty if not."""
-    data = [] if all(same_data(records[0], record) for record in records) else ["data"]
-    return ", ".join([*data, *(f"weights of {name}" for name in changed_weights(records))])

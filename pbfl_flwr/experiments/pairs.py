@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from pbfl_flwr.experiments.notes import accuracy_name, changed_weights, unscored_lines
+from pbfl_flwr.experiments.notes import accuracy_name, unscored_lines
 from pbfl_flwr.experiments.results import FinishedRun, Group, mean_over_seeds, same_data, scores, span
 from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, holm, paired
 from pbfl_flwr.experiments.tables import Sheet
@@ -119,15 +119,13 @@ def _coverage(run: FinishedRun) -> list[set[str]]:
 
 
 def _differences(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
-    """Return remarks on what else differs in two groups: predictor, moment of scoring, rounds, pretrained weights."""
+    """Return remarks on what else differs in two groups: predictor, moment of scoring, rounds."""
     heads, moments = ([getattr(g.first, name) for g in (one, other)] for name in ("predictor", "moment"))
     rounds = [[len(group.by_seed()[seed].rounds) for seed in seeds] for group in (one, other)]
     remarks = [" vs. ".join(heads)] if len({*heads}) > 1 else []
     remarks += [f"scored {moments[0]} vs. {moments[1]} local training"] if len({*moments}) > 1 else []
     if len({number for numbers in rounds for number in numbers}) > 1:
         remarks.append(f"{' vs. '.join(map(span, rounds))} rounds")
-    if names := changed_weights(group.by_seed()[seed] for group in (one, other) for seed in seeds):
-        remarks.append(f"different weights of {', '.join(names)}")
     return remarks
 
 

@@ -17,12 +17,11 @@ from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.console import kilobytes
 from pbfl_flwr.experiments.notes import (
     accuracy_name,
-    changed_files,
     coverage_lines,
     majority_lines,
     unscored_lines,
 )
-from pbfl_flwr.experiments.results import Group, honest, participants, span
+from pbfl_flwr.experiments.results import Group, honest, participants, same_data, span
 from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
 from pbfl_flwr.runs.records import RoundRecord
@@ -294,12 +293,12 @@ def run_notes(groups: Sequence[Group]) -> list[str]:
     counts = {group.label: (len(group.scores), len(group.runs)) for group in groups}
     partly = [f"{label}, {n} of {of} seeds" for label, (n, of) in counts.items() if 0 < n < of]
     mixed = [group.label for group in groups if len({len(run.rounds) for run in group.runs}) > 1]
-    changed = [f"{group.label} ({files})" for group in groups if (files := changed_files(group.runs))]
+    changed = [group.label for group in groups if not all(same_data(group.first, run) for run in group.runs)]
     partitions = [run.partition for group in groups for run in group.runs]
     return [
         *([MOMENT_NOTE] if moment_column(groups) else []),
         *([f"Runs with different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
-        *([f"Runs of one row that differ in more than the seed: {'; '.join(changed)}."] if changed else []),
+        *([f"Runs of one row on different data: {'; '.join(changed)}."] if changed else []),
         *unscored_lines((group.label, group.first.predictor) for group in groups if not group.scores),
         *([f"Not scored for every seed: {'; '.join(partly)}."] if partly else []),
         *coverage_lines([(group.label, group.coverage) for group in groups]),
