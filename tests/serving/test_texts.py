@@ -193,14 +193,6 @@ def test_texts_are_found_in_the_column_of_the_training(
     assert (code, len(answers)) == (0, 1)  # none of their words is known
     code, message = call("predict", out, tmp_path / "t.csv", "--text-column", "other")
     assert (code, "has no column 'other' with texts" in " ".join(message.split())) == (2, True)
-    # a card of a version that did not keep the column
-    content = json.loads((out / "card.json").read_text())
-    del content["card"]["text_column"]
-    (out / "card.json").write_text(json.dumps(content))
-    with pytest.raises(
-        PbflError, match="no column 'text' with texts; it has body, title, label; set text-column"
-    ):
-        list(predict(open_exported(out), [tmp_path / "t.csv"]))
     assert call("predict", out, tmp_path / "t.csv", "--format", "csv", "--text-column", "body") == (0, bodies)
 
 
