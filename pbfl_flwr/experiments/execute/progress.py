@@ -80,7 +80,7 @@ class Follower:
             if (version := (status.st_mtime_ns, status.st_size)) == self._versions.get(file):
                 return []
             content = file.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         self._versions[file] = version
         complete = content[: content.rfind(b"\n") + 1].splitlines()
