@@ -25,10 +25,6 @@ class PbflError(Exception):
     """
 
 
-class Unreadable(PbflError):
-    """A file that the operating system does not let us read, whatever its content."""
-
-
 def printable(text: str) -> str:
     """Return text without control characters except tab and line feed, so that foreign text cannot steer a terminal."""
     return CONTROL.sub("", text)
@@ -95,13 +91,13 @@ def reading(what: str) -> Iterator[None]:
         what: the thing that is read, for messages.
 
     Raises:
-        Unreadable: instead of an OSError.
-        PbflError: instead of a LookupError, TypeError, ValueError or AttributeError, e.g. for a missing key.
+        PbflError: instead of an OSError, or of a LookupError, TypeError, ValueError or AttributeError, e.g. for a
+            missing key.
     """
     try:
         yield
     except OSError as error:
-        raise Unreadable(f"{error.filename or what} cannot be read ({error.strerror or error})") from error
+        raise PbflError(f"{error.filename or what} cannot be read ({error.strerror or error})") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PbflError(
             f"{what} is damaged, or was written by another version: {format_exception(error)}"

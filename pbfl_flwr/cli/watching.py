@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
@@ -27,7 +26,7 @@ def watch(
         with reading(str(path)):
             if once:
                 Follower(path, 0, console, from_start=True).update()
-                status = snapshot(path, time.time())
+                status = snapshot(path)
                 show_status(status, console)
                 state = status.state
             else:

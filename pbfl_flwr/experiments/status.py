@@ -1,40 +1,31 @@
-"""The status of runs, from the files in their directories, and lists of runs.
+"""The status of runs, from the files and locks in their directories, and lists of runs.
 
-Only files are read, so a run may be one of another ``pbfl run``, a sweep or a deployment.
+Only these are used, so a run may be one of another ``pbfl run``, a sweep or a deployment.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
 from rich.console import Console
 
-from pbfl_flwr.errors import PbflError, Unreadable, reading
+from pbfl_flwr.errors import PbflError, reading
 from pbfl_flwr.experiments.console import clock, print_blocks
 from pbfl_flwr.experiments.results import new_client_rounds, resume_command, scores
 from pbfl_flwr.experiments.tables import Sheet
-from pbfl_flwr.runs.directory import ERROR, NEW_CLIENTS, WAITING, RunDirectory
-from pbfl_flwr.runs.locks import abandoned
+from pbfl_flwr.runs.directory import ERROR, RunDirectory
+from pbfl_flwr.runs.locks import in_use, was_used
 from pbfl_flwr.runs.records import NewClientsRecord, RoundRecord, RunRecord
 
-QUIET_SECONDS = 120.0  # a run is "silent" only after this many seconds without output
-QUIET_ROUNDS = 5  # and after this many rounds' time
-WRITTEN = ("run.json", "rounds.jsonl", NEW_CLIENTS, WAITING)
 DEPTH = 3  # runs/<reproduction>/<block>/<run>
 COLUMNS = ("run", "method", "dataset", "seed", "rounds", "primary predictor", "last", "state")
-STATES = {
-    "silent": "unfinished",
-    "waiting": "unfinished",
-}  # states of pbfl watch that a list shows under another name
-State = Literal["waiting", "running", "silent", "stopped", "finished", "failed"]
+State = Literal["waiting", "running", "stopped", "finished", "failed"]
 
 
 @dataclass(frozen=True)
@@ -46,22 +37,18 @@ class RunStatus:
         about: content of run.json; None before it exists.
         rounds: finished rounds.
         error: why the run ended early; empty if it did not.
-        time: when it was taken, in seconds since the epoch.
-        quiet: seconds since the last write.
         new_clients: rounds of the new clients, which come after the last of these rounds.
         waiting: text on the clients that the server has been waiting for; it appears after a minute.
-        abandoned: whether it is certain that no process works on the run any more.
+        active: whether a process works on the run.
     """
 
     path: Path
     about: RunRecord | None
     rounds: Sequence[RoundRecord]
     error: str
-    time: float
-    quiet: float
-    new_clients: Sequence[NewClientsRecord] = ()
-    waiting: str = ""
-    abandoned: bool = False
+    new_clients: Sequence[NewClientsRecord]
+    waiting: str
+    active: bool
 
     @property
     def wanted(self) -> int:
@@ -80,50 +67,29 @@ class RunStatus:
 
     @property
     def state(self) -> State:
-        """Status of the run; "stopped" if it is certain that no process works on it.
-
-        "silent" if that is not certain, but nothing was written for ``QUIET_SECONDS`` and ``QUIET_ROUNDS`` rounds.
-        """
+        """Status of the run: "stopped" if no process works on it; "waiting" before it begins."""
         done = len(self.rounds) >= self.wanted and len(self.new_clients) >= self.wanted_new_client_rounds
         if self.about is not None and done:
             return "finished"
         if self.error:
             return "failed"
-        if self.abandoned:
-            return "stopped"
-        if self.about is None:
+        if self.about is None and (self.active or not was_used(self.path)):
             return "waiting"
-        return "silent" if self.quiet > max(QUIET_SECONDS, QUIET_ROUNDS * (self.pace or 0.0)) else "running"
+        return "running" if self.active else "stopped"
 
 
-def snapshot(path: Path, now: float) -> RunStatus:
+def snapshot(path: Path) -> RunStatus:
     """Return a snapshot of a run directory, which need not exist.
-
-    Args:
-        path: the run directory.
-        now: current time in seconds since the epoch.
 
     Raises:
         PbflError: if one of its files is damaged.
     """
-    status = _read(path, now)
-    if status.state in ("finished", "failed") or not abandoned(path):
-        return status
-    # Read again: the run may have written more before it ended.
-    return replace(_read(path, now), abandoned=True)
-
-
-def _read(path: Path, now: float) -> RunStatus:
+    active = in_use(path)  # before the files are read: what a run writes before it ends is then among them
     run = RunDirectory(path)
     about = run.record() if run.taken else None
     error = (path / ERROR).read_text(encoding="utf-8").strip() if (path / ERROR).exists() else ""
-    files = [file for name in WRITTEN if (file := path / name).exists()]
-    written = max((file.stat().st_mtime for file in files), default=now)
     rounds = run.round_records()
-    quiet = max(0.0, now - written)
-    return RunStatus(
-        path, about, rounds, error, now, quiet, run.new_client_records(len(rounds)), run.waiting()
-    )
+    return RunStatus(path, about, rounds, error, run.new_client_records(len(rounds)), run.waiting(), active)
 
 
 def status_lines(status: RunStatus) -> Iterator[tuple[str, str]]:
@@ -144,14 +110,11 @@ def status_lines(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield _progress_line(status), ""
         if wanted := status.wanted_new_client_rounds:
             yield f"new clients: {len(status.new_clients)} of {wanted} own rounds", ""
-    if status.waiting and status.state in ("waiting", "running", "silent"):
+    if status.waiting and status.state in ("waiting", "running"):
         yield status.waiting, "yellow"
-    if status.about is not None and status.state in ("silent", "stopped"):
-        each = f", a round takes {clock(status.pace)}" if status.pace else ""
-        silent = f"no output for {clock(status.quiet)}{each}: it may have been stopped or killed; if so, resume with "
-        stopped = "no process works on it: it was stopped or killed; resume with "
-        hint = silent if status.state == "silent" else stopped
-        yield f"{hint}{resume_command(status.path, status.about)}", "red"
+    if status.about is not None and status.state == "stopped":
+        command = resume_command(status.path, status.about)
+        yield f"no process works on it: it was stopped or killed; resume with {command}", "red"
     if status.error:
         yield f"ended with: {status.error}", "red"
 
@@ -176,11 +139,11 @@ class Listed:
     Attributes:
         path: the run directory.
         method, dataset: from its configuration; the dataset is "own" if clients bring their own data.
-        seed: of the run; None if the run is damaged.
+        seed: of the run; None if it cannot be read.
         done, wanted: number of finished and of configured rounds.
         primary_predictor: the predictor that the method reports.
         last: last sample-weighted primary predictor's accuracy, 0 to 1; None if it was not scored.
-        state: running, unfinished, stopped, finished, failed, damaged or unreadable.
+        state: a state of :class:`RunStatus`, or unreadable.
     """
 
     path: Path
@@ -191,7 +154,7 @@ class Listed:
     wanted: int = 0
     primary_predictor: str = ""
     last: float | None = None
-    state: str = "damaged"
+    state: str = "unreadable"
 
     def row(self) -> tuple[str, ...]:
         """Return the formatted cells in the order of :data:`COLUMNS`."""
@@ -216,41 +179,38 @@ class Listed:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory holds a run (run.json); False if it cannot be read."""
+    """Whether a directory holds a run (run.json), or may not be entered, so that it may hold one."""
     try:
-        return (path / "run.json").exists()
-    except OSError:
-        return False
+        return bool((path / "run.json").stat())
+    except OSError as error:
+        return isinstance(error, PermissionError)
 
 
 def runs_in(directory: Path, depth: int = 1) -> list[Path]:
-    """Return the run directories in a directory, by name, and those without access permission, which may be runs.
+    """Return the run directories in a directory, by name; those whose name begins with a dot are left out.
 
     Args:
         directory: not itself a run.
         depth: number of directory levels to search.
     """
     try:
-        folders = sorted((path for path in directory.iterdir() if path.is_dir()), key=_in_order)
+        folders = [path for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")]
     except OSError:
         return []
     runs = []
-    for folder in folders:
-        hidden = folder.name.startswith(".")
-        if is_run(folder) or not (hidden or os.access(folder, os.X_OK)):
+    for folder in sorted(folders, key=_in_order):
+        if is_run(folder):
             runs.append(folder)
-        elif depth > 1 and not hidden:
+        elif depth > 1:
             runs += runs_in(folder, depth - 1)
     return runs
 
 
 def listed(path: Path) -> Listed:
-    """Return the status of a run, also if it is damaged or unreadable."""
+    """Return the status of a run, also if it cannot be read."""
     try:
         with reading(str(path)):
-            return _listed(snapshot(path, time.time()))
-    except Unreadable:
-        return Listed(path, state="unreadable")
+            return _listed(snapshot(path))
     except PbflError:
         return Listed(path)
 
@@ -296,35 +256,23 @@ def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
     run, are left out if there are other paths.
 
     Raises:
-        PbflError: if no run remains, or a directory holds runs only at a deeper level.
+        PbflError: if no run remains.
     """
     runs: list[Path] = []
-    others: list[Path] = []
-    unfinished: list[Path] = []
-    unreadable: list[Path] = []
+    left_out: dict[str, list[str]] = {}
     places = list(paths)
     for path in places:
-        if is_run(path):
-            runs.append(path)
-        elif inside := runs_in(path):
+        if not is_run(path) and (inside := runs_in(path)):
             for run in inside:
-                kinds = {"finished": runs, "unreadable": unreadable}
-                kinds.get(listed(run).state, unfinished).append(run)
-        elif deeper := list(dict.fromkeys(str(run.parent) for run in runs_in(path, DEPTH))):
-            raise PbflError(f"'{path}' holds no run itself; give one of: {', '.join(deeper)}")
-        elif len(places) > 1 and path.exists():
-            others.append(path)
+                if (state := listed(run).state) == "finished":
+                    runs.append(run)
+                else:
+                    left_out.setdefault(state, []).append(str(run))
+        elif not is_run(path) and len(places) > 1 and path.exists():
+            left_out.setdefault("not a run", []).append(str(path))
         else:
             runs.append(path)  # reading it raises an error that names the problem
-    lines = [
-        f"left out, {why}: {', '.join(map(str, which))}"
-        for why, which in (
-            ("not finished", unfinished),
-            ("cannot be read", unreadable),
-            ("not a run", others),
-        )
-        if which
-    ]
+    lines = [f"left out, {why}: {', '.join(which)}" for why, which in left_out.items()]
     if not runs:
         raise PbflError(f"no finished run to report; {'; '.join(lines)}")
     return runs, lines
@@ -345,7 +293,7 @@ def _listed(status: RunStatus) -> Listed:
         status.wanted,
         primary_predictor,
         None if score is None else score.last[1].weighted,
-        STATES.get(status.state, status.state),
+        status.state,
     )
 
 

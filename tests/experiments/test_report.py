@@ -140,7 +140,7 @@ def test_a_directory_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (mine / "table.md").write_text("")
     result = pbfl("report", "runs/mine")
     assert result.exit_code == 0, result.stderr
-    assert "left out, not finished: runs/mine/C-seed0\n" in result.stdout
+    assert "left out, stopped: runs/mine/C-seed0\n" in result.stdout
     text = Reader((tmp_path / "report.html").read_text(encoding="utf-8")).text
     assert "A, B-x – pbfl report" in text
     assert "A − B-x" in text
@@ -150,7 +150,7 @@ def test_a_directory_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert f"left out, not a run: {mine / 'table.md'}\n" in result.stdout
     for words, said in (
         ([mine / "table.md", mine / "table.md"], "no finished run to report; left out, not a run: "),
-        (["runs"], "'runs' holds no run itself; give one of: runs/mine"),
+        (["runs"], "runs' is not a run directory: it has no run.json"),
         ([mine / "C-seed0", tmp_path / "nowhere"], "nowhere' is not a run directory"),
     ):
         result = pbfl("report", *words)
@@ -159,7 +159,7 @@ def test_a_directory_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert len(result.stderr.splitlines()) == 1
     for path in mine.glob("[AB]*/rounds.jsonl"):
         path.write_text(path.read_text().splitlines(keepends=True)[0])
-    assert "no finished run to report; left out, not finished: " in pbfl("report", mine).stderr
+    assert "no finished run to report; left out, stopped: " in pbfl("report", mine).stderr
 
 
 def test_what_cannot_be_reported_is_one_line(

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,10 +13,9 @@ from rich.console import Console
 
 from pbfl_flwr.experiments import status
 from pbfl_flwr.experiments.execute.progress import follow, show_status
-from pbfl_flwr.runs import locks as holders
 from pbfl_flwr.runs.directory import ERROR, SERVER_LOCK, WAITING, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK, claim, lock_of
-from tests.small_runs import entry, pbfl, records, rounds_of, write_run
+from tests.small_runs import entry, pbfl, records, write_run
 
 
 def shown(view: status.RunStatus) -> str:
@@ -29,96 +27,80 @@ def shown(view: status.RunStatus) -> str:
 
 
 def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
-    view = status.snapshot(tmp_path / "later", time.time())
+    view = status.snapshot(tmp_path / "later")
     assert view.state == "waiting"
     assert "does not exist yet" in shown(view)
     (tmp_path / "later").mkdir()
-    assert "has no run.json yet" in shown(status.snapshot(tmp_path / "later", time.time()))
+    assert "has no run.json yet" in shown(status.snapshot(tmp_path / "later"))
 
 
 def test_a_run_in_the_middle(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, None), entry(2, 0.25, 0.75)], **{"num-server-rounds": 5})
-    view = status.snapshot(run, time.time())
+    with lock_of(run):
+        view = status.snapshot(run)
     assert view.state == "running"
     text = shown(view)
     assert "2 of 5 rounds, 0:02 per round, 0:06 left" in text  # two seconds a round, three to go
-    assert "no output for" not in text
 
 
 def test_the_pace_is_the_median_of_the_last_five_rounds(tmp_path: Path) -> None:
     slow, quick = {"total": 60.0}, {"total": 10.0}
     lines = [entry(n, 0.5, 0.5, seconds=slow if n < 7 else quick) for n in range(1, 10)]
     run = write_run(tmp_path / "run", lines, **{"num-server-rounds": 12})
-    assert "9 of 12 rounds, 0:10 per round, 0:30 left" in shown(status.snapshot(run, time.time()))
+    with lock_of(run):
+        assert "9 of 12 rounds, 0:10 per round, 0:30 left" in shown(status.snapshot(run))
 
 
 def test_new_clients_are_shown_as_far_as_they_have_come(tmp_path: Path) -> None:
     keys = {"new-clients": 1, "new-client-rounds": 2}
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **keys)
     (run / "new-clients.jsonl").write_text(json.dumps(entry(2, 0.5, 0.5, after=1)) + "\n")
-    view = status.snapshot(run, time.time())
+    with lock_of(run):
+        view = status.snapshot(run)
     assert view.state == "running"
     assert "new clients: 1 of 2 own rounds" in shown(view)
 
 
 def test_whom_the_server_waits_for_is_shown(tmp_path: Path) -> None:
     RunDirectory(tmp_path).set_waiting("waiting for nodes: 2 of 3 have joined, 61 s so far")
-    assert "waiting for nodes: 2 of 3 have joined, 61 s so far" in shown(
-        status.snapshot(tmp_path, time.time())
-    )
+    assert "waiting for nodes: 2 of 3 have joined, 61 s so far" in shown(status.snapshot(tmp_path))
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
     (run / WAITING).write_text("round 2: 1 of 2 have answered; waiting for client 1\x1b[2J, 60 s so far")
-    assert "waiting for client 1, 60 s so far" in shown(status.snapshot(run, time.time()))
-    assert status.snapshot(run, (run / WAITING).stat().st_mtime + 1).quiet == pytest.approx(
-        1.0
-    )  # it is alive
+    with lock_of(run):
+        assert "waiting for client 1, 60 s so far" in shown(status.snapshot(run))
     RunDirectory(run).set_waiting("")
-    assert "waiting" not in shown(status.snapshot(run, time.time()))
+    assert "waiting" not in shown(status.snapshot(run))
 
 
-def test_silence_is_remarked_when_it_is_long(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 5})
-    written = (run / "rounds.jsonl").stat().st_mtime
-    assert status.snapshot(run, written + status.QUIET_SECONDS).state == "running"
-    view = status.snapshot(run, written + 200.0)
-    assert view.state == "silent"
-    assert "no output for 3:20, a round takes 0:02: it may have been stopped or killed" in shown(view)
-    assert f"pbfl run --resume {run}" in shown(view)
-    slow = rounds_of(entry(1, 0.5, 0.5, seconds={"total": 100.0}))
-    assert (
-        status.RunStatus(run, view.about, slow, "", 0.0, 200.0).state == "running"
-    )  # five rounds' time is 500 s
+with_flock = pytest.mark.skipif(os.name != "posix", reason="locks are checked by flock")
 
 
-on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="known on Linux alone")
-
-
-@on_linux
+@with_flock
 @pytest.mark.parametrize("name", [RUN_LOCK, SERVER_LOCK])
 def test_a_run_without_a_first_line_is_over_when_nobody_holds_its_lock(tmp_path: Path, name: str) -> None:
     with FileLock(tmp_path / name):
-        assert status.snapshot(tmp_path, time.time()).state == "waiting"
+        assert status.snapshot(tmp_path).state == "waiting"
     (tmp_path / name).touch()
-    view = status.snapshot(tmp_path, time.time())
+    view = status.snapshot(tmp_path)
     assert view.state == "stopped"
     assert "the run was stopped or killed before it began; start it again" in shown(view)
     with lock_of(tmp_path):  # it is started again
-        assert status.snapshot(tmp_path, time.time()).state == "waiting"
+        assert status.snapshot(tmp_path).state == "waiting"
 
 
-@on_linux
+@with_flock
 def test_a_run_is_over_when_nobody_holds_a_lock_of_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 5})
     for name in (RUN_LOCK, SERVER_LOCK):
         (run / name).touch()
-        assert status.snapshot(run, time.time()).state == "stopped"
+        assert status.snapshot(run).state == "stopped"
     for name in (
         RUN_LOCK,
         SERVER_LOCK,
     ):  # of the command alone while it starts or ends, of the server without pbfl
         with FileLock(run / name):
-            assert status.snapshot(run, time.time()).state == "running"
-    view = status.snapshot(run, time.time())
+            assert status.snapshot(run).state == "running"
+    view = status.snapshot(run)
     text = shown(view)
     assert "1 of 5 rounds, 0:02 per round" in text
     assert "left" not in text
@@ -127,35 +109,10 @@ def test_a_run_is_over_when_nobody_holds_a_lock_of_it(tmp_path: Path) -> None:
     assert result.exit_code == 1
     done = write_run(tmp_path / "done", [entry(1, 0.5, 0.5)])
     (done / RUN_LOCK).touch()
-    assert status.snapshot(done, time.time()).state == "finished"
+    assert status.snapshot(done).state == "finished"
 
 
-@on_linux
-def test_of_a_run_that_has_ended_nobody_looks_who_holds_its_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes a second look at each, and a list may have hundreds of runs."""
-    monkeypatch.setattr(holders, "RECHECK_SECONDS", 3600.0)
-    for error, state in (("", "finished"), ("no more", "failed")):
-        run = write_run(tmp_path / state, [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2 if error else 1})
-        (run / RUN_LOCK).touch()
-        if error:
-            (run / ERROR).write_text(error)
-        assert status.snapshot(run, time.time()).state == state
-
-
-def test_elsewhere_a_lock_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a network's file system it may be held on another machine."""
-    (tmp_path / RUN_LOCK).touch()
-    mounts = tmp_path / "mounts"
-    monkeypatch.setattr(holders, "MOUNTS", mounts)
-    above = "24 1 8:1 / / rw - ext4 /dev/sda rw"
-    for line in (f"25 24 0:40 / {tmp_path} rw - nfs4 server:/ rw", "", "24 1 0:1 / / rw - 9p x rw"):
-        mounts.write_text(f"{above}\n{line}" if "nfs4" in line else line)
-        assert status.snapshot(tmp_path, time.time()).state == "waiting"
-
-
-@on_linux
+@with_flock
 def test_looking_at_a_lock_refuses_nobody(tmp_path: Path) -> None:
     """Somebody who only looks has it for an instant; a run that begins waits that long."""
     import fcntl
@@ -168,7 +125,7 @@ def test_looking_at_a_lock_refuses_nobody(tmp_path: Path) -> None:
     lock.release()
 
 
-@on_linux
+@with_flock
 def test_a_stopped_run_has_a_minute_to_be_gone_on_with(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
     (run / RUN_LOCK).touch()
@@ -192,16 +149,16 @@ def test_a_stopped_run_has_a_minute_to_be_gone_on_with(tmp_path: Path) -> None:
 
 def test_the_two_ends(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **{"num-server-rounds": 2})
-    assert status.snapshot(run, time.time()).state == "finished"
-    assert "2 of 2 rounds, finished" in shown(status.snapshot(run, time.time()))
+    assert status.snapshot(run).state == "finished"
+    assert "2 of 2 rounds, finished" in shown(status.snapshot(run))
     (run / ERROR).write_text("round 3: 0 valid replies\n")
     assert (
-        status.snapshot(run, time.time()).state == "finished"
+        status.snapshot(run).state == "finished"
     )  # all rounds are there: a resumed run did not come further
     about = json.loads((run / "run.json").read_text())
     about["configuration"]["num-server-rounds"] = 3
     (run / "run.json").write_text(json.dumps(about))
-    view = status.snapshot(run, time.time())
+    view = status.snapshot(run)
     assert view.state == "failed"
     assert "ended with: round 3: 0 valid replies" in shown(view)
 
@@ -229,7 +186,8 @@ def test_it_prints_every_round_until_the_run_ends(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
-    result = pbfl("watch", run, "--once")
+    with lock_of(run):
+        result = pbfl("watch", run, "--once")
     assert result.exit_code == 0
     assert "1 of 2 rounds" in result.output
     (run / ERROR).write_text("no luck")

@@ -106,8 +106,8 @@ def test_run_ends_early_and_is_finished(early: Federation) -> None:
     about = directory.record()
     assert about.ended_after == about.last_round == 3
     assert directory.result()
-    assert status.snapshot(directory.path, 0.0).state == "finished"
-    assert status.snapshot(directory.path, 0.0).wanted == 3
+    assert status.snapshot(directory.path).state == "finished"
+    assert status.snapshot(directory.path).wanted == 3
     shown = pbfl("show", directory.path)
     assert shown.exit_code == 0
     assert "resume with" not in shown.stdout
@@ -138,7 +138,7 @@ def test_new_clients_come_after_an_early_end(tmp_path: Path) -> None:
     assert len(run.strategy.history) == 3
     assert [entry.after for entry in run.strategy.new_client_rounds] == [3, 3]
     assert run.directory.result()
-    assert status.snapshot(run.directory.path, 0.0).state == "finished"
+    assert status.snapshot(run.directory.path).state == "finished"
 
 
 def test_all_rounds_are_made_without_patience(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_resumed_run_stays_ended(tmp_path: Path, early: Federation, recorded: bo
         del about["ended_after"]
         (run.path / "run.json").write_text(json.dumps(about))
         run.remove_result()
-        assert status.snapshot(run.path, 0.0).state != "finished"
+        assert status.snapshot(run.path).state != "finished"
     again = ended(tmp_path, rounds=12 if recorded else 9, resume=True)
     assert len(again.strategy.history) == 3
     assert again.directory.record().ended_after == 3

@@ -132,17 +132,17 @@ def follow(path: Path, console: Console, seconds: float, now: Callable[[], float
         PbflError: if one of its files is damaged.
     """
     follower = Follower(path, 0, console, from_start=True)
-    status = snapshot(path, alive := now())
+    status, alive = snapshot(path), now()
     if status.about is None:
         show_status(status, console)
     while True:
         follower.update()
-        if status.state in ("finished", "failed") or status.time - alive >= STOPPED_SECONDS:
+        alive = alive if status.state == "stopped" else now()
+        if status.state in ("finished", "failed") or now() - alive >= STOPPED_SECONDS:
             show_status(status, console)
             return status.state
-        alive = alive if status.state == "stopped" else status.time
         time.sleep(seconds)
-        status = snapshot(path, now())
+        status = snapshot(path)
 
 
 def show_status(status: RunStatus, console: Console) -> None:

@@ -114,13 +114,13 @@ def test_run_stopped_in_a_round_of_new_clients_resumes_there(tmp_path: Path) -> 
     with pytest.raises(Stopped):
         stopped.run()
     assert len(stopped.directory.new_client_records(2)) == 1
-    assert status.snapshot(stopped.directory.path, 0.0).state != "finished"
+    assert status.snapshot(stopped.directory.path).state != "finished"
     run = again(tmp_path).run()
     assert asked(run, "train") == {4: {3, 4}, 5: {3, 4}}
     straight = federation(tmp_path / "straight", **NEW).run()
     accuracies = [line.accuracy for line in straight.strategy.new_client_rounds]
     assert [line.accuracy for line in run.strategy.new_client_rounds] == accuracies
-    assert status.snapshot(run.directory.path, 0.0).state == "finished"
+    assert status.snapshot(run.directory.path).state == "finished"
     assert asked(again(tmp_path).run(), "train") == {}, "all is done"
 
 
