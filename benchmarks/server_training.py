@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from machine import introduce, write
 
-from pbfl_flwr.prototypes.trainable import initial_state, train_prototypes
+from pbfl_flwr.prototypes.trainable import ServerTraining, initial_state, train_prototypes
 
 K, D, CLIENTS, BATCH = 200, 512, 20, 32
 STEPS = CLIENTS * K // BATCH  # of an epoch
@@ -25,9 +25,7 @@ def training(epochs: int, vectors: torch.Tensor, labels: torch.Tensor) -> float:
     order = torch.Generator().manual_seed(1)
     state = initial_state(K, D, 0)
     begin = time.perf_counter()
-    train_prototypes(
-        state, vectors, labels, epochs=epochs, batch_size=BATCH, learning_rate=0.01, generator=order
-    )
+    train_prototypes(state, vectors, labels, ServerTraining(epochs, BATCH, 0.01), order)
     return time.perf_counter() - begin
 
 

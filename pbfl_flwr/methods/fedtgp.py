@@ -41,9 +41,6 @@ class Config(Group):
         "auto",
         description="learning rate of the server's SGD; auto: learning-rate with optimizer sgd, else 0.01",
     )
-    server_momentum: float = Field(
-        0.0, ge=0, lt=1, description="momentum of the server's SGD on the prototypes"
-    )
     margin_cap: float = Field(100.0, gt=0, description="τ, upper bound of the margin")
     margin: Margin = Field(
         "nearest",
@@ -65,7 +62,6 @@ def server_training(config: Config, settings: Settings) -> ServerTraining:
         epochs=config.server_epochs,
         batch_size=settings.training.batch_size if batch == "auto" else batch,
         learning_rate=same if rate == "auto" else rate,
-        momentum=config.server_momentum,
         margin_cap=config.margin_cap,
         margin=config.margin,
         absent=config.absent,

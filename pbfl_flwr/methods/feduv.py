@@ -11,7 +11,7 @@ before training (evaluate-moment="before") it is the global model.
 Differs from the paper: its results are the global model's, after rounds with momentum, weight decay and a cosine
 learning rate schedule, which are the run's settings. Its code calls the weight of V λ and that of U μ, ProtoNorm's text
 the other way round; the values, 2.5 and 0.5, are the same. Its code averages BatchNorm's buffers, too.
-Differs from the reference: σ² carries a gradient, as there (feduv.detach-sigma stops it). A batch of one sample has
+Differs from the reference: σ² carries a gradient, as there. A batch of one sample has
 neither term, a batch of equal features no U, where the code would give NaN.
 """
 
@@ -38,7 +38,6 @@ class Config(Group):
 
     variance_weight: float = Field(2.5, ge=0, description="a, weight of V on the classifier's outputs")
     uniformity_weight: float = Field(0.5, ge=0, description="b, weight of U on the features")
-    detach_sigma: bool = Field(False, description="stop the gradient through the median σ²")
 
 
 def variance(logits: Tensor) -> Tensor:
@@ -50,13 +49,13 @@ def variance(logits: Tensor) -> Tensor:
     return (1 / math.sqrt(logits.shape[1]) - deviations).clamp_min(0).mean()
 
 
-def uniformity(features: Tensor, detach_sigma: bool = False) -> Tensor:
+def uniformity(features: Tensor) -> Tensor:
     """Return U = mean over pairs b < b' of exp(-‖z_b - z_b'‖²/σ²); 0 if all rows are equal."""
     squared = torch.pdist(features).square()  # (P,), P = B·(B-1)/2
     equal = (squared <= 0).sum()  # zeros are sorted first; the median of the others is at ``place``
     place = equal + (len(squared) - equal - 1).div(2, rounding_mode="floor")
     sigma = squared.sort().values.gather(0, place.unsqueeze(0))  # (1,), 0 if there are no others
-    scale = torch.where(sigma > 0, sigma.detach() if detach_sigma else sigma, 1.0)
+    scale = torch.where(sigma > 0, sigma, 1.0)
     return torch.exp(-squared / scale).mean() * (equal < len(squared))
 
 
@@ -74,8 +73,7 @@ class Spread:
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
             if len(labels) > 1:
                 terms["variance"] = self.config.variance_weight * variance(logits)
-                spread = uniformity(features, self.config.detach_sigma)
-                terms["uniformity"] = self.config.uniformity_weight * spread
+                terms["uniformity"] = self.config.uniformity_weight * uniformity(features)
             return terms
 
         return fit(client, loss)

@@ -19,7 +19,7 @@ E = -(K(K-1)/4)·ln(2K/(K-1)). By Jensen's inequality no E is lower, since ln is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import get_args
 
@@ -35,6 +35,13 @@ COINCIDENT = 1e-7  # rows closer than this are treated as identical and get a pe
 JITTER = 1e-6
 SOFTENING = 1e-10  # added to squared distances in the force, as in ProtoNorm's published code
 PAIRS_AT_ONCE = 4096
+# The Thomson solver, as in ProtoNorm's published code: η is multiplied by STEP_DECAY in step 0 and every DECAY_EVERY
+# steps after it; from step FIRST_TEST on, mean forces are compared, and PATIENCE consecutive steps in which the mean
+# force, rounded to 4 decimals, is unchanged end it.
+STEP, STEP_DECAY, DECAY_EVERY, MOMENTUM = 0.1, 0.95, 10, 0.9
+FIRST_TEST, PATIENCE, MAX_STEPS = 10, 10, 500
+# SciPy's L-BFGS-B ends when the largest gradient entry, divided by (K - 1)/2, is below the tolerance.
+LBFGS_ITERATIONS, LBFGS_MEMORY, LBFGS_TOLERANCE = 500, 10, 1e-7
 
 
 @dataclass(frozen=True)
@@ -72,38 +79,6 @@ def geometry(units: Tensor) -> Geometry:
         max_distance=float(distances.max()),
         margin=float(nearest.max()),
     )
-
-
-@dataclass(frozen=True)
-class AlignmentSettings:
-    """Settings of the solvers; the defaults are the published values if there are any.
-
-    Attributes:
-        step: η, multiplied by ``step_decay`` in step 0 and every ``decay_every`` steps after it.
-        step_decay: factor on η ("95 % decay" in the text).
-        decay_every: steps between two decays.
-        momentum: μ.
-        max_steps: bound on the steps (the published code's default; the text gives none).
-        first_test: step from which mean forces are compared; the published code does so for t > 10.
-        patience: stop after this many consecutive steps in which the mean force, rounded to 4 decimals, is unchanged.
-        lbfgs_max_iterations: of SciPy's L-BFGS-B.
-        lbfgs_memory: its number of corrections.
-        lbfgs_tolerance: stop when the largest gradient entry, divided by (K - 1)/2, is below this.
-    """
-
-    step: float = 0.1
-    step_decay: float = 0.95
-    decay_every: int = 10
-    momentum: float = 0.9
-    max_steps: int = 500
-    first_test: int = 10
-    patience: int = 10
-    lbfgs_max_iterations: int = 500
-    lbfgs_memory: int = 10
-    lbfgs_tolerance: float = 1e-7
-
-
-PUBLISHED = AlignmentSettings()
 
 
 @dataclass(frozen=True)
@@ -151,8 +126,8 @@ def align(
     prototypes: Tensor,
     present: Tensor,
     solver: Solver = "thomson",
-    settings: AlignmentSettings = PUBLISHED,
     *,
+    max_steps: int = MAX_STEPS,
     seed: int = 0,
     watch: Callable[[Tensor], None] | None = None,
 ) -> Alignment:
@@ -170,7 +145,7 @@ def align(
         prototypes: (K, d) aggregated prototypes c_j.
         present: (K,) bool.
         solver: "unit", "thomson", "simplex" or "lbfgs".
-        settings: of the solvers.
+        max_steps: bound on the Thomson steps; the default is the published code's, the text gives none.
         seed: of the vectors that replace zero rows and of the perturbation of identical ones.
         watch: called with the unit rows of the present classes, in coordinates of their span, before the first and
             after every Thomson step.
@@ -199,10 +174,10 @@ def align(
         moved = _nearest_simplex(start)
     else:
         working = start.to(device, torch.float64 if device.type == "cpu" else torch.float32)
-        moved, steps, converged = _thomson(working, settings, watch)
+        moved, steps, converged = _thomson(working, max_steps, watch)
         moved = moved.to("cpu", torch.float64)
         if solver == "lbfgs":
-            moved, more, converged = _lbfgs(moved, settings)
+            moved, more, converged = _lbfgs(moved)
             steps += more
     values = torch.zeros(prototypes.shape, dtype=torch.float32)
     values[present.cpu()] = (moved if basis is None else moved @ basis.T).to(torch.float32)
@@ -246,29 +221,29 @@ def _span(units: Tensor) -> tuple[Tensor | None, Tensor]:
 
 
 def _thomson(
-    units: Tensor, settings: AlignmentSettings, watch: Callable[[Tensor], None] | None = None
+    units: Tensor, max_steps: int, watch: Callable[[Tensor], None] | None = None
 ) -> tuple[Tensor, int, bool]:
     """Algorithm 1 with the published schedule and stopping rule."""
     if watch is not None:
         watch(units)
     velocity = torch.zeros_like(units)
-    step = settings.step
+    step = STEP
     previous, unchanged = math.nan, 0
-    for t in range(settings.max_steps):
+    for t in range(max_steps):
         force = forces(units)
-        velocity.mul_(settings.momentum).add_(force, alpha=step)
+        velocity.mul_(MOMENTUM).add_(force, alpha=step)
         units = normalised(units + velocity)
         if watch is not None:
             watch(units)
-        if t % settings.decay_every == 0:
-            step *= settings.step_decay
-        if t >= settings.first_test:
+        if t % DECAY_EVERY == 0:
+            step *= STEP_DECAY
+        if t >= FIRST_TEST:
             size = round(float(torch.linalg.vector_norm(force, dim=1).mean()), 4)
             unchanged = unchanged + 1 if size == previous else 0
             previous = size
-            if unchanged == settings.patience:
+            if unchanged == PATIENCE:
                 return units, t + 1, True
-    return units, settings.max_steps, False
+    return units, max_steps, False
 
 
 def _nearest_simplex(units: Tensor) -> Tensor:
@@ -290,7 +265,7 @@ def _nearest_simplex(units: Tensor) -> Tensor:
     return simplex
 
 
-def _lbfgs(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int, bool]:
+def _lbfgs(units: Tensor) -> tuple[Tensor, int, bool]:
     """Minimise E over unconstrained Y with C = Y/‖Y‖, whose gradient is -F_tan/‖Y‖."""
     from scipy.optimize import minimize
 
@@ -311,11 +286,11 @@ def _lbfgs(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int, boo
         jac=True,
         method="L-BFGS-B",
         options={
-            "maxiter": settings.lbfgs_max_iterations,
-            "maxfun": 2 * settings.lbfgs_max_iterations,
-            "maxcor": settings.lbfgs_memory,
+            "maxiter": LBFGS_ITERATIONS,
+            "maxfun": 2 * LBFGS_ITERATIONS,
+            "maxcor": LBFGS_MEMORY,
             "ftol": 0.0,
-            "gtol": settings.lbfgs_tolerance,
+            "gtol": LBFGS_TOLERANCE,
         },
     )
     return normalised(torch.from_numpy(solution.x).reshape(shape)), int(solution.nit), bool(solution.success)
@@ -331,46 +306,36 @@ def forces(units: Tensor) -> Tensor:
     centred, squared, close = _distances_and_close_pairs(units)
     squared.add_(SOFTENING).fill_diagonal_(math.inf)
     inverse = squared.reciprocal_()
-    if close is not None:
-        inverse[close[0], close[1]] = 0
-        inverse[close[1], close[0]] = 0
+    for j, k in close:
+        inverse[j, k] = inverse[k, j] = 0
     total = torch.addmm(inverse.sum(1, keepdim=True) * centred, inverse, centred, alpha=-1)
-    if close is not None:
-        for j, k in _chunks(close):
-            difference = units[j] - units[k]
-            push = difference / ((difference**2).sum(1, keepdim=True) + SOFTENING)
-            total.index_add_(0, j, push).index_add_(0, k, push, alpha=-1)
+    for j, k in close:
+        difference = units[j] - units[k]
+        push = difference / ((difference**2).sum(1, keepdim=True) + SOFTENING)
+        total.index_add_(0, j, push).index_add_(0, k, push, alpha=-1)
     return total
 
 
 def squared_distances(units: Tensor) -> Tensor:
     """Return ‖C_j - C_k‖² of all pairs (K, K)."""
     _, squared, close = _distances_and_close_pairs(units)
-    if close is not None:
-        for j, k in _chunks(close):
-            exact = ((units[j] - units[k]) ** 2).sum(1)
-            squared[j, k] = exact
-            squared[k, j] = exact
+    for j, k in close:
+        squared[j, k] = squared[k, j] = ((units[j] - units[k]) ** 2).sum(1)
     return squared
 
 
-def _distances_and_close_pairs(units: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Return centred rows, squared distances by Gram matrix, and the pairs j < k for which these are imprecise."""
+def _distances_and_close_pairs(units: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]]]:
+    """Return centred rows, squared distances by Gram matrix, and blocks of pairs j < k where these are imprecise."""
     centred = units - units.mean(0)
     squares = (centred * centred).sum(1)
     squared = torch.addmm(squares.unsqueeze(1) + squares, centred, centred.T, alpha=-2)
     # A Gram distance has an error of about eps·(‖x_j‖² + ‖x_k‖²); below this limit less than half its digits are right.
     limit = 2 * float(squares.max()) * math.sqrt(torch.finfo(units.dtype).eps)
-    close = None
+    close: list[tuple[Tensor, ...]] = []
     if float(squared.fill_diagonal_(math.inf).amin()) < limit:
-        j, k = (squared < limit).triu().nonzero(as_tuple=True)
-        close = (j, k)
+        pairs = (squared < limit).triu().nonzero()
+        close = [block.unbind(1) for block in pairs.split(PAIRS_AT_ONCE)]
     return centred, squared.fill_diagonal_(0.0), close
-
-
-def _chunks(pairs: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    for first in range(0, len(pairs[0]), PAIRS_AT_ONCE):
-        yield pairs[0][first : first + PAIRS_AT_ONCE], pairs[1][first : first + PAIRS_AT_ONCE]
 
 
 def normalised(rows: Tensor) -> Tensor:

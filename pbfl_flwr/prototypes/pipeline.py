@@ -37,7 +37,6 @@ from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.stages import APS_RULES, ROBUST_RULES, TRAINED_RULES, Stages, resolved, upscale
 from pbfl_flwr.prototypes.trainable import (
     ServerTraining,
-    TrainableState,
     initial_state,
     stack_uploads,
     train_prototypes,
@@ -55,21 +54,21 @@ class PipelineState:
         combined: the aggregate of the uploads before training and alignment, (K, s); source of classes
             that nobody sends in a round.
         ages: (K,) int64, rounds since a class was last uploaded.
-        trained: FedTGP's generator, None without it.
+        trained: the parameters of FedTGP's generator, None without it.
         metrics: of the last aggregation.
     """
 
     broadcast: Prototypes
     combined: Prototypes
     ages: Tensor
-    trained: TrainableState | None
+    trained: Mapping[str, Tensor] | None
     metrics: Mapping[str, float]
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
         tensors = joined(broadcast=self.broadcast, combined=self.combined)
         if self.trained is not None:
-            tensors |= {f"trained.{name}": tensor for name, tensor in self.trained.tensors.items()}
+            tensors |= {f"trained.{name}": tensor for name, tensor in self.trained.items()}
         tensors |= {
             f"figure.{name}": torch.tensor(value, dtype=torch.float64) for name, value in self.metrics.items()
         }
@@ -83,7 +82,7 @@ class PipelineState:
             Prototypes.from_tensors(part_of(tensors, "broadcast"), task),
             Prototypes.from_tensors(part_of(tensors, "combined"), task),
             tensors["ages"],
-            TrainableState(trained) if trained else None,
+            trained or None,
             {name: float(value) for name, value in part_of(tensors, "figure").items()},
         )
 
@@ -243,24 +242,18 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         return PipelineState(down, combined, ages, trained, metrics)
 
     def _train(
-        self, trained: TrainableState, uploads: Mapping[int, Prototypes], round_info: Round
-    ) -> tuple[TrainableState, Tensor, dict[str, float]]:
+        self, trained: Mapping[str, Tensor], uploads: Mapping[int, Prototypes], round_info: Round
+    ) -> tuple[Mapping[str, Tensor], Tensor, dict[str, float]]:
         """Train FedTGP's generator on all uploaded vectors; n-scaled ones are rescaled to the features' scale."""
         assert self.server_training is not None
-        task, settings = round_info.task, self.server_training
-        dense = [self.dense(up, task) for up in uploads.values()]
+        dense = [self.dense(up, round_info.task) for up in uploads.values()]
         vectors, labels = stack_uploads(dense, self.combination.training_scale(uploads, round_info))
         trained, values, report = train_prototypes(
             trained,
             vectors,
             labels,
-            epochs=settings.epochs,
-            batch_size=settings.batch_size,
-            learning_rate=settings.learning_rate,
-            momentum=settings.momentum,
-            margin_cap=settings.margin_cap,
-            margin_of=settings.margin,
-            generator=seeds.generator(round_info.seed, "fedtgp", round_info.number),
+            self.server_training,
+            seeds.generator(round_info.seed, "fedtgp", round_info.number),
         )
         return trained, values, report.metrics()
 

@@ -21,7 +21,6 @@ from pbfl_flwr.training.optimizers import SGD, Group
 
 Margin = Literal["nearest", "farthest"]
 CONVERGED_LOSS = 1e-3  # FedTGP's README: the final server loss should be below this
-MOMENTUM = "momentum."  # prefix of the optimiser's buffers in the state's tensors
 
 
 class PrototypeGenerator(nn.Module):
@@ -50,7 +49,7 @@ class ServerTraining:
 
     Attributes:
         epochs: S, passes over the uploaded prototypes in a round.
-        batch_size, learning_rate, momentum: of the server's SGD.
+        batch_size, learning_rate: of the server's SGD.
         margin_cap: τ, upper bound of the adaptive margin.
         margin: which two classes define it; see :func:`adaptive_margin`.
         absent: whether a class that nobody ever sent is part of prediction and regularisation ("keep") or not
@@ -60,22 +59,9 @@ class ServerTraining:
     epochs: int = 100
     batch_size: int = 32
     learning_rate: float = 0.01
-    momentum: float = 0.0
     margin_cap: float = 100.0
     margin: Margin = "nearest"
     absent: Literal["exclude", "keep"] = "exclude"
-
-
-@dataclass(frozen=True)
-class TrainableState:
-    """What the server keeps of the training from round to round.
-
-    Attributes:
-        tensors: the generator's parameters under their own names; with a momentum above 0, after the first
-            training, also the optimiser's buffers as ``momentum.<name>``. Never changed in place.
-    """
-
-    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -104,11 +90,11 @@ class TrainingReport:
         }
 
 
-def initial_state(num_classes: int, feature_dim: int, seed: int) -> TrainableState:
-    """Return a newly initialised generator (PyTorch's defaults); the global random state is restored."""
+def initial_state(num_classes: int, feature_dim: int, seed: int) -> dict[str, Tensor]:
+    """Return the parameters of a new generator (PyTorch's defaults); the global random state is restored."""
     with seeds.seeded(seed):
         network = PrototypeGenerator(num_classes, feature_dim)
-    return TrainableState({name: tensor.detach().clone() for name, tensor in network.state_dict().items()})
+    return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
 
 
 def stack_uploads(uploads: Iterable[Prototypes], scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -180,60 +166,43 @@ def margin_logits(vectors: Tensor, prototypes: Tensor, labels: Tensor, margin: f
 
 
 def train_prototypes(
-    state: TrainableState,
+    state: Mapping[str, Tensor],
     vectors: Tensor,
     labels: Tensor,
-    *,
-    epochs: int = 100,
-    batch_size: int,
-    learning_rate: float,
-    margin_cap: float = 100.0,
-    margin_of: Margin = "nearest",
-    momentum: float = 0.0,
+    settings: ServerTraining,
     generator: torch.Generator,
-) -> tuple[TrainableState, Tensor, TrainingReport]:
+) -> tuple[dict[str, Tensor], Tensor, TrainingReport]:
     """Train the generator on this round's local prototypes and return the global ones.
 
     Each epoch shuffles all (c̄_ij, j), takes batches (including an incomplete last one) and steps on the
     cross-entropy of :func:`margin_logits` over all K outputs, so a class that nobody holds is trained only as a
-    negative. The published optimiser is plain SGD, created anew each round; a momentum above 0 keeps its
-    buffers in the state.
+    negative. The optimiser is plain SGD, as published.
 
     Args:
-        state: of the previous round, not changed.
+        state: the generator's parameters after the previous round, not changed.
         vectors: (N, d) local prototypes; without any, the generator is not trained.
         labels: (N,) their classes.
-        epochs: S.
-        batch_size: of the server.
-        learning_rate: of the server.
-        margin_cap: τ.
-        margin_of: see :func:`adaptive_margin`.
-        momentum: of SGD.
+        settings: of the training.
         generator: for the order of the vectors; on the CPU the result depends only on it and the other
             arguments.
 
     Returns:
-        The new state, the prototypes (K, d) float32 of all K classes, and the report.
+        The new parameters, the prototypes (K, d) float32 of all K classes, and the report.
     """
-    num_classes, feature_dim = state.tensors["embedding.weight"].shape
+    num_classes, feature_dim = state["embedding.weight"].shape
     network = PrototypeGenerator(num_classes, feature_dim)
-    network.load_state_dict({k: v.clone() for k, v in state.tensors.items() if not k.startswith(MOMENTUM)})
+    network.load_state_dict(dict(state))
     vectors = vectors.detach().to(torch.float32)
     labels = labels.to(torch.int64)
     sums = torch.zeros(num_classes, feature_dim, dtype=torch.float64).index_add_(0, labels, vectors.double())
     holders = torch.bincount(labels, minlength=num_classes)
-    margin = adaptive_margin(sums / holders.clamp_min(1).unsqueeze(1), holders > 0, margin_cap, margin_of)
-    named = dict(network.named_parameters())
-    momenta = {
-        p: {"momentum": state.tensors[MOMENTUM + name].clone()}
-        for name, p in named.items()
-        if MOMENTUM + name in state.tensors
-    }
-    optimizer = SGD([Group(tuple(named.values()), learning_rate)], momentum, state=momenta, fused=False)
-    loss, trained = 0.0, epochs if len(vectors) else 0
+    means = sums / holders.clamp_min(1).unsqueeze(1)
+    margin = adaptive_margin(means, holders > 0, settings.margin_cap, settings.margin)
+    optimizer = SGD([Group(tuple(network.parameters()), settings.learning_rate)], fused=False)
+    loss, trained = 0.0, settings.epochs if len(vectors) else 0
     for _ in range(trained):
         loss = 0.0
-        for batch in torch.split(torch.randperm(len(vectors), generator=generator), batch_size):
+        for batch in torch.split(torch.randperm(len(vectors), generator=generator), settings.batch_size):
             logits = margin_logits(vectors[batch], network(), labels[batch], margin)
             batch_loss = F.cross_entropy(logits, labels[batch])
             optimizer.zero_grad()
@@ -241,10 +210,7 @@ def train_prototypes(
             optimizer.step()
             loss += float(batch_loss.detach()) * len(batch) / len(vectors)
     tensors = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
-    if momentum > 0:
-        final = optimizer.state
-        tensors |= {MOMENTUM + name: final[p]["momentum"].clone() for name, p in named.items() if p in final}
     with torch.no_grad():
         prototypes = network()
     report = TrainingReport(loss, margin, trained > 0 and loss < CONVERGED_LOSS, trained)
-    return TrainableState(tensors), prototypes, report
+    return tensors, prototypes, report

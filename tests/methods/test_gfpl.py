@@ -186,19 +186,6 @@ def test_retraining_starts_without_the_momentum_that_the_local_epochs_kept(make_
     assert equal(*result)
 
 
-def test_clamping_keeps_pseudo_features_non_negative(make_method, make_client, monkeypatch):
-    seen = []
-    client = make_client()
-    head = client.model.head
-    head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].min().item()))
-    down = mixtures(0, 1)
-    retrained(make_method("gfpl", own={"clamp": True}), client, down)
-    assert min(seen) == 0
-    seen.clear()
-    retrained(make_method("gfpl"), client, down)
-    assert min(seen) < 0
-
-
 # Prediction and memory --------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.prototypes import alignment
 from pbfl_flwr.prototypes.alignment import (
-    AlignmentSettings,
     Geometry,
     align,
     forces,
@@ -92,14 +91,14 @@ def test_thomson_agrees_with_the_published_algorithm(num_classes, dtype):
 def test_thomson_agrees_when_there_are_more_classes_than_dimensions():
     start = gaussian(12, 4).double()
     expected, steps = literal_alignment(start, 40)
-    result = align(start, everybody(start), settings=AlignmentSettings(max_steps=40))
+    result = align(start, everybody(start), max_steps=40)
     assert result.report.iterations == steps
     torch.testing.assert_close(result.values, expected.float(), atol=1e-5, rtol=0)
 
 
 def test_the_bound_on_steps_is_reported():
     start = gaussian(12, 4)
-    bounded = align(start, everybody(start), settings=AlignmentSettings(max_steps=3))
+    bounded = align(start, everybody(start), max_steps=3)
     assert bounded.report.iterations == 3
     assert not bounded.report.converged
 

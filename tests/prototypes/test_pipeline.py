@@ -167,7 +167,7 @@ def test_fedtgps_generator_is_drawn_from_the_runs_seed_as_networks_are() -> None
         torch.manual_seed(7)
         embedding = torch.nn.Embedding(4, 8)
     assert state.trained is not None
-    assert torch.equal(state.trained.tensors["embedding.weight"], embedding.weight)
+    assert torch.equal(state.trained["embedding.weight"], embedding.weight)
 
 
 # Against NumPy ----------------------------------------------------------------------------------------------

@@ -17,24 +17,25 @@ from pbfl_flwr import seeds
 from pbfl_flwr.models.contract import SplitModel, random_inputs
 from pbfl_flwr.task import Task
 
+REDUCTION = 16  # r of CBAM's channel gate
+
 
 class CBAM(nn.Module):
     """Convolutional block attention module (Woo et al. 2018): a channel gate, then a spatial gate.
 
     Channel gate σ(MLP(mean over positions) + MLP(maximum over positions)), with one shared MLP C -> C/r -> C; then
-    spatial gate σ(convolution of [mean over channels; maximum over channels]).
+    spatial gate σ(7x7 convolution of [mean over channels; maximum over channels]). The reduction r and the kernel are
+    CBAM's own defaults; the hidden layer has max(1, C // r) units.
 
     Args:
         channels: C.
-        ratio: r; the hidden layer has max(1, C // r) units.
-        kernel: side of the spatial gate's convolution, odd.
     """
 
-    def __init__(self, channels: int, ratio: int = 16, kernel: int = 7) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        hidden = max(1, channels // ratio)
+        hidden = max(1, channels // REDUCTION)
         self.channel_gate = nn.Sequential(nn.Linear(channels, hidden), nn.ReLU(), nn.Linear(hidden, channels))
-        self.spatial_gate = nn.Conv2d(2, 1, kernel, padding=kernel // 2, bias=False)
+        self.spatial_gate = nn.Conv2d(2, 1, 7, padding=3, bias=False)
 
     def forward(self, maps: Tensor) -> Tensor:
         """Return A = CBAM(F), in the shape of F, (B, C, H, W)."""
@@ -85,16 +86,13 @@ class MapDistillation(nn.Module):
     Args:
         channels: C_1 to C_L of the network's maps.
         width: of the fusion.
-        ratio, kernel: of the attention.
         seed: of the initial weights; torch's global random state is left unchanged.
     """
 
-    def __init__(
-        self, channels: Sequence[int], *, width: int = 64, ratio: int = 16, kernel: int = 7, seed: int = 0
-    ) -> None:
+    def __init__(self, channels: Sequence[int], *, width: int = 64, seed: int = 0) -> None:
         super().__init__()
         with seeds.seeded(seed):
-            self.attention = nn.ModuleList(CBAM(c, ratio, kernel) for c in channels)
+            self.attention = nn.ModuleList(CBAM(c) for c in channels)
             self.fuse_attention = CrossLayerFusion(channels, width)
             self.fuse_maps = CrossLayerFusion(channels, width)
 

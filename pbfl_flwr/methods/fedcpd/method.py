@@ -66,8 +66,6 @@ class Config(Group):
         "mean", description="how a feature map's squared error is reduced over its elements"
     )
     fusion_width: int = Field(64, ge=1, le=4096, description="number of channels in the multi-level fusion")
-    attention_ratio: int = Field(16, ge=1, description="r, reduction ratio of CBAM's channel attention")
-    attention_kernel: Literal[3, 5, 7] = Field(7, description="kernel size of CBAM's spatial attention")
     head_epochs: int = Field(1, ge=0, description="τ_h, epochs of the head phase")
 
 
@@ -163,8 +161,6 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         module = MapDistillation(
             map_channels(client.model, client.task),
             width=config.fusion_width,
-            ratio=config.attention_ratio,
-            kernel=config.attention_kernel,
             seed=seeds.derive(client.seed, "fedcpd", client.key),
         )
         if state := part_of(client.memory, "distillation"):

@@ -61,8 +61,6 @@ class Config(Group):
         "both",
         description="what is retrained on pseudo-features: projection and head, or only the projection",
     )
-    retrain_epochs: int = Field(1, ge=1, description="epochs over the pseudo-features")
-    clamp: bool = Field(False, description="set negative entries of pseudo-features to 0, as after a ReLU")
     dual_classifier: bool = Field(
         True, description="use a projection with a fixed frame (DCS); false: only the head with cross-entropy"
     )
@@ -121,7 +119,6 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         if down is None:
             return fit(client, loss, param_groups=param_groups, extra_modules=extra_modules)
         features, labels = sample(down, config.samples, client.generator("pseudo-features"))
-        z = features.clamp_min(0) if config.clamp else features
         every = client.training.model_copy(update={"drop_last": "never"})  # all r·K' of them, Eq. 14
         afresh = replace(client, training=every, memory={})  # without the optimiser state of the local epochs
         return fit(
@@ -129,8 +126,8 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
             loss,
             param_groups=param_groups if config.retrain == "both" else param_groups[1:],
             extra_modules=extra_modules,
-            source=(z.to(client.device), labels.to(client.device)),
-            epochs=config.retrain_epochs,
+            source=(features.to(client.device), labels.to(client.device)),
+            epochs=1,
             phase="retrain",
         )
 

@@ -50,8 +50,6 @@ def lines(run: Federation) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("method", ["fedproto", "fedtgp"])
 def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, method: str) -> None:
     keys: dict[str, Any] = {"momentum": 0.5, "optimizer_state": "kept"}
-    if method == "fedtgp":
-        keys["fedtgp.server-momentum"] = 0.5
     whole = federation(tmp_path / "a", method, on_disk=True, num_server_rounds=4, **keys).run()
     federation(tmp_path / "b", method, on_disk=True, num_server_rounds=2, **keys).run()
     second = federation(tmp_path / "b", method, on_disk=True, num_server_rounds=4, resume=True, **keys).run()
