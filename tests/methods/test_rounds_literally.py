@@ -205,5 +205,5 @@ def test_rounds_with_trained_prototypes_are_those_of_the_equations(
 ):
     own = {"server_epochs": 3, **({"base": "fedtgp"} if name == "tinyproto" else {})}
     method = make_method(name, own=own, min_class_count=1, learning_rate=RATE, **keys)
-    server = Trained(method.init(task, 0).trained.tensors, factor)
+    server = Trained(method.init(task, 0).trained, factor)
     same(method, make_client, literal(make_client, server=server, **terms))
