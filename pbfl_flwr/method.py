@@ -144,6 +144,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         same_architecture: whether all clients need the same network.
         unit_features: whether the head expects features of unit length.
         protects_uploads: whether the settings of the group ``privacy`` apply to its uploads.
+        counts_draws: whether an upload counts a sample each time it was drawn, hence more often in several epochs.
     """
 
     name: str
@@ -156,6 +157,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     same_architecture: bool = False
     unit_features: bool = False
     protects_uploads: bool = False
+    counts_draws: bool = False
 
     @abstractmethod
     def init(self, task: Task, seed: int) -> StateT:

@@ -373,7 +373,7 @@ class MethodStrategy(Strategy):
         privacy, method = self.settings.privacy, self.method
         scaled = isinstance(method, Pipeline) and method.release.scaled
         exact = privacy.client_report == "full" and privacy.count_bucket == "off"
-        return Plausibility(self.settings.run.max_size_ratio, scaled, exact)
+        return Plausibility(self.settings.run.max_size_ratio, scaled, exact and not method.counts_draws)
 
     @property
     def _task(self) -> Task:

@@ -128,6 +128,7 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
     stale: Stale = "keep"
     name: str = "fedpa"
     same_architecture: bool = True
+    counts_draws: bool = True
 
     state = GenerativeState
     down = GeneratorBroadcast

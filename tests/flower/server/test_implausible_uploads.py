@@ -15,6 +15,7 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.methods import METHODS as METHODS_OF_PACKAGE
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import MAX_MAGNITUDE, Sizes
 from tests.flower.inprocess import (
@@ -65,6 +66,12 @@ def test_enormous_upload_costs_its_own_client_only(tmp_path: Path, method: str) 
     assert same_tensors(copies(attacked.state), copies(without.state))
     assert attacked.history[0].scalars.up == without.history[0].scalars.up
     assert attacked.history[0].ages == without.history[0].ages
+
+
+@pytest.mark.parametrize("method", METHODS_OF_PACKAGE)
+def test_honest_upload_after_several_epochs_is_accepted(tmp_path: Path, method: str) -> None:
+    strategy = federation(tmp_path, method, local_epochs=3, num_server_rounds=1).run().strategy
+    assert strategy.history[0].failures == []
 
 
 @pytest.mark.parametrize("method", ["fednh", "fedcpd"])
