@@ -21,7 +21,7 @@ from machine import introduce, write
 from torch import Tensor, nn
 
 from pbfl_flwr.models import cpu_convolutions
-from pbfl_flwr.models.build import optimize_layout
+from pbfl_flwr.models.cpu_convolutions import optimize_layout
 from pbfl_flwr.training.allocator import keep_freed_memory
 
 DEPTHWISE = (  # channels, side, kernel, stride

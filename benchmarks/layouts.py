@@ -28,7 +28,7 @@ import torch  # isort: skip
 from machine import introduce, write
 
 from pbfl_flwr.config.keys import LAYOUTS, PRECISIONS
-from pbfl_flwr.models.build import architectures
+from pbfl_flwr.models.registry import architectures
 
 Candidate = tuple[str, str]
 """(layout, precision); the first candidate is the default."""

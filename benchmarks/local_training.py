@@ -36,7 +36,10 @@ from pbfl_flwr.config import TrainingSettings, parse
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models.build import FAMILIES, SplitModel, build_model, optimize_layout
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.cpu_convolutions import optimize_layout
+from pbfl_flwr.models.registry import FAMILIES
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.allocator import keep_freed_memory

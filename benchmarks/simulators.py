@@ -27,7 +27,7 @@ import numpy as np
 from machine import introduce, write
 from torch import nn
 
-from pbfl_flwr.models.build import SplitModel
+from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.task import Task
 
 CLIENTS, TRAIN, TEST = 1000, 50_000, 10_000

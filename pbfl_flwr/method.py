@@ -27,7 +27,7 @@ from pbfl_flwr.config import EvaluationSettings, TrainingSettings
 from pbfl_flwr.config.keys import Moment as Moment
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.build import SplitModel
+from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.payloads import Payload, Reveal, Upload
 from pbfl_flwr.task import Task
 

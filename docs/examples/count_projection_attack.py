@@ -18,7 +18,8 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.data import client_data
 from pbfl_flwr.method import Client, Round
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models.build import architecture_of, build_model
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.registry import architecture_of
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.task import Task
 

@@ -5,7 +5,7 @@
 
 from torch import nn
 
-from pbfl_flwr.models.build import SplitModel
+from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.layers import impose_width
 from pbfl_flwr.task import Task
 

@@ -15,7 +15,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.results import FinishedRun
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models.build import SplitModel, build_model
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.payloads import Logits, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
 from pbfl_flwr.prototypes.alignment import Geometry, align, geometry

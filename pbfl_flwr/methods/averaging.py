@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import Settings
 from pbfl_flwr.config.keys import Weighting as Weighting
-from pbfl_flwr.models.build import body_names, head_names
+from pbfl_flwr.models.contract import body_names, head_names
 from pbfl_flwr.payloads import RejectedPayload, Weights
 
 Share = Literal["all", "body", "stages", "head"]

@@ -32,7 +32,8 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.averaging import copies, load_parameters, weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights, answer, plain
-from pbfl_flwr.models.build import architectures, body_names, has_batch_norm, head_names
+from pbfl_flwr.models.contract import body_names, has_batch_norm, head_names
+from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Weights, part_of
 from pbfl_flwr.training.loop import classification, take
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pbfl_flwr.config import Settings
 from pbfl_flwr.methods.averaging import weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights
-from pbfl_flwr.models.build import architectures
+from pbfl_flwr.models.registry import architectures
 
 
 def build(settings: Settings) -> SharedWeights:

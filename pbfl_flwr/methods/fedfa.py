@@ -30,7 +30,7 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.averaging import load_parameters, weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights, answer
-from pbfl_flwr.models.build import architectures
+from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Reveal, Weights
 from pbfl_flwr.prototypes.class_means import class_means, class_sums
 from pbfl_flwr.task import Task

@@ -28,7 +28,7 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import check_heads, initial, plain, receive
-from pbfl_flwr.models.build import architectures
+from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, Weights
 from pbfl_flwr.prototypes.class_means import class_sums_of, released_means
 from pbfl_flwr.prototypes.privacy import Release, release

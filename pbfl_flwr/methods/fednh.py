@@ -31,7 +31,7 @@ from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update
 from pbfl_flwr.methods.averaging import Weighting, average, copies, copy_into, shared_parameters, weighting_of
 from pbfl_flwr.methods.sharing import check_both, check_heads, initial, shared_scalars
-from pbfl_flwr.models.build import architectures
+from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Prototypes, Reveal, Weights, WeightsAndPrototypes
 from pbfl_flwr.prototypes.aggregation import weighted
 from pbfl_flwr.prototypes.class_means import class_sums_of

@@ -21,7 +21,7 @@ from pydantic import Field
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.methods.averaging import Share, weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights
-from pbfl_flwr.models.build import architectures
+from pbfl_flwr.models.registry import architectures
 
 Shared = Literal["auto", "body", "stages"]
 

@@ -24,7 +24,7 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods.averaging import weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights
-from pbfl_flwr.models.build import architectures
+from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Weights
 from pbfl_flwr.training.loop import FitReport, classification, fit
 

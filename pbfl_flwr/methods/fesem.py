@@ -30,8 +30,8 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.averaging import Weighting, average, same_shapes, weighting_of
 from pbfl_flwr.methods.sharing import answer, initial, plain, receive, shared_scalars
-from pbfl_flwr.models.build import architectures
 from pbfl_flwr.models.contract import HEAD_PREFIX
+from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import RejectedPayload, Weights, joined, part_of
 from pbfl_flwr.task import Task
 

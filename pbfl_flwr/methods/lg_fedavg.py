@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pbfl_flwr.config import Settings
 from pbfl_flwr.methods.averaging import shared_parameters, weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights, check_heads
-from pbfl_flwr.models.build import architectures, build_model
-from pbfl_flwr.models.registry import without_weights
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.registry import architectures, without_weights
 from pbfl_flwr.task import Task
 
 

@@ -23,8 +23,9 @@ from pbfl_flwr.config.keys import KlReduction
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods.averaging import load_parameters
-from pbfl_flwr.models.build import SplitModel, architectures, build_model, check_models, count_parameters
-from pbfl_flwr.models.registry import without_weights
+from pbfl_flwr.models.build import build_model, check_models
+from pbfl_flwr.models.contract import SplitModel, count_parameters
+from pbfl_flwr.models.registry import architectures, without_weights
 from pbfl_flwr.payloads import part_of
 from pbfl_flwr.task import Task
 

@@ -16,48 +16,13 @@ from torch import nn
 
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.contract import (
-    SplitModel,
-    body_names,
-    count_parameters,
-    has_batch_norm,
-    head_names,
-    is_deterministic,
-    random_inputs,
-)
-from pbfl_flwr.models.cpu_convolutions import optimize_layout
+from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.layers import deeper_head
 from pbfl_flwr.models.pretrained import load_pretrained
-from pbfl_flwr.models.registry import (
-    ARCHITECTURES,
-    FAMILIES,
-    architecture_of,
-    architectures,
-    base_and_sizes,
-    body_and_classifier,
-    check_named,
-)
+from pbfl_flwr.models.registry import ARCHITECTURES, architectures, base_and_sizes, body_and_classifier
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import call_user_function, is_external
-
-__all__ = [
-    "FAMILIES",
-    "SplitModel",
-    "architecture_of",
-    "architectures",
-    "body_names",
-    "build_model",
-    "check_models",
-    "check_named",
-    "count_parameters",
-    "dry_forward",
-    "has_batch_norm",
-    "head_names",
-    "is_deterministic",
-    "optimize_layout",
-    "random_inputs",
-]
 
 
 def build_model(name: str, task: Task, seed: int) -> SplitModel:

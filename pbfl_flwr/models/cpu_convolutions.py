@@ -38,7 +38,7 @@ def optimize_layout(model: ModuleT, layout: str, precision: str = "float32") -> 
     if precision == "bfloat16":
         if not isinstance(model, SplitModel):
             raise PbflError(
-                f"precision = 'bfloat16': {type(model).__name__} is not a pbfl_flwr.models.build.SplitModel; "
+                f"precision = 'bfloat16': {type(model).__name__} is not a pbfl_flwr.models.contract.SplitModel; "
                 "allowed for it is 'float32'"
             )
         model.reduced = torch.bfloat16

@@ -25,7 +25,7 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
-from pbfl_flwr.models.build import has_batch_norm
+from pbfl_flwr.models.contract import has_batch_norm
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, part_of
 from pbfl_flwr.prototypes import aggregation, regularizer
 from pbfl_flwr.prototypes import secure_sums as sums

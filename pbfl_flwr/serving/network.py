@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.build import SplitModel, build_model
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.util.user_code import is_external

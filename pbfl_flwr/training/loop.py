@@ -18,7 +18,7 @@ from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
-from pbfl_flwr.models.build import SplitModel, has_batch_norm, is_deterministic
+from pbfl_flwr.models.contract import SplitModel, has_batch_norm, is_deterministic
 from pbfl_flwr.training.augmentation import Augmentation
 from pbfl_flwr.training.optimizers import SGD, Adam, Group, Optimizer, State
 

@@ -25,7 +25,7 @@ from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.engines.placement import Resources, Slot
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
-from pbfl_flwr.models.build import architecture_of
+from pbfl_flwr.models.registry import architecture_of
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import InProcessGrid

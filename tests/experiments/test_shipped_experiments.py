@@ -19,7 +19,8 @@ from pbfl_flwr.experiments.plan import comparison as compare
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models.build import FAMILIES, architectures, check_models
+from pbfl_flwr.models.build import check_models
+from pbfl_flwr.models.registry import FAMILIES, architectures
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import SHORT, federation
 

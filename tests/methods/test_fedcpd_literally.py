@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pbfl_flwr import seeds
 from pbfl_flwr.methods.fedcpd.attention import MapDistillation
-from pbfl_flwr.models.build import body_names
+from pbfl_flwr.models.contract import body_names
 from tests.methods.conftest import play
 
 RATE, ROUNDS, WIDTH = 0.02, 3, 5

@@ -1,7 +1,7 @@
 import torch
 
 from pbfl_flwr.method import Round
-from pbfl_flwr.models.build import body_names, head_names
+from pbfl_flwr.models.contract import body_names, head_names
 
 
 def test_fedper_keeps_the_head_and_copies_the_body(make_method, make_client, task):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pbfl_flwr.methods import fedrep
-from pbfl_flwr.models.build import body_names, head_names
+from pbfl_flwr.models.contract import body_names, head_names
 from pbfl_flwr.training.loop import batches, classification, fixed_features, take
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.models.build import SplitModel
+from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.task import Task
 
 

@@ -9,7 +9,8 @@ from torchvision import models
 
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.build import build_model, count_parameters
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import count_parameters
 from pbfl_flwr.models.layers import impose_width
 from pbfl_flwr.task import Task
 

@@ -9,16 +9,9 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.roster import ARCHITECTURE
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.methods.averaging import shared_parameters
-from pbfl_flwr.models.build import (
-    build_model,
-    check_models,
-    check_named,
-    count_parameters,
-    head_names,
-    is_deterministic,
-    random_inputs,
-)
-from pbfl_flwr.models.registry import architectures, base_and_sizes, body_and_classifier
+from pbfl_flwr.models.build import build_model, check_models
+from pbfl_flwr.models.contract import count_parameters, head_names, is_deterministic, random_inputs
+from pbfl_flwr.models.registry import architectures, base_and_sizes, body_and_classifier, check_named
 from pbfl_flwr.task import Task
 from tests.models.kinds import shapes, task_of, width
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.models.build import (
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import (
     SplitModel,
     body_names,
-    build_model,
     count_parameters,
     has_batch_norm,
     head_names,
-    optimize_layout,
     random_inputs,
 )
+from pbfl_flwr.models.cpu_convolutions import optimize_layout
 from pbfl_flwr.models.registry import ARCHITECTURES
 from tests.models.kinds import (
     EXAMPLES,

@@ -8,8 +8,14 @@ from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import cpu_convolutions
-from pbfl_flwr.models.build import build_model, optimize_layout
-from pbfl_flwr.models.cpu_convolutions import FEW_PIXELS, DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.cpu_convolutions import (
+    FEW_PIXELS,
+    DepthwiseConv2d,
+    FewPixelsConv2d,
+    PointwiseConv2d,
+    optimize_layout,
+)
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.optimizers import SGD, Group
 from tests.models.kinds import EXAMPLES, LONGER, TABLES, is_one_of, takes_images

@@ -5,7 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.build import SplitModel, build_model, check_models, dry_forward
+from pbfl_flwr.models.build import build_model, check_models
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.task import Task
 
 TASK = Task(num_classes=10, feature_dim=24, input_shape=(1, 16, 16))

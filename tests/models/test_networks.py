@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.models.build import build_model, dry_forward
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.task import Task
 
 TASK = Task(4, 64, (3, 32, 32))

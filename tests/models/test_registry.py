@@ -9,17 +9,9 @@ import torch
 from torch import nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.build import (
-    FAMILIES,
-    architecture_of,
-    architectures,
-    body_names,
-    build_model,
-    check_models,
-    count_parameters,
-    head_names,
-)
-from pbfl_flwr.models.registry import ARCHITECTURES, base_and_sizes
+from pbfl_flwr.models.build import build_model, check_models
+from pbfl_flwr.models.contract import body_names, count_parameters, head_names
+from pbfl_flwr.models.registry import ARCHITECTURES, FAMILIES, architecture_of, architectures, base_and_sizes
 from pbfl_flwr.task import Task
 
 TASK = Task(num_classes=10, feature_dim=24, input_shape=(1, 16, 16))

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.build import build_model, check_models, is_deterministic, random_inputs
+from pbfl_flwr.models.build import build_model, check_models
+from pbfl_flwr.models.contract import is_deterministic, random_inputs
 from pbfl_flwr.models.registry import FAMILIES
 from pbfl_flwr.task import Task
 

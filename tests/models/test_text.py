@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.build import build_model, check_models, count_parameters, random_inputs
+from pbfl_flwr.models.build import build_model, check_models
+from pbfl_flwr.models.contract import count_parameters, random_inputs
 from pbfl_flwr.seeds import seeded
 from pbfl_flwr.task import Task
 

@@ -15,7 +15,7 @@ from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods import PROTECTED, SECTIONS, build_method
-from pbfl_flwr.models.build import SplitModel
+from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.prototypes.class_means import class_means, class_sums
 from pbfl_flwr.prototypes.privacy import (
     Release,

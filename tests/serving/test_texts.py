@@ -16,7 +16,8 @@ from pbfl_flwr.data import own_data
 from pbfl_flwr.data.own import tokens
 from pbfl_flwr.data.own.inspection import settings_for
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.build import build_model, random_inputs
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import random_inputs
 from pbfl_flwr.serving.export import SavedModel, export, has_onnx, read_state, state_file
 from pbfl_flwr.serving.predict import open_exported, predict
 from tests.flower.inprocess import federation

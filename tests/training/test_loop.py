@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pbfl_flwr.config import EvaluationSettings, TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import EXCLUDED, Client, Nearest, head_scores
-from pbfl_flwr.models.build import dry_forward
+from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import loop as training
 from pbfl_flwr.training.evaluation import evaluate

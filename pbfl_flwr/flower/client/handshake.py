@@ -14,15 +14,11 @@ from pbfl_flwr.flower.code_version import code_version
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.identity import digest
 from pbfl_flwr.methods import build_method
-from pbfl_flwr.models.build import (
-    build_model,
-    check_models,
-    check_named,
-    count_parameters,
-    optimize_layout,
-)
+from pbfl_flwr.models.build import build_model, check_models
+from pbfl_flwr.models.contract import count_parameters
+from pbfl_flwr.models.cpu_convolutions import optimize_layout
 from pbfl_flwr.models.pretrained import digest as digest_of_weights
-from pbfl_flwr.models.registry import without_weights
+from pbfl_flwr.models.registry import check_named, without_weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.augmentation import check_augmentation
 

@@ -31,7 +31,10 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.identity import check_identity
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models.build import SplitModel, architecture_of, build_model, optimize_layout
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.cpu_convolutions import optimize_layout
+from pbfl_flwr.models.registry import architecture_of
 from pbfl_flwr.runs.client_store import ClientState, ClientStore
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.allocator import keep_freed_memory

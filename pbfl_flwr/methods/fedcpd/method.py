@@ -35,8 +35,8 @@ from pbfl_flwr.methods.averaging import Share, Weighting, average, copies, weigh
 from pbfl_flwr.methods.fedcpd.attention import MapDistillation, MapMemory, convolutional, map_channels
 from pbfl_flwr.methods.fedrep import HeadThenBody
 from pbfl_flwr.methods.sharing import answer, check_both, initial, receive, shared_scalars, to_be_equal
-from pbfl_flwr.models.build import architectures, build_model
-from pbfl_flwr.models.registry import without_weights
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.registry import architectures, without_weights
 from pbfl_flwr.payloads import Prototypes, WeightsAndPrototypes, part_of
 from pbfl_flwr.prototypes.aggregation import keep_stale, mean
 from pbfl_flwr.prototypes.class_means import class_sums_of

@@ -43,7 +43,7 @@ from pbfl_flwr.methods.generative.generators import (
     train_generator,
 )
 from pbfl_flwr.methods.sharing import answer, check_both, check_heads, initial, receive
-from pbfl_flwr.models.build import architectures
+from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import (
     Prototypes,
     Reveal,

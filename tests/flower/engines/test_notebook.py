@@ -22,7 +22,7 @@ from pbfl_flwr.flower.deploy.superlink import Engine
 from pbfl_flwr.flower.engines import executors
 from pbfl_flwr.flower.engines.grid import federate, federate_app
 from pbfl_flwr.flower.engines.placement import Resources
-from pbfl_flwr.models.build import SplitModel
+from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.strategies import FedProto
 from pbfl_flwr.task import Task

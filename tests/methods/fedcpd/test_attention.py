@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 from pbfl_flwr.methods.fedcpd.attention import CBAM, MapDistillation, MapMemory, convolutional, map_channels
-from pbfl_flwr.models.build import build_model, random_inputs
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import random_inputs
 from pbfl_flwr.task import Task
 from tests.models.kinds import EXAMPLES, WITHOUT_PLACES, is_one_of, shapes, takes_images, task_of
 
