@@ -1,7 +1,6 @@
 """A forward pass before round 1: a wrong shape becomes one clear error line instead of a failed round."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +32,14 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
     """
     model.eval()
     inputs = random_inputs(task, BATCH)
-    with torch.no_grad(), _running_layers(model) as running:
+    with torch.no_grad():
         for step, expected in (("features", task.feature_dim), ("head", task.num_classes)):
             try:
                 outputs = getattr(model, step)(inputs)
             except SHAPE_ERRORS as error:
                 where, refused = f"{step}:", _shape(inputs)
-                if running:
-                    layer_name, layer, layer_input = running[-1]
+                if call := _failing_call(model, error):
+                    layer_name, layer, layer_input = call
                     where = f"layer {layer_name}, {type(layer).__name__}({layer.extra_repr()}),"
                     refused = _shape(layer_input)
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -65,29 +64,14 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
             inputs = outputs
 
 
-@contextmanager
-def _running_layers(model: nn.Module) -> Iterator[list[tuple[str, nn.Module, object]]]:
-    """Maintain the stack of running submodules (name, module, input); after an error its last is the failing one."""
-    running: list[tuple[str, nn.Module, object]] = []
-    handles = []
-    for name, layer in model.named_modules():
-        if not name:
-            continue
-
-        def enter(layer: nn.Module, args: tuple[object, ...], name: str = name) -> None:
-            running.append((name, layer, args[0] if args else None))
-
-        def leave(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
-            # Layers whose error the model caught may still be on top of the stack.
-            while running.pop()[1] is not layer:
-                pass
-
-        handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
-    try:
-        yield running
-    finally:
-        for handle in handles:
-            handle.remove()
+def _failing_call(model: nn.Module, error: Exception) -> tuple[str, nn.Module, object] | None:
+    """Return the innermost submodule whose call raised: its name, itself and its input; None if none was running."""
+    names = {module: name for name, module in model.named_modules() if name}
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        layer, args = frame.f_locals.get("self"), frame.f_locals.get("args")  # of nn.Module.__call__
+        if isinstance(layer, nn.Module) and layer in names and args is not None:
+            return names[layer], layer, args[0] if args else None
+    return None
 
 
 def _shape(value: object) -> str:
