@@ -28,10 +28,10 @@ from pbfl_flwr.config.keys import Moment as Moment
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.payloads import Payload, Reveal, Upload
+from pbfl_flwr.payloads import Payload, Reveal, Serializable, Upload
 from pbfl_flwr.task import Task
 
-StateT = TypeVar("StateT", bound=Payload)
+StateT = TypeVar("StateT", bound=Serializable)
 DownT = TypeVar("DownT", bound=Payload)
 UpT = TypeVar("UpT", bound=Upload)
 UpT_co = TypeVar("UpT_co", bound=Payload, covariant=True)
@@ -137,7 +137,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
 
     Attributes:
         name: its name in METHODS.
-        state, down, up: payload types of the server's state, the broadcast and the upload.
+        state, down, up: types of the server's state, the broadcast and the upload.
         primary_predictor: the predictor the paper reports.
         predicts: all names that :meth:`predictors` may return.
         moment: when the paper scores a client, relative to its local training.

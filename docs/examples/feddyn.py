@@ -60,10 +60,6 @@ class Dynamics:
         """Rebuild both."""
         return cls(*(Weights.from_tensors(part_of(tensors, part), task) for part in ("weights", "drift")))
 
-    def scalars(self) -> int:
-        """Return the number of both."""
-        return self.weights.scalars() + self.drift.scalars()
-
 
 @dataclass(frozen=True)
 class FedDyn(Method[Dynamics, Weights, Weights]):

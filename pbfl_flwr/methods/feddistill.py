@@ -79,10 +79,6 @@ class DistillState:
         table = Logits.from_tensors(part_of(tensors, "table"), task)
         return cls(table, tensors["holders"], dict(sorted(sent.items())))
 
-    def scalars(self) -> int:
-        """Return the scalars of the broadcast."""
-        return self.table.scalars()
-
 
 def distillation(logits: Tensor, labels: Tensor, taught: Logits, form: Form) -> Tensor:
     """Return D(z, s_y), mean over the batch; samples whose class has no row have no gradient.

@@ -81,10 +81,6 @@ class Centres:
             raise RejectedPayload(f"assigned model outside 0..{len(centres) - 1}")
         return cls(centres, assigned)
 
-    def scalars(self) -> int:
-        """Return the number of weights in all models."""
-        return sum(centre.scalars() for centre in self.weights)
-
     def sizes(self) -> Tensor:
         """Return the number of clients assigned to each model, (C,)."""
         return torch.bincount(self.assigned[self.assigned >= 0], minlength=len(self.weights))

@@ -38,21 +38,25 @@ class Sizes:
     samples: int = 0
 
 
-class Payload(Protocol):
-    """The interface of all payloads; the apps encode and decode them without knowing the method."""
+class Serializable(Protocol):
+    """What can be written as named tensors: the server's state in a checkpoint, a payload in a message."""
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return the named tensors that travel, ragged and contiguous."""
+        """Return the named tensors, ragged and contiguous."""
         ...
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
-        """Rebuild the dense payload.
+        """Rebuild it, dense.
 
         Raises:
             RejectedPayload: if a tensor is missing, of a wrong shape, not finite or contradicts another one.
         """
         ...
+
+
+class Payload(Serializable, Protocol):
+    """The interface of all payloads; the apps encode and decode them without knowing the method."""
 
     def scalars(self) -> int:
         """Return how many numbers travel, the papers' measure of cost (without labels and counts)."""
@@ -108,8 +112,8 @@ def root_mean_square(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor)) / math.sqrt(max(1, tensor.numel()))
 
 
-def joined(**parts: Payload) -> dict[str, Tensor]:
-    """Return the tensors of several payloads in one mapping, each under ``<name>.``; for nested payloads."""
+def joined(**parts: Serializable) -> dict[str, Tensor]:
+    """Return the tensors of several parts in one mapping, each under ``<name>.``."""
     return {
         f"{name}.{key}": tensor for name, part in parts.items() for key, tensor in part.to_tensors().items()
     }

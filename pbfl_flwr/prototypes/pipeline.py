@@ -86,10 +86,6 @@ class PipelineState:
             {name: float(value) for name, value in part_of(tensors, "figure").items()},
         )
 
-    def scalars(self) -> int:
-        """Return the scalars of the broadcast."""
-        return self.broadcast.scalars()
-
 
 @dataclass(frozen=True)
 class Pipeline(Method[PipelineState, Prototypes, Prototypes]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.payloads import RejectedPayload, Serializable
 from pbfl_flwr.runs.client_store import load_tensors, save_tensors
 from pbfl_flwr.runs.directory import (
     BEST,
@@ -16,7 +16,9 @@ from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import DamagedState
 
 
-def save(run: RunDirectory, state: Payload, broadcast: Payload, server_round: int, fingerprint: str) -> None:
+def save(
+    run: RunDirectory, state: Serializable, broadcast: Serializable, server_round: int, fingerprint: str
+) -> None:
     """Write the server's state after a round, and the next broadcast for other programs to read.
 
     Args:
@@ -34,7 +36,7 @@ def save(run: RunDirectory, state: Payload, broadcast: Payload, server_round: in
     save_tensors(run.path / CHECKPOINT, state.to_tensors(), {**number, "fingerprint": fingerprint})
 
 
-def save_best(run: RunDirectory, state: Payload, after: int, accuracy: float, predictor: str) -> None:
+def save_best(run: RunDirectory, state: Serializable, after: int, accuracy: float, predictor: str) -> None:
     """Write the best state: the one that had been broadcast when clients were scored.
 
     Args:
@@ -52,8 +54,8 @@ def save_best(run: RunDirectory, state: Payload, after: int, accuracy: float, pr
 
 
 def resume(
-    run: RunDirectory, kind: type[Payload], task: Task, fingerprint: str
-) -> tuple[Payload, int] | None:
+    run: RunDirectory, kind: type[Serializable], task: Task, fingerprint: str
+) -> tuple[Serializable, int] | None:
     """Return (state, finished rounds) of the checkpoint, None if no round was finished.
 
     Rounds in the histories after the checkpoint are removed.

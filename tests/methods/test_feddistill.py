@@ -78,7 +78,7 @@ def test_mean_over_holders_and_the_own_part_taken_out(make_method, task):
     state = soft.aggregate(soft.init(task, 0), uploads, Round(1, task, 3))
     assert state.table.values[0].tolist() == [0.5, 0.5, 0.0, 0.0]
     assert soft.broadcast(state, 0) is state.table
-    assert state.scalars() == 2 * 4  # of the two rows
+    assert state.table.scalars() == 2 * 4  # of the two rows
     state = paper.aggregate(paper.init(task, 0), uploads, Round(1, task, 3))
     assert paper.broadcast(state, 2) is state.table  # sent nothing: the mean of all
     to_0, to_1 = paper.broadcast(state, 0), paper.broadcast(state, 1)

@@ -77,7 +77,7 @@ def test_equal_updates_are_one_to_the_first_clusters(make_method, task, seed, si
 
 def test_a_client_of_an_unknown_centre_is_rejected(task):
     state = Centres((weights(1), weights(2)), torch.tensor([0, -1, 1]))
-    assert Centres.from_tensors(state.to_tensors(), task).scalars() == 2 * 5
+    assert sum(c.scalars() for c in Centres.from_tensors(state.to_tensors(), task).weights) == 2 * 5
     with pytest.raises(RejectedPayload, match=r"outside 0\.\.1"):
         Centres.from_tensors({**state.to_tensors(), "assigned": torch.tensor([2])}, task)
 

@@ -54,7 +54,7 @@ from pbfl_flwr.flower.secagg.messages import parameters_of, report_of, summing
 from pbfl_flwr.flower.server.exchange import Phase
 from pbfl_flwr.flower.server.replies import Outcome, error_reason, read, rejection_reason
 from pbfl_flwr.method import Method
-from pbfl_flwr.payloads import Payload, Prototypes
+from pbfl_flwr.payloads import Payload, Prototypes, Serializable
 from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.task import Task
 
@@ -124,7 +124,7 @@ class SecureRounds:
         return {min(uploads): uploads[min(uploads)]} if uploads else {}
 
     def read(
-        self, replies: list[Message], phase: Phase, state: Payload, task: Task, max_bytes: int
+        self, replies: list[Message], phase: Phase, state: Serializable, task: Task, max_bytes: int
     ) -> Outcome:
         """Return the result of a phase; the arguments are those of :func:`~pbfl_flwr.flower.server.replies.read`.
 

@@ -24,7 +24,7 @@ from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.method import Method
-from pbfl_flwr.payloads import Payload
+from pbfl_flwr.payloads import Payload, Serializable
 
 MAX_OVERDUE_ROUNDS = 3
 
@@ -114,7 +114,7 @@ class Instructions:
     malicious: frozenset[int] = frozenset()
     best: int = 0
 
-    def phase(self, state: Payload, roster: Roster, plan: RoundPlan) -> Phase:
+    def phase(self, state: Serializable, roster: Roster, plan: RoundPlan) -> Phase:
         """Return the phase with its messages, which are still to be sent.
 
         Args:

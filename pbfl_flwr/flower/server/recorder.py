@@ -16,7 +16,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.rounds import Exchange, FinishedRound
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import build_method, privacy_notes
-from pbfl_flwr.payloads import Payload
+from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs.directory import OTHER_CONFIGURATION, RunDirectory, RunRefused
@@ -113,8 +113,8 @@ class Recorder:
         self.run.update_clients(list(clients), labels)
 
     def resume(
-        self, kind: type[Payload], task: Task, num_rounds: int
-    ) -> tuple[Payload, int, list[RoundRecord]] | None:
+        self, kind: type[Serializable], task: Task, num_rounds: int
+    ) -> tuple[Serializable, int, list[RoundRecord]] | None:
         """Return (state, finished rounds, history) of the run to resume, None if no round was finished.
 
         Args:

@@ -15,7 +15,7 @@ from pbfl_flwr.flower.messages.report import TOTALS, Report, Requested
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.server.exchange import LateReply, OverdueReply, Phase
 from pbfl_flwr.method import Method
-from pbfl_flwr.payloads import Payload, RejectedPayload, Upload
+from pbfl_flwr.payloads import Payload, RejectedPayload, Serializable, Upload
 from pbfl_flwr.payloads.contract import Sizes
 from pbfl_flwr.payloads.plausibility import NO_LIMITS, Plausibility
 from pbfl_flwr.runs.records import LateUpload
@@ -92,7 +92,7 @@ class _Reader:
     """Decodes and validates replies."""
 
     method: Method[Any, Any, Any]
-    state: Payload
+    state: Serializable
     task: Task
     max_bytes: int
     requested: Requested
@@ -254,7 +254,7 @@ def read(
     replies: list[Message],
     phase: Phase,
     method: Method[Any, Any, Any],
-    state: Payload,
+    state: Serializable,
     task: Task,
     max_bytes: int = wire.MAX_BYTES,
     late: Sequence[LateReply] = (),
@@ -301,7 +301,7 @@ def read(
     return intake.outcome
 
 
-def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Payload, task: Task) -> Upload:
+def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Serializable, task: Task) -> Upload:
     upload: Upload = wire.decode(wire.payload_in(reply.content), method.up, task)
     method.validate(upload, state, task)
     return upload

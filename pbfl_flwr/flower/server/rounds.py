@@ -18,7 +18,7 @@ from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import Traffic
 from pbfl_flwr.flower.server.exchange import LateReply, Phase
 from pbfl_flwr.flower.server.replies import Outcome
-from pbfl_flwr.payloads import Payload
+from pbfl_flwr.payloads import Serializable
 from pbfl_flwr.runs.directory import finite
 from pbfl_flwr.runs.records import (
     Accuracy,
@@ -66,8 +66,8 @@ class FinishedRound:
 
     record: RoundRecord
     clients: ClientsRecord
-    state: Payload
-    scored_state: Payload
+    state: Serializable
+    scored_state: Serializable
     late: Sequence[LateReply] = ()
 
 

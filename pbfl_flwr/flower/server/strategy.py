@@ -44,7 +44,7 @@ from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.flower.server.rounds import Exchange, FinishedRound, RoundSummary
 from pbfl_flwr.method import Method, Moment, Round, resolved_moment
 from pbfl_flwr.methods import build_method, check_method
-from pbfl_flwr.payloads import Payload
+from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.payloads.plausibility import NO_LIMITS, Plausibility
 from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.prototypes.pipeline import Pipeline
@@ -320,7 +320,7 @@ class MethodStrategy(Strategy):
         grid: Grid,
         plan: RoundPlan,
         timeout: float,
-        state: Payload | None = None,
+        state: Serializable | None = None,
         instructions: Instructions | None = None,
     ) -> Exchange:
         """Send the messages of a plan and read the replies.
@@ -349,7 +349,9 @@ class MethodStrategy(Strategy):
             self.method, self.experiment, dtype, frozenset(malicious(settings)), 0 if best is None else best
         )
 
-    def _read(self, phase: Phase, replies: list[Message], state: Payload, regular: bool = True) -> Exchange:
+    def _read(
+        self, phase: Phase, replies: list[Message], state: Serializable, regular: bool = True
+    ) -> Exchange:
         """Decode and validate replies, and remember which clients failed or are late."""
         run, task = self.settings.run, self._task
         max_bytes = run.max_upload_mb * 2**20
@@ -393,7 +395,7 @@ class MethodStrategy(Strategy):
         stopping.need_workers(self.participants, phase, outcome, exchange.replies)
         stopping.need_replies(run.min_replies, phase, outcome, exchange.replies)
 
-    def _aggregate(self, exchange: Exchange) -> tuple[Payload, float]:
+    def _aggregate(self, exchange: Exchange) -> tuple[Serializable, float]:
         """Return the next state and the seconds that it took."""
         started = time.perf_counter()
         outcome = exchange.outcome
@@ -426,7 +428,7 @@ class MethodStrategy(Strategy):
         return state
 
     def _final_scoring(
-        self, grid: Grid, exchange: Exchange, state: Payload, timeout: float
+        self, grid: Grid, exchange: Exchange, state: Serializable, timeout: float
     ) -> Exchange | None:
         """Score all clients with the final state, if this is the last round and clients are scored before training.
 
@@ -452,7 +454,12 @@ class MethodStrategy(Strategy):
         return self._scores if score is None else {**self._scores, exchange.phase.number: score}
 
     def _finished(
-        self, exchange: Exchange, state: Payload, aggregated: float, started: float, final: Exchange | None
+        self,
+        exchange: Exchange,
+        state: Serializable,
+        aggregated: float,
+        started: float,
+        final: Exchange | None,
     ) -> FinishedRound:
         ages = rounds.updated_ages(
             self.history[-1].ages if self.history else None, exchange.outcome.classes, self._task.num_classes
@@ -471,7 +478,7 @@ class MethodStrategy(Strategy):
         counters = rounds.clients_record(exchange, final)
         return FinishedRound(record, counters, state, self.state, exchange.late)
 
-    def _warnings(self, exchange: Exchange, state: Payload, ages: Sequence[int] | None) -> list[str]:
+    def _warnings(self, exchange: Exchange, state: Serializable, ages: Sequence[int] | None) -> list[str]:
         """Return the warnings on a round: of the method, on its uploads, and on what it means for the run."""
         number, evaluation, patience = (
             exchange.phase.number,

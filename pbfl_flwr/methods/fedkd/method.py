@@ -133,10 +133,6 @@ class MenteeState:
             tuple(tensors["holders"].tolist()),
         )
 
-    def scalars(self) -> int:
-        """Return the scalars of the broadcast."""
-        return (self.whole if self.update is None else self.update).scalars()
-
 
 @dataclass(frozen=True)
 class FedKD(Method[MenteeState, LowRank, LowRank]):

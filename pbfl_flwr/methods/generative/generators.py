@@ -129,10 +129,6 @@ class GeneratorState:
         network = Weights.from_tensors(part_of(tensors, "network"), task)
         return cls(network.tensors, Weights.from_tensors(part_of(tensors, "moments"), task).tensors)
 
-    def scalars(self) -> int:
-        """Return the number of scalars in the network."""
-        return sum(tensor.numel() for tensor in self.tensors.values())
-
 
 @dataclass(frozen=True)
 class Adam:
@@ -260,10 +256,6 @@ class GenerativeState:
             dict(sorted(clients.items())),
             float(tensors["loss"]),
         )
-
-    def scalars(self) -> int:
-        """Return the scalars of the broadcast."""
-        return self.taught.scalars()
 
     def report(self) -> dict[str, float]:
         """Return the server's metrics for the log."""

@@ -308,7 +308,3 @@ class MixtureState:
         if len(owners := tensors["owners"]) != latest.num_components:
             raise RejectedPayload(f"{len(owners)} owners for {latest.num_components} components")
         return cls(broadcast, latest, owners)
-
-    def scalars(self) -> int:
-        """Return the scalars of the broadcast."""
-        return self.broadcast.scalars()

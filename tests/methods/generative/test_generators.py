@@ -89,7 +89,7 @@ def test_payloads_and_states_survive_the_wire():
     assert again.loss == 0.25
     assert again.clients[2].tolist() == [0, 1, 2, 3]
     assert again.to_tensors().keys() == state.to_tensors().keys()
-    assert state.scalars() == 4 + sum(t.numel() for t in state.generator.tensors.values())
+    assert state.taught.scalars() == 4 + sum(t.numel() for t in state.generator.tensors.values())
     assert GeneratorBroadcast.from_tensors(state.taught.to_tensors(), TASK).prototypes is not None
     unused = initial_state(weights, SHAPE, TASK, 3, used=False).taught
     assert GeneratorBroadcast.from_tensors(unused.to_tensors(), TASK).prototypes is None
