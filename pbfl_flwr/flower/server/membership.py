@@ -1,11 +1,13 @@
-"""Who takes part from round to round: clients that reconnect or join during a run, and those that are absent.
+"""Who takes part: the clients of a new and of a resumed run, those that reconnect or join, and those that are absent.
 
-After a failure, or while others may join, every round begins with a handshake with new nodes.
+A known client moves to its new node, another one joins, always by :meth:`Membership._place`. After a failure, or while
+others may join, every round begins with a handshake with new nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import INFO
 
@@ -13,142 +15,24 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from pbfl_flwr.config import RunSettings
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.code_version import differing_code_versions
 from pbfl_flwr.flower.server.exchange import OverdueReplies
 from pbfl_flwr.flower.server.grid import OnWait, poll
-from pbfl_flwr.flower.server.handshake import (
-    UNCHANGED,
-    checked_roster,
-    handshake,
-    not_in_run,
-    resumed_handshake,
-    send_handshake,
-)
+from pbfl_flwr.flower.server.handshake import refusals, send_handshake, wait_for_nodes
 from pbfl_flwr.flower.server.roster import NO_NODE, Roster, other_weights
+from pbfl_flwr.runs.directory import RunRefused
 from pbfl_flwr.runs.records import ClientRecord
 
 RECONNECT_TIMEOUT = 60.0  # seconds at most, for the handshake of a node that connects during a run
 NOT_CONNECTED = "its node is not connected"
 MAX_RETRY_ROUNDS = 32  # at most, until a node that was refused gets another handshake
+UNCHANGED = (  # of a client that comes back
+    "simulated", "name", "configured_data", "task", "labels", "columns", "architecture", "weights", "parameters",
+)  # fmt: skip
 
 RosterCheck = Callable[[Roster], None]
 """Raises PbflError if the method does not support the clients of a roster together."""
-
-
-@dataclass(frozen=True)
-class Admission:
-    """Decides whether a device may join a running federation.
-
-    Attributes:
-        num_clients: M, the largest number of clients.
-        check_roster: checks that the method supports a roster.
-    """
-
-    num_clients: int
-    check_roster: RosterCheck
-
-    def has_room(self, roster: Roster) -> bool:
-        """Return whether there are fewer clients than the run can have."""
-        return len(roster.clients) < self.num_clients
-
-    def admitted(self, roster: Roster, client: ClientRecord) -> Roster:
-        """Return the roster with one more client, under its own number or, if it has a name, the lowest free one.
-
-        Args:
-            roster: so far, without the client.
-            client: that wants to join.
-
-        Raises:
-            PbflError: if it cannot join; gives the reason.
-        """
-        if not self.has_room(roster):
-            raise PbflError(f"the run already has its num-clients = {self.num_clients} clients")
-        if client.simulated:
-            raise PbflError("simulated clients cannot join a running federation")
-        if client.name:
-            client = client.numbered(
-                next(number for number in range(self.num_clients) if number not in roster.clients)
-            )
-        if client.client >= self.num_clients:
-            raise PbflError(
-                f"client-ids must be 0 to {self.num_clients - 1}, since num-clients = {self.num_clients}"
-            )
-        extended = checked_roster([*roster.clients.values(), client])
-        self.check_roster(extended)
-        return extended
-
-
-def handshake_with_new_nodes(
-    grid: Grid,
-    roster: Roster,
-    online: Collection[int],
-    failed: Collection[int],
-    experiment: str,
-    timeout: float,
-    admission: Admission | None = None,
-    skipped: Collection[int] = (),
-) -> tuple[Roster, dict[int, str]]:
-    """Ask nodes that are not in the roster, e.g. a restarted SuperNode, which has a new node id.
-
-    A client moves to a new node if its old one is disconnected or failed in the last round; otherwise two nodes claim
-    the same client, and the new one is refused. Other clients join the run if they may.
-
-    Args:
-        grid: Flower's.
-        roster: so far.
-        online: ids of the connected nodes.
-        failed: clients that failed in the last round.
-        experiment: id of the run.
-        timeout: seconds to wait for the replies.
-        admission: decides who may join the run; None if no one may.
-        skipped: nodes that are not asked.
-
-    Returns:
-        The roster with moved and joined clients, and node -> reason for refused nodes.
-    """
-    new = sorted(set(online) - {client.node for client in roster.clients.values()} - set(skipped))
-    if not new:
-        return roster, {}
-    clients, silent = send_handshake(grid, new, experiment, timeout)
-    refused = {node: f"node {node}: {reason}" for node, reason in silent.items()}
-    # Independent of the order of replies; clients with their own numbers come before names, which get free numbers.
-    for client in sorted(clients, key=lambda client: (client.name, client.client, client.node)):
-        number = next((n for n, known in roster.clients.items() if known.label == client.label), None)
-        try:
-            if number is None:
-                roster = _joined(roster, client, admission)
-            else:
-                moved = _moved(client.numbered(number), roster.clients[number], online, failed)
-                roster = Roster({**roster.clients, number: moved})
-                failed = set(failed) - {number}  # so a second new node cannot take over the same client
-        except PbflError as error:
-            refused[client.node] = str(error)
-    return roster, refused
-
-
-def _joined(roster: Roster, client: ClientRecord, admission: Admission | None) -> Roster:
-    if admission is None:
-        raise PbflError(not_in_run(client))
-    try:
-        return admission.admitted(roster, client)
-    except PbflError as error:
-        raise PbflError(f"{not_in_run(client)} and cannot join it: {error}") from None
-
-
-def _moved(
-    new: ClientRecord, old: ClientRecord, online: Collection[int], failed: Collection[int]
-) -> ClientRecord:
-    """Return the client on its new node, if its properties are unchanged and its old node is no longer in use."""
-    changed = [key for key in UNCHANGED if getattr(new, key) != getattr(old, key)]
-    if changed:
-        raise PbflError(
-            f"client {new.label} reconnected with another {changed[0]}: {getattr(new, changed[0])}, it had "
-            f"{getattr(old, changed[0])}"
-        )
-    if old.node in online and old.client not in failed:
-        raise PbflError(f"client-id {new.label} is used by two nodes, {old.node} and {new.node}")
-    return new
 
 
 @dataclass
@@ -162,7 +46,9 @@ class Membership:
         roster: all clients and their current nodes.
         experiment: id of the run.
         timeout: seconds to wait for the handshake of a node that connects during the run.
-        admission: decides which other devices may join; None if none may.
+        num_clients: M, the largest number of clients.
+        check_roster: raises PbflError if the method does not support a roster with a joining client; None if no other
+            device may join.
         overdue: replies that missed the deadline of their round.
         failed: clients that failed in the last exchange; they may have reconnected as new nodes.
         warnings: for the user, not yet in a record.
@@ -172,7 +58,8 @@ class Membership:
     roster: Roster
     experiment: str
     timeout: float
-    admission: Admission | None = None
+    num_clients: int
+    check_roster: RosterCheck | None = None
     overdue: OverdueReplies = field(default_factory=OverdueReplies)
     failed: frozenset[int] = frozenset()
     warnings: list[str] = field(default_factory=list)
@@ -207,24 +94,161 @@ class Membership:
             PbflError: if too few clients answer or they are incompatible; names them.
         """
         timeout = max(run.round_timeout, run.join_timeout)  # client processes may still be starting
-        admission = Admission(run.num_clients, check_roster) if run.min_clients else None
+        membership = cls(
+            Roster({}), experiment, timeout, run.num_clients, check_roster if run.min_clients else None
+        )
         if recorded is None:
-            roster, refused = handshake(
-                grid, run.num_clients, experiment, timeout, run.join_timeout, on_wait, run.min_clients
-            )
+            refused = membership._start(grid, run, on_wait)
         else:
-            strict = run.failure_policy == "stop" or any(client.simulated for client in recorded)
-            least = len(recorded) if strict else run.min_replies
-            roster, refused = resumed_handshake(
-                grid, recorded, experiment, timeout, run.join_timeout, least, on_wait
-            )
-            if admission is not None and admission.has_room(roster):
-                refused = []  # they may join in the next round
-        membership = cls(roster, experiment, min(timeout, RECONNECT_TIMEOUT), admission)
+            refused = membership._resume(grid, run, recorded, on_wait)
+        membership.timeout = min(timeout, RECONNECT_TIMEOUT)
         membership._warn_of_refused(refused)
-        clients = roster.clients.values()
+        clients = membership.roster.clients.values()
         membership.warnings += [*differing_code_versions(clients), *other_weights(clients)]
         return membership
+
+    def _start(self, grid: Grid, run: RunSettings, on_wait: OnWait) -> list[str]:
+        """Ask every node of a new run and return a line for every node without a valid reply."""
+        M, least = self.num_clients, run.min_clients
+        nodes = wait_for_nodes(grid, M, run.join_timeout, on_wait, least or None)
+        clients, refused = send_handshake(grid, nodes, self.experiment, self.timeout)
+        if refused and not 0 < least <= len(clients):
+            raise PbflError("\n".join(refusals(refused, len(nodes))))
+        if len(clients) < M and any(client.simulated for client in clients):
+            raise PbflError(
+                f"min-clients = {least}: must be 0 in a simulation, where all num-clients = {M} must start; "
+                f"{len(clients)} did"
+            )
+        for error in self._place(clients, nodes).values():
+            raise error
+        return [f"node {node}: {reason}" for node, reason in refused.items()]
+
+    def _resume(
+        self, grid: Grid, run: RunSettings, recorded: Sequence[ClientRecord], on_wait: OnWait
+    ) -> list[str]:
+        """Ask the clients of a resumed run, of which missing ones may reconnect later.
+
+        Returns:
+            A line for every other node; none if they may join in the next round.
+
+        Raises:
+            RunRefused: if a client has changed.
+            PbflError: if too few connected, naming the missing ones, or if two nodes have the same client id.
+        """
+        self.roster = Roster({client.client: client.on_node(NO_NODE) for client in recorded})
+        labels = {client.label for client in recorded}
+        clients, silent = self._ask_until_present(grid, labels, run.join_timeout, on_wait)
+        present = [client for client in clients if client.label in labels]
+        others = [client for client in clients if client.label not in labels]
+        missing = labels - {client.label for client in present}
+        strict = run.failure_policy == "stop" or any(client.simulated for client in recorded)
+        least = len(recorded) if strict else run.min_replies
+        if len(recorded) - len(missing) < least:
+            line = f"resuming this run needs at least {least} of its {len(recorded)} clients; missing: "
+            line += ", ".join(sorted(missing))
+            if others:
+                line += f"; other clients connected: {', '.join(sorted({client.label for client in others}))}"
+            raise PbflError("\n".join([line, *refusals(silent, len(clients) + len(silent))]))
+        for error in self._place(present, {client.node for client in present}).values():
+            raise error
+        if self._may_join:
+            return []
+        return [
+            *map(_not_in_run, others),
+            *(f"node {node}: {reason}" for node, reason in silent.items()),
+        ]
+
+    def _ask_until_present(
+        self, grid: Grid, labels: Collection[str], join_timeout: float, on_wait: OnWait
+    ) -> tuple[list[ClientRecord], dict[int, str]]:
+        """Ask nodes until all of these clients have replied or the timeout passes; other nodes do not count."""
+        end = time.monotonic() + join_timeout
+        clients: list[ClientRecord] = []
+        silent: dict[int, str] = {}
+        while True:
+            others = len(silent) + sum(client.label not in labels for client in clients)
+            left = max(0.0, end - time.monotonic())
+            nodes = wait_for_nodes(grid, len(labels) + others, left, on_wait, least=0)
+            new = sorted(set(nodes) - {client.node for client in clients} - set(silent))
+            if not new:
+                return clients, silent
+            new_clients, new_silent = send_handshake(grid, new, self.experiment, self.timeout)
+            # Others may have reconnected elsewhere; a node lost during the handshake may come back under its id.
+            connected = set(grid.get_node_ids()) if new_silent else set(nodes)
+            clients = [client for client in clients if client.node in nodes] + new_clients
+            silent = {node: reason for node, reason in (silent | new_silent).items() if node in connected}
+            if labels <= {client.label for client in clients}:
+                return clients, silent
+
+    def _place(self, clients: Iterable[ClientRecord], online: Collection[int]) -> dict[int, PbflError]:
+        """Move known clients to their new nodes, let others join, and return node -> why for those that are refused.
+
+        A client moves if its old node is disconnected or failed in the last round; otherwise two nodes claim the same
+        client, and the new one is refused.
+
+        Args:
+            clients: that have replied in a handshake.
+            online: ids of the connected nodes.
+        """
+        new_run = not self.roster.clients
+        members = dict(self.roster.clients)
+        numbers = {client.label: number for number, client in members.items()}
+        moved: set[int] = set()
+        refused: dict[int, PbflError] = {}
+        # Independent of the order of replies; clients with their own numbers come before names, which get free numbers.
+        for client in sorted(clients, key=lambda client: (client.name, client.client, client.node)):
+            try:
+                if (number := numbers.get(client.label)) is None:
+                    client = self._joined(members, client, new_run)
+                    numbers[client.label] = client.client
+                else:
+                    client = client.numbered(number)
+                    old = members[number]
+                    if old.node in online and number not in self.failed - moved:
+                        raise PbflError(
+                            f"client-id {client.label} is used by two nodes, {old.node} and {client.node}"
+                        )
+                    _check_unchanged(client, old)
+                    moved.add(number)
+                members[client.client] = client
+            except PbflError as error:
+                refused[client.node] = error
+        self.roster = Roster(dict(sorted(members.items())))
+        return refused
+
+    def _joined(
+        self, members: Mapping[int, ClientRecord], client: ClientRecord, new_run: bool
+    ) -> ClientRecord:
+        """Return a client that joins, with its own number or, if it has a name, the lowest free one.
+
+        Raises:
+            PbflError: if it cannot join; gives the reason.
+        """
+        if not new_run and self.check_roster is None:
+            raise PbflError(_not_in_run(client))
+        try:
+            if len(members) >= self.num_clients:
+                raise PbflError(f"the run already has its num-clients = {self.num_clients} clients")
+            if client.simulated and not new_run:
+                raise PbflError("simulated clients cannot join a running federation")
+            if client.name:
+                client = client.numbered(next(n for n in range(self.num_clients) if n not in members))
+            if client.client >= self.num_clients:
+                raise PbflError(
+                    f"client-ids must be 0 to {self.num_clients - 1}, since num-clients = {self.num_clients}"
+                )
+            check_agreement(members, client)
+            if self.check_roster is not None and not new_run:
+                self.check_roster(Roster(dict(sorted({**members, client.client: client}.items()))))
+        except PbflError as error:
+            raise PbflError(
+                f"client-id {client.label} on node {client.node} cannot join the run: {error}"
+            ) from None
+        return client
+
+    @property
+    def _may_join(self) -> bool:
+        return self.check_roster is not None and len(self.roster.clients) < self.num_clients
 
     def absent(self, grid: Grid, server_round: int, check: bool = False) -> dict[int, str]:
         """Return client -> why it cannot get a message now, after looking for clients that reconnected.
@@ -239,8 +263,7 @@ class Membership:
         """
         self.overdue.collect(grid)
         missing = any(client.node == NO_NODE for client in self.roster.clients.values())
-        may_join = self.admission is not None and self.admission.has_room(self.roster)
-        if not (self.failed or missing or may_join or check):
+        if not (self.failed or missing or self._may_join or check):
             return {}
         online = set(grid.get_node_ids())
         self._look_for_clients(grid, online, server_round)
@@ -262,18 +285,15 @@ class Membership:
         as a client has failed, since that client may have reconnected there.
         """
         self._refused_nodes = {node: retry for node, retry in self._refused_nodes.items() if node in online}
-        early = [node for node, (_, since) in self._refused_nodes.items() if server_round < since]
         before = self.roster
-        self.roster, refused = handshake_with_new_nodes(
-            grid,
-            before,
-            online,
-            self.failed,
-            self.experiment,
-            self.timeout,
-            self.admission,
-            [] if self.failed else early,
-        )
+        new = set(online) - {client.node for client in before.clients.values()}
+        if not self.failed:
+            new -= {node for node, (_, since) in self._refused_nodes.items() if server_round < since}
+        if not new:
+            return
+        clients, silent = send_handshake(grid, sorted(new), self.experiment, self.timeout)
+        refused = {node: f"node {node}: {reason}" for node, reason in silent.items()}
+        refused |= {node: str(error) for node, error in self._place(clients, online).items()}
         self._warn_of_refused(refused.values())
         for node in refused:
             pause, _ = self._refused_nodes.get(node, (1, 0))
@@ -321,3 +341,58 @@ class Membership:
         """Add a warning for each reason why new nodes were refused that has not been in one before."""
         self.warnings += [f"a new node is not used: {why}" for why in sorted(set(reasons) - self._refusals)]
         self._refusals |= set(reasons)
+
+
+def _not_in_run(client: ClientRecord) -> str:
+    return f"client-id {client.label} on node {client.node} is not part of this run"
+
+
+def _check_unchanged(new: ClientRecord, old: ClientRecord) -> None:
+    """Raise RunRefused if a client of the run has come back with other properties."""
+    for key in UNCHANGED:
+        if (now := getattr(new, key)) != (before := getattr(old, key)):
+            raise RunRefused(
+                f"client {new.label}: a run keeps its clients, but this one has {key} = {str(now)[:LONGEST]}, it had "
+                f"{str(before)[:LONGEST]}"
+            )
+
+
+def check_agreement(members: Mapping[int, ClientRecord], client: ClientRecord) -> None:
+    """Check that a client is compatible with those of a run.
+
+    Args:
+        members: client -> its record; they are compatible with each other.
+        client: that joins.
+
+    Raises:
+        PbflError: if its number is used, or if it differs in K, d, input shape, class names, columns or vocabulary.
+    """
+    if (other := members.get(client.client)) is not None:
+        raise PbflError(
+            f"number {client.client} (of client-ids {other.label} and {client.label}) is used by two nodes, "
+            f"{other.node} and {client.node}"
+        )
+    name_classes = "; labels='...' names all classes, in --node-config or in the run configuration"
+    set_shape = "; input-shape='...', in --node-config or in the run configuration, brings images to one"
+    first = next(iter(members.values()), client)
+    for what, mine, theirs, advice in (
+        ("num classes K", first.task.num_classes, client.task.num_classes, name_classes),
+        ("feature-dim d", first.task.feature_dim, client.task.feature_dim, ""),
+        ("input shape", first.task.input_shape, client.task.input_shape, set_shape),
+        ("label names", first.labels, client.labels, name_classes),
+        ("vocabulary size V", first.task.vocabulary_size, client.task.vocabulary_size, ""),
+    ):
+        if mine != theirs:
+            raise PbflError(
+                f"clients disagree on {what}: client {first.label} has {str(mine)[:LONGEST]}, {client.label} has "
+                f"{str(theirs)[:LONGEST]}{advice}"
+            )
+    if not client.columns:
+        return
+    first = next((member for member in members.values() if member.columns), client)
+    if client.columns != first.columns:
+        what = "words of the vocabulary" if first.task.vocabulary_size else "feature columns"
+        raise PbflError(
+            f"clients disagree on {what}: those of client {first.label} and {client.label} differ in name or order; "
+            "pbfl check-data prints them"
+        )

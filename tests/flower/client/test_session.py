@@ -205,5 +205,5 @@ def test_resumed_run_refuses_other_pretrained_weights(trained: SplitModel, tmp_p
     federation(tmp_path, num_server_rounds=2, resume=True, **keys).run()
     other = build_model("resnet4", TASK, 78)
     weights_file("resnet4", "mine").write_bytes(as_file(body_of("resnet4", other.state_dict(), "the test's")))
-    with pytest.raises(RunRefused, match=r"client 0: a resumed run keeps its clients, .* weights = "):
+    with pytest.raises(RunRefused, match=r"client 0: a run keeps its clients, .* weights = "):
         federation(tmp_path, num_server_rounds=3, resume=True, **keys).run()

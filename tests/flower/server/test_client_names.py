@@ -16,8 +16,8 @@ from rich.console import Console
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.show import failure_lines, show_run
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.server.handshake import with_numbers
-from pbfl_flwr.flower.server.roster import client_from_reply
+from pbfl_flwr.flower.server.membership import Membership
+from pbfl_flwr.flower.server.roster import Roster, client_from_reply
 from pbfl_flwr.method import Client
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.records import ClientRecord
@@ -41,17 +41,17 @@ def member(client: int | str, node: int = 1) -> ClientRecord:
     ],
 )
 def test_assigns_numbers_to_names(came: list[str | int], numbers: dict[str, int]) -> None:
-    result = with_numbers([member(client) for client in came], 3)
-    assert {m.label: m.client for m in result} == numbers
+    membership = Membership(Roster({}), "e", 1.0, 3)
+    assert membership._place([member(client, node) for node, client in enumerate(came)], range(3)) == {}
+    assert {m.label: number for number, m in membership.roster.clients.items()} == numbers
 
 
-def test_rejects_more_names_than_numbers() -> None:
-    four = [member(name) for name in "abcd"]
+def test_rejects_more_names_than_numbers(tmp_path: Path) -> None:
     with pytest.raises(
         PbflError,
-        match=r"client-id 'd': num-clients = 3 leaves no number for it; 4 clients connected: a, b, c, d",
+        match=r"^client-id d on node \d+ cannot join the run: the run already has its num-clients = 3 clients$",
     ):
-        with_numbers(four, 3)
+        run(tmp_path, sites(tmp_path, *"abcd"), num_clients=3).run()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Which clients a run has: the handshake, clients that join it, and nodes that go and come back."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,16 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from rich.console import Console
 
-from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.config import RunSettings, Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import report, results
 from pbfl_flwr.experiments.run_export import as_csv
 from pbfl_flwr.experiments.show import show_run
 from pbfl_flwr.flower.client import handshake as client_handshake
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.server import handshake as handshakes
-from pbfl_flwr.flower.server import membership as returning
-from pbfl_flwr.flower.server.handshake import checked_roster
-from pbfl_flwr.flower.server.membership import Admission, Membership, handshake_with_new_nodes
+from pbfl_flwr.flower.server import membership as memberships
+from pbfl_flwr.flower.server.grid import ignore
+from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.roster import Roster, client_from_reply
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import SECTIONS
@@ -190,7 +190,7 @@ def test_unfit_client_is_reported_once_and_not_admitted(tmp_path: Path) -> None:
     messages = [note for line in fed.strategy.history for note in line.warnings if "not used" in note]
     (note,) = messages
     assert "client-id c on node" in note
-    assert "cannot join it: method 'fedavg'" in note
+    assert "cannot join the run: method 'fedavg'" in note
 
 
 def test_device_without_data_does_not_prevent_the_start(tmp_path: Path) -> None:
@@ -344,6 +344,10 @@ def anything(roster: Roster) -> None:
     """Every method takes every network."""
 
 
+def placed(membership: Membership, *clients: ClientRecord, online: Collection[int] = ()) -> dict[int, str]:
+    return {node: str(error) for node, error in membership._place(clients, online).items()}
+
+
 @pytest.mark.parametrize(
     ("taken", "client", "message", "reason"),
     [
@@ -359,19 +363,16 @@ def test_rejects_clients_that_cannot_join(
     taken: list[int | str], client: int | str, message: dict[str, Any], reason: str
 ) -> None:
     members = [member(who) for who in taken]
-    roster = Roster(
-        {n: m if not m.name else ClientRecord(**{**vars(m), "client": n}) for n, m in enumerate(members)}
-    )
-    with pytest.raises(PbflError, match=reason):
-        Admission(3, anything).admitted(roster, member(client, **message))
+    membership = Membership(Roster({n: m.numbered(n) for n, m in enumerate(members)}), "e", 1.0, 3, anything)
+    refused = placed(membership, member(client, 10, **message))
+    assert re.search(reason, refused.pop(10))
+    assert list(membership.roster.clients) == list(range(len(taken)))
 
 
 def test_named_clients_take_the_lowest_free_number() -> None:
-    joining, roster = Admission(3, anything), Roster({1: member(1)})
-    roster = joining.admitted(roster, member("x"))
-    roster = joining.admitted(roster, member("a"))
-    assert {client: m.label for client, m in roster.clients.items()} == {0: "x", 1: "1", 2: "a"}
-    assert not joining.has_room(roster)
+    membership = Membership(Roster({1: member(1)}), "e", 1.0, 3, anything)
+    assert placed(membership, member("x", 10)) == placed(membership, member("a", 11)) == {}
+    assert {client: m.label for client, m in membership.roster.clients.items()} == {0: "x", 1: "1", 2: "a"}
 
 
 def test_silent_node_is_asked_less_and_less_often() -> None:
@@ -379,7 +380,7 @@ def test_silent_node_is_asked_less_and_less_often() -> None:
         lambda message, context: pytest.fail("nobody is there"), {}, nodes=[9, 101], partitions=[0, 1]
     )
     grid.faults = {(1, 0): silent}  # 9 is the client's, the other one never answers
-    membership = Membership(Roster({0: member(0)}), "e", 60.0, Admission(2, anything))
+    membership = Membership(Roster({0: member(0)}), "e", 60.0, 2, anything)
     greeted = []
     for number in range(1, 103):
         grid.nodes[1:] = [101] if number != 101 else []
@@ -425,9 +426,10 @@ def test_rejects_incompatible_keys_of_joining(keys: dict[str, Scalar], reason: s
 )
 def test_disagreement_names_both_clients(change: dict[str, Any], text: str) -> None:
     messages = [{**handshake_reply(client, IMAGES), **(change if client == 2 else {})} for client in range(3)]
-    with pytest.raises(PbflError) as error:
-        checked_roster(client_from_reply(node, ConfigRecord(record)) for node, record in enumerate(messages))
-    assert f"clients disagree on {text}" in str(error.value)
+    members = [client_from_reply(node, ConfigRecord(record)) for node, record in enumerate(messages)]
+    refused = placed(Membership(Roster({}), "e", 1.0, 3), *members)
+    assert f"clients disagree on {text}" in refused.pop(2)
+    assert not refused
 
 
 def test_counts_clients_that_cannot_start_by_reason(tmp_path: Path) -> None:
@@ -527,45 +529,42 @@ def test_second_node_of_a_connected_client_is_not_used(
     assert stored_rounds(fed)[3] == (3, 3)
 
 
-def test_client_reconnecting_with_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = checked_roster([member(0, 11), member(1, 12)])
-    came = [member(1, 22, architecture="resnet4"), member(5, 23)]
-    monkeypatch.setattr(returning, "send_handshake", lambda *arguments: (came, {}))
-    nobody: Any = None  # the greeting is replaced: no grid is asked
-    after, refused = handshake_with_new_nodes(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
-    assert after == before
+def test_client_reconnecting_with_another_architecture_is_refused() -> None:
+    roster = Roster({0: member(0, 11), 1: member(1, 12)})
+    membership = Membership(roster, "e", 1.0, 2, failed=frozenset({1}))
+    refused = placed(membership, member(1, 22, architecture="resnet4"), member(5, 23), online={11, 22, 23})
+    assert membership.roster == roster
     assert refused == {
-        22: "client 1 reconnected with another architecture: resnet4, it had cnn4",
+        22: "client 1: a run keeps its clients, but this one has architecture = resnet4, it had cnn4",
         23: "client-id 5 on node 23 is not part of this run",
     }
 
 
-def test_one_of_two_new_nodes_of_a_failed_client_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(returning, "send_handshake", lambda *arguments: ([member(1, 23), member(1, 22)], {}))
-    nobody: Any = None  # the greeting is replaced: no grid is asked
-    after, refused = handshake_with_new_nodes(
-        nobody, checked_roster([member(1, 12)]), {12, 22, 23}, {1}, "e", 1.0
-    )
-    assert after.clients[1].node == 22
+def test_one_of_two_new_nodes_of_a_failed_client_is_used() -> None:
+    membership = Membership(Roster({1: member(1, 12)}), "e", 1.0, 2, failed=frozenset({1}))
+    refused = placed(membership, member(1, 23), member(1, 22), online={12, 22, 23})
+    assert membership.roster.clients[1].node == 22
     assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
 
 
-def test_device_restarted_during_resume_is_one_client(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def resumed(grid: Any) -> tuple[dict[int, int], list[str]]:
+    """Return client -> node of a run with two clients, resumed, and its warnings."""
+    membership = Membership.collect(
+        grid, RunSettings(min_replies=2), "e", anything, [member(0, 1), member(1, 1)], ignore
+    )
+    return {client: at.node for client, at in membership.roster.clients.items()}, membership.warnings
+
+
+def test_device_restarted_during_resume_is_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on = {11: 0, 21: 0, 22: 1}  # node -> client
     online = iter([[11], [21], [21, 22]])
     monkeypatch.setattr(
-        handshakes,
+        memberships,
         "send_handshake",
         lambda _, nodes, *__: ([member(runs_on[node], node) for node in nodes], {}),
     )
-    monkeypatch.setattr(handshakes, "wait_for_nodes", lambda *_, **__: next(online))
-    nobody: Any = None  # greeting and waiting are replaced: no grid is asked
-    recorded = [member(client, 1) for client in (0, 1)]
-    roster, strange = handshakes.resumed_handshake(nobody, recorded, "e", 1.0, 1.0, 2)
-    assert {client: at.node for client, at in roster.clients.items()} == {0: 21, 1: 22}
-    assert strange == []
+    monkeypatch.setattr(memberships, "wait_for_nodes", lambda *_, **__: next(online))
+    assert resumed(None) == ({0: 21, 1: 22}, [])
 
 
 def test_resume_asks_a_node_lost_during_the_handshake_when_it_is_back(
@@ -576,10 +575,6 @@ def test_resume_asks_a_node_lost_during_the_handshake_when_it_is_back(
             return [11]  # after the first handshake, in which node 12 was lost
 
     replies = iter([([member(0, 11)], {12: "Error: Node Unavailable"}), ([member(1, 12)], {})])
-    monkeypatch.setattr(handshakes, "send_handshake", lambda *_: next(replies))
-    monkeypatch.setattr(handshakes, "wait_for_nodes", lambda *_, **__: [11, 12])
-    grid: Any = Connected()
-    recorded = [member(client, 1) for client in (0, 1)]
-    roster, refused = handshakes.resumed_handshake(grid, recorded, "e", 1.0, 1.0, 2)
-    assert {client: at.node for client, at in roster.clients.items()} == {0: 11, 1: 12}
-    assert refused == []
+    monkeypatch.setattr(memberships, "send_handshake", lambda *_: next(replies))
+    monkeypatch.setattr(memberships, "wait_for_nodes", lambda *_, **__: [11, 12])
+    assert resumed(Connected()) == ({0: 11, 1: 12}, [])
