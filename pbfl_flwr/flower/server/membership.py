@@ -159,7 +159,7 @@ class Membership:
         ]
 
     def _ask_until_present(
-        self, grid: Grid, labels: Collection[str], join_timeout: float, on_wait: OnWait
+        self, grid: Grid, labels: set[str], join_timeout: float, on_wait: OnWait
     ) -> tuple[list[ClientRecord], dict[int, str]]:
         """Ask nodes until all of these clients have replied or the timeout passes; other nodes do not count."""
         end = time.monotonic() + join_timeout
