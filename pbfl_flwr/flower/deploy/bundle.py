@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from pbfl_flwr.errors import PbflError
@@ -38,14 +39,8 @@ def slim(app: Path, into: Path) -> None:
     project, replacements = FAB_INCLUDE.subn(f"fab-include = [{patterns}]\n", project)
     if replacements != 1:
         raise PbflError(f"'{app / 'pyproject.toml'}' has no fab-include")
-    into.mkdir(parents=True)
+    _copy(app, PARTS, into)
     (into / "pyproject.toml").write_text(project, encoding="utf-8")
-    for part in PARTS:
-        source = top_level(app, part)
-        if source.is_dir():
-            shutil.copytree(source, into / part, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copyfile(source, into / part)
 
 
 def copy_included(app: Path, into: Path) -> Path:
@@ -66,15 +61,19 @@ def copy_included(app: Path, into: Path) -> Path:
     names = {pattern.strip("/").split("/")[0] for pattern in patterns}
     if not names or any(character in name for name in names for character in "*?[!"):
         return app
-    into.mkdir()
-    for entry in (top_level(app, name) for name in sorted(names.union(ALWAYS))):
-        if entry.is_symlink():  # Flower excludes them
-            continue
-        if entry.is_dir():
-            shutil.copytree(
-                entry, into / entry.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        elif entry.is_file():
-            shutil.copyfile(entry, into / entry.name)
+    _copy(app, names.union(ALWAYS), into)
     shutil.rmtree(into / PACKED, ignore_errors=True)  # fab-exclude may only name what a checkout has
     return into
+
+
+def _copy(app: Path, names: Iterable[str], into: Path) -> None:
+    """Copy top-level files and directories of an app, without links, which Flower excludes."""
+    into.mkdir(parents=True)
+    for source in (top_level(app, name) for name in names):
+        if source.is_symlink():
+            continue
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, into / source.name, symlinks=True, ignore=ignored)
+        elif source.is_file():
+            shutil.copyfile(source, into / source.name)

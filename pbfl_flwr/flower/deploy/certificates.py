@@ -1,4 +1,4 @@
-"""Certificates for the server, key pairs for the devices, and reasons why a TLS handshake failed.
+"""Certificates for the server, key pairs for the devices, and the certificate that a server shows.
 
 Certificates are X.509 on the curve P-256; device keys are in OpenSSH format on P-384, as Flower's SuperNode
 authentication requires. Nothing here needs Flower.
@@ -12,7 +12,6 @@ import re
 import socket
 import ssl
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -309,30 +308,7 @@ def _refuse_existing(files: Iterable[Path], advice: str) -> None:
         raise PbflError(f"{', '.join(existing)}: already exists; {advice}")
 
 
-# A handshake ----------------------------------------------------------------------------------------------------
-
-# OpenSSL's verification error codes (x509_vfy.h) -> explanation for users.
-REFUSALS: Mapping[int, str] = {
-    9: "the certificate is not valid yet: this machine's clock is behind, or the server's was ahead when it was made",
-    10: "the certificate has expired: make a new one with pbfl certs --renew, or set this machine's clock",
-    **dict.fromkeys(
-        (18, 19, 20, 21), "a foreign CA: the certificate was not signed by the CA given with --ca"
-    ),
-    **dict.fromkeys((62, 64), "a wrong host name: the certificate is not for this name"),
-}
-
-
-@dataclass(frozen=True)
-class Handshake:
-    """Result of a TLS handshake.
-
-    Attributes:
-        refusal: one line on why it failed, None if it succeeded.
-        certificate: the server's; None if it was not received.
-    """
-
-    refusal: str | None
-    certificate: x509.Certificate | None
+# A connection ---------------------------------------------------------------------------------------------------
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -348,51 +324,37 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def shake_hands(address: str, ca: Path | None, timeout: float = 10.0) -> Handshake:
-    """Connect with TLS and verify the server's certificate; see :class:`Handshake`.
+def server_certificate(
+    address: str, ca: Path | None, timeout: float = 10.0, *, verify: bool = True
+) -> x509.Certificate:
+    """Connect with TLS and return the server's certificate.
 
     Args:
         address: HOST:PORT.
         ca: PEM file of the authority; None means the system's.
         timeout: seconds, for connecting and for each answer.
+        verify: refuse a certificate that ``ca`` has not signed, of another host name, or out of date.
 
     Raises:
-        PbflError: if the address cannot be reached, or if ``ca`` holds no certificate.
+        PbflError: if the address cannot be reached or does not use TLS, if ``ca`` holds no certificate, or if the
+            server's is refused.
     """
-    if ca is not None:
-        read_certificate(ca)
-    try:
-        trust = ssl.create_default_context(cafile=ca)
-    except ssl.SSLError as error:  # OpenSSL is stricter than cryptography, e.g. about leading spaces
-        reason = error.reason or "it is truncated"
-        raise PbflError(f"{ca} holds no PEM certificate ({reason}): copy it again, unchanged") from None
-    try:
-        _connect(address, trust, timeout)
-        refusal = None
-    except ssl.SSLCertVerificationError as error:
-        refusal = REFUSALS.get(error.verify_code, error.verify_message)
-    except (ssl.SSLError, ConnectionResetError, TimeoutError) as error:
-        reason = getattr(error, "reason", None) or type(error).__name__
-        return Handshake(
-            f"the server does not use TLS on this port ({reason}): was it started with --insecure?", None
-        )
-    unverified = ssl.create_default_context()
-    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
-    certificate = x509.load_der_x509_certificate(_connect(address, unverified, timeout))
-    if refusal == REFUSALS[62]:
-        host = split_address(address)[0]
-        names = ", ".join(alternatives(certificate)) or "nothing"
-        refusal = f"a wrong host name: the certificate is for {names}, not for {host}"
-    return Handshake(refusal, certificate)
-
-
-def _connect(address: str, context: ssl.SSLContext, timeout: float) -> bytes:
-    """Return the server's certificate (DER) once the context has accepted it."""
     host, port = split_address(address)
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise PbflError(f"{ca} holds no PEM certificate ({error}): copy it again, unchanged") from None
+    if not verify:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2", "http/1.1"])  # gRPC servers close connections that do not offer HTTP/2
     try:
         plain = socket.create_connection((host, port), timeout)
     except OSError as error:
         raise PbflError(f"{address} cannot be reached ({error.strerror or error})") from None
-    with plain, context.wrap_socket(plain, server_hostname=host) as secured:
-        return secured.getpeercert(binary_form=True) or b""
+    try:
+        with plain, context.wrap_socket(plain, server_hostname=host) as secured:
+            return x509.load_der_x509_certificate(secured.getpeercert(binary_form=True) or b"")
+    except ssl.SSLCertVerificationError as error:
+        raise PbflError(f"the certificate is refused: {error.verify_message}") from None
+    except OSError as error:
+        raise PbflError(f"no TLS on this port ({error}): was the server started with --insecure?") from None

@@ -188,23 +188,19 @@ def check_address(what: str, address: str) -> Finding:
 def check_tls(address: str, ca: Path | None, insecure: bool) -> Finding:
     """Check the chain of the server's certificate, its host names and its end; or that TLS is off if ``insecure``."""
     try:
-        handshake = security.shake_hands(address, ca, ANSWER_SECONDS)
+        trusted = None if insecure else ca
+        certificate = security.server_certificate(address, trusted, ANSWER_SECONDS, verify=not insecure)
     except PbflError as error:
-        return Finding("tls", Status.FAILED, str(error))
-    certificate = handshake.certificate
+        if insecure:
+            message = "not used: anyone on the network path can read and change what is sent"
+            return Finding("tls", Status.WARNING, message, "for tests only; see pbfl certs")
+        advice = (
+            "on the server: pbfl certs; on the device: its ca.pem, and its clock (timedatectl set-ntp true)"
+        )
+        return Finding("tls", Status.FAILED, str(error), advice)
     if insecure:
-        if certificate is not None:
-            advice = "leave out --insecure and give --ca"
-            return Finding("tls", Status.FAILED, "--insecure, but the server uses TLS", advice)
-        message = "not used: anyone on the network path can read and change what is sent"
-        return Finding("tls", Status.WARNING, message, "for tests only; see pbfl certs")
-    if certificate is None:
-        return Finding("tls", Status.FAILED, handshake.refusal or "no certificate")
-    if handshake.refusal is not None:
-        advice = "on the server: pbfl certs; on the device: its ca.pem"
-        if datetime.now(UTC) < certificate.not_valid_before_utc:
-            advice = "set this machine's clock: timedatectl set-ntp true"
-        return Finding("tls", Status.FAILED, handshake.refusal, advice)
+        advice = "leave out --insecure and give --ca"
+        return Finding("tls", Status.FAILED, "--insecure, but the server uses TLS", advice)
     end, ca_ends_first = security.end_of_trust(certificate, ca)
     message = f"verified, for {', '.join(security.alternatives(certificate))}, until {end:%Y-%m-%d}"
     if ca_ends_first:

@@ -1,8 +1,7 @@
 """A secured federation on this machine: SuperLink and SuperNodes as processes connected over the loopback interface.
 
 It runs the same commands as real devices (docs/deploy.md), with temporary certificates and keys.
-:func:`superlink_options` and :func:`supernode_options` give their options; :func:`why_ended` explains in one line why a
-SuperNode was refused.
+:func:`superlink_options` and :func:`supernode_options` give their options.
 """
 
 from __future__ import annotations
@@ -27,27 +26,6 @@ from pbfl_flwr.util.atomic_files import NODE
 
 KEY_VALUE = re.compile(r"""\s*([^\s=]+)=('[^']*'|"[^"]*"|\S+)(?=\s|$)""")
 PATHS = ("data-path", "state-dir", "vocabulary", "labels")  # labels: names themselves, or a file of them
-
-# Pattern in a SuperNode's output -> why it was refused; the first match counts. With a wrong host name, or a server
-# without TLS, a SuperNode does not end but retries silently forever; `pbfl doctor` finds these causes.
-REASONS = (
-    (
-        r"\[code: 2004\]",
-        "the SuperLink does not know its key: register it with `flwr supernode register KEY.pub`; a SuperNode with a "
-        "registered key that was killed can join again after about a minute",
-    ),
-    (
-        r"\[code: 2001\]",
-        "the SuperLink requires authenticated SuperNodes and it has no key: --auth-supernode-private-key",
-    ),
-    (
-        r"CERTIFICATE_VERIFY_FAILED(\] certificate verify failed)?: (self.signed|unable to get local issuer)",
-        "a foreign CA: the SuperLink's certificate was not signed by the CA in --root-certificates",
-    ),
-    (r"CERTIFICATE_VERIFY_FAILED.*: certificate has expired", "the SuperLink's certificate has expired"),
-    (r"\[code: 1001\]", "its Flower and the SuperLink's are of different versions"),
-    (r"Unable to parse the private key file", "its key file is not a private key that Flower accepts"),
-)
 
 
 def superlink_options(fleet_address: str, certificates: Path | None) -> list[str]:
@@ -164,14 +142,6 @@ def check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> list[Set
     return node_settings
 
 
-def why_ended(output: str) -> str | None:
-    """Return in one line why a SuperNode was refused, from its output; None if the output has no known reason."""
-    for pattern, reason in REASONS:
-        if re.search(pattern, output):
-            return reason
-    return None
-
-
 class Deployment(ManagedSuperLink):
     """SuperLink and SuperNodes on this machine, as a context manager.
 
@@ -237,9 +207,9 @@ class Deployment(ManagedSuperLink):
         for index, process in list(self._supernodes.items()):
             if process.poll() is not None:
                 del self._supernodes[index]
-                output = self.log_of(index).read_text(encoding="utf-8", errors="replace")
-                reason = why_ended(output) or f"exit code {process.returncode}, see {self.log_of(index)}"
-                line = f"SuperNode {index} ended: {reason}"
+                line = (
+                    f"SuperNode {index} ended with exit code {process.returncode}, see {self.log_of(index)}"
+                )
                 if not (self.run_dir / "run.json").exists() or not self._supernodes:
                     raise PbflError(line)
                 self._tell(line)

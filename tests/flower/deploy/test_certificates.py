@@ -57,11 +57,9 @@ def mode(path: Path) -> int:
 def test_certificate_is_accepted_under_its_names_with_its_ca(tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["fl.example.org", "127.0.0.1", "::1"], 30)
     with server(tmp_path) as address:
-        hands = security.shake_hands(address, tmp_path / "ca.pem")
-    assert hands.refusal is None
-    assert hands.certificate is not None
-    assert security.alternatives(hands.certificate) == ["fl.example.org", "127.0.0.1", "::1"]
-    left = hands.certificate.not_valid_after_utc - datetime.now(UTC)
+        certificate = security.server_certificate(address, tmp_path / "ca.pem")
+    assert security.alternatives(certificate) == ["fl.example.org", "127.0.0.1", "::1"]
+    left = certificate.not_valid_after_utc - datetime.now(UTC)
     assert timedelta(days=29) < left <= timedelta(days=30)
 
 
@@ -77,27 +75,26 @@ def test_private_files_belong_to_their_owner(tmp_path: Path) -> None:
     assert not security.readable_by_others(tmp_path / "b")
 
 
-def test_explains_refused_handshakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, foreign, elsewhere, old = (tmp_path / name for name in ("good", "foreign", "elsewhere", "old"))
-    security.make_certificates(good, ["127.0.0.1"], 30)
-    security.make_certificates(foreign, ["127.0.0.1"], 30)
-    security.make_certificates(elsewhere, ["fl.example.org", "10.0.0.5"], 30)
+def test_gives_the_reason_of_a_refused_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(served: str, ca: str | None, *, talks_tls: bool = True) -> str:
+        with server(tmp_path / served, talks_tls=talks_tls) as address, pytest.raises(PbflError) as error:
+            security.server_certificate(address, tmp_path / ca / "ca.pem" if ca else None)
+        return str(error.value)
+
+    security.make_certificates(tmp_path / "good", ["127.0.0.1"], 30)
+    security.make_certificates(tmp_path / "foreign", ["127.0.0.1"], 30)
+    security.make_certificates(tmp_path / "elsewhere", ["fl.example.org", "10.0.0.5"], 30)
     monkeypatch.setattr(security, "BACKDATED", timedelta(days=9))
-    security.make_certificates(old, ["127.0.0.1"], -2)
-    with server(good) as address:
-        assert "a foreign CA" in str(security.shake_hands(address, foreign / "ca.pem").refusal)
-        assert "a foreign CA" in str(security.shake_hands(address, None).refusal)
-    with server(elsewhere) as address:
-        message = security.shake_hands(address, elsewhere / "ca.pem").refusal
-    assert message == "a wrong host name: the certificate is for fl.example.org, 10.0.0.5, not for 127.0.0.1"
-    with server(old) as address:
-        assert "has expired" in str(security.shake_hands(address, old / "ca.pem").refusal)
+    security.make_certificates(tmp_path / "old", ["127.0.0.1"], -2)
     monkeypatch.setattr(security, "BACKDATED", timedelta(days=-1))
     security.make_certificates(tmp_path / "early", ["127.0.0.1"], 30)
-    with server(tmp_path / "early") as address:
-        assert "not valid yet" in str(security.shake_hands(address, tmp_path / "early" / "ca.pem").refusal)
-    with server(good, talks_tls=False) as address:
-        assert "does not use TLS" in str(security.shake_hands(address, good / "ca.pem").refusal)
+    refused = "the certificate is refused: "
+    assert reason("good", "foreign") == f"{refused}unable to get local issuer certificate"
+    assert reason("good", None) == f"{refused}unable to get local issuer certificate"
+    assert "certificate is not valid for '127.0.0.1'" in reason("elsewhere", "elsewhere")
+    assert reason("old", "old") == f"{refused}certificate has expired"
+    assert reason("early", "early") == f"{refused}certificate is not yet valid"
+    assert reason("good", "good", talks_tls=False).startswith("no TLS on this port ([SSL")
 
 
 def test_damaged_copy_of_the_ca_is_reported(tmp_path: Path) -> None:
@@ -107,7 +104,7 @@ def test_damaged_copy_of_the_ca_is_reported(tmp_path: Path) -> None:
         for copy in ("  " + ca, ca + ca[:300]):  # from a file that indents it; two, the second cut short
             (tmp_path / "copy.pem").write_text(copy)
             with pytest.raises(PbflError, match=r"copy.pem holds no PEM certificate .*: copy it again"):
-                security.shake_hands(address, tmp_path / "copy.pem")
+                security.server_certificate(address, tmp_path / "copy.pem")
 
 
 def test_renewed_certificate_is_accepted_with_the_old_ca(tmp_path: Path) -> None:
@@ -116,7 +113,7 @@ def test_renewed_certificate_is_accepted_with_the_old_ca(tmp_path: Path) -> None
     security.renew_certificate(tmp_path, ["127.0.0.1"], 60)
     assert (tmp_path / "ca.pem").read_bytes() == ca
     with server(tmp_path) as address:
-        assert security.shake_hands(address, tmp_path / "ca.pem").refusal is None
+        security.server_certificate(address, tmp_path / "ca.pem")
     other = tmp_path / "other"
     security.make_certificates(other, ["127.0.0.1"], 30)
     (other / "ca.key").replace(tmp_path / "ca.key")
@@ -255,7 +252,7 @@ def test_parses_addresses() -> None:
     port = free.getsockname()[1]
     free.close()
     with pytest.raises(PbflError, match="cannot be reached"):
-        security.shake_hands(f"127.0.0.1:{port}", None)
+        security.server_certificate(f"127.0.0.1:{port}", None)
 
 
 def test_broken_link_is_not_replaced_without_force(tmp_path: Path) -> None:

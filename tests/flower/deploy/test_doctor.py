@@ -64,8 +64,8 @@ def test_warns_before_certificate_or_ca_expires(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, days: int, ca_days: int, message: str, advice: str
 ) -> None:
     security.make_certificates(tmp_path, ["127.0.0.1"], days, ca_days=ca_days)
-    shown = security.Handshake(None, security.read_certificate(tmp_path / "server.pem"))
-    monkeypatch.setattr(security, "shake_hands", lambda *_: shown)
+    shown = security.read_certificate(tmp_path / "server.pem")
+    monkeypatch.setattr(security, "server_certificate", lambda *_, **__: shown)
     finding = doctor.check_tls("127.0.0.1:1", tmp_path / "ca.pem", insecure=False)
     assert finding.status is Status.WARNING
     end = datetime.now(UTC) + timedelta(days=5)
@@ -79,7 +79,13 @@ def test_reports_foreign_ca(superlink: SimpleNamespace, tmp_path: Path) -> None:
         CheckTargets(superlink.address, tmp_path / "ca.pem", superlink.files / "known")
     )
     assert findings["tls"].status is Status.FAILED
-    assert findings["tls"].message.startswith("a foreign CA")
+    assert findings["tls"].message.endswith("unable to get local issuer certificate")
+    assert "its clock (timedatectl" in findings["tls"].advice
+
+
+def test_reports_tls_despite_insecure(superlink: SimpleNamespace) -> None:
+    finding = doctor.check_tls(superlink.address, None, insecure=True)
+    assert (finding.status, finding.message) == (Status.FAILED, "--insecure, but the server uses TLS")
 
 
 def test_reports_unreachable_addresses() -> None:
@@ -231,23 +237,6 @@ def test_exit_code_reports_failure(superlink: SimpleNamespace) -> None:
     table = CliRunner().invoke(app, ["doctor", "--key", str(files / "nowhere")])
     assert table.exit_code == 1
     assert "cannot be read" in table.stdout.replace("\n", " ")
-
-
-def test_suggests_setting_clock_for_certificate_of_future(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return datetime(1970, 1, 2, tzinfo=UTC)
-
-    security.make_certificates(tmp_path, ["127.0.0.1"], 60)
-    handshake = security.Handshake("not yet valid", security.read_certificate(tmp_path / "server.pem"))
-    monkeypatch.setattr(security, "shake_hands", lambda *_: handshake)
-    monkeypatch.setattr(doctor, "datetime", Clock)
-    finding = doctor.check_tls("127.0.0.1:1", tmp_path / "ca.pem", insecure=False)
-    assert finding.status is Status.FAILED
-    assert "timedatectl" in finding.advice
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")

@@ -1,4 +1,4 @@
-"""What SuperLink and SuperNodes are started with, and what is said when one is refused. No processes."""
+"""What SuperLink and SuperNodes are started with. No processes."""
 
 import re
 import tomllib
@@ -130,30 +130,3 @@ def test_command_lines(tmp_path: Path) -> None:
         }
     }
     assert tomllib.loads(connection("own", "x:1", None))["superlink"]["own"]["insecure"] is True
-
-
-@pytest.mark.parametrize(
-    ("output", "reason"),
-    [
-        ("[code: 2004] Failed to activate SuperNode.", "does not know its key"),
-        ("[code: 2001] SuperNode authentication is enabled.", "has no key"),
-        (
-            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Tls handshake failed "
-            "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:"
-            "CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate: OK",
-            "a foreign CA",
-        ),
-        (  # Flower 1.41
-            "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: unable to get local issuer certificate "
-            "(_ssl.c:1006)",
-            "a foreign CA",
-        ),
-        ("Unable to parse the private key file.", "not a private key"),
-    ],
-)
-def test_explains_a_refused_supernode_in_one_line(output: str, reason: str) -> None:
-    message = deployment.why_ended(f"INFO: Started\n{output}\nINFO: Shutting down\n")
-    assert message is not None
-    assert reason in message
-    assert "\n" not in message
-    assert deployment.why_ended("INFO: SuperNode terminated gracefully.") is None
