@@ -75,51 +75,6 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _ValidReply:
-    report: Report
-    upload: Upload | None
-    traffic: Traffic
-
-
-@dataclass(frozen=True)
-class _RejectedReply:
-    reason: str
-    traffic: Traffic
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """Decodes and validates replies."""
-
-    method: Method[Any, Any, Any]
-    state: Serializable
-    task: Task
-    max_bytes: int
-    requested: Requested
-
-    def weigh(self, reply: Message) -> Traffic | _RejectedReply:
-        """Return the size of a reply, or a rejection if it cannot be determined."""
-        try:
-            return weigh(reply)
-        except Exception as error:  # trust boundary, as below
-            return _RejectedReply(f"upload rejected: {rejection_reason(error)}", Traffic())
-
-    def read(
-        self, reply: Message, training: bool, traffic: Traffic | _RejectedReply
-    ) -> _ValidReply | _RejectedReply:
-        """Return the decoded reply, whose size is ``traffic``, or a rejection."""
-        if isinstance(traffic, _RejectedReply):
-            return traffic
-        try:
-            report, upload = _report_of(reply, self.max_bytes, self.requested), None
-            if training:
-                upload = _upload_of(reply, self.method, self.state, self.task)
-            return _ValidReply(report, upload, traffic)
-        except Exception as error:  # trust boundary: no client's reply may end the run
-            return _RejectedReply(f"upload rejected: {rejection_reason(error)}", traffic)
-
-
-@dataclass(frozen=True)
 class _Accepted:
     """A valid upload: its encoding, the payload unless the method streams, and what the outcome needs of it."""
 
@@ -134,56 +89,59 @@ class _Accepted:
 
 @dataclass
 class _Intake:
-    """Sorts decoded replies into uploads to aggregate, failures, and late uploads.
+    """Decodes and validates replies, and sorts them into uploads to aggregate, failures, and late uploads.
 
     Attributes:
-        phase: the messages sent.
-        task: what all clients agree on.
-        streams: whether uploads are decoded again during aggregation instead of being kept.
-        stale_weight: base of a late upload's weight; 0 excludes late uploads.
-        plausibility: limits that apply once all uploads are known.
+        phase, method, state, task, max_bytes, stale_weight, requested, plausibility: see :func:`read`.
         outcome: the result so far.
     """
 
     phase: Phase
+    method: Method[Any, Any, Any]
+    state: Serializable
     task: Task
-    streams: bool
+    max_bytes: int
     stale_weight: float
+    requested: Requested
     plausibility: Plausibility
     outcome: Outcome = field(default_factory=Outcome)
     _accepted: dict[int, _Accepted] = field(default_factory=dict)
 
-    def add(self, client: int, reply: Message, content: _ValidReply | _RejectedReply) -> None:
+    def add(self, client: int, reply: Message, size: Traffic | Exception) -> None:
         """Add a reply that arrived in time; it may hold the client's upload of an earlier round."""
         outcome, number = self.outcome, self.phase.number
-        self._count(client, content.traffic)
-        if isinstance(content, _RejectedReply):
-            outcome.failures[client] = content.reason
+        try:
+            report, upload = self._decode(client, reply, size, client in self.phase.training)
+        except Exception as error:  # trust boundary: no client's reply may end the run
+            outcome.failures[client] = f"upload rejected: {rejection_reason(error)}"
             return
-        uploaded = content.report.round or number
-        if content.upload is None or uploaded == number:
-            outcome.reports[client] = content.report
-            if content.upload is not None:
-                self._accept(client, reply, content.report, content.upload, 0)
+        uploaded = report.round or number
+        if upload is None or uploaded == number:
+            outcome.reports[client] = report
+            if upload is not None:
+                self._accept(client, reply, report, upload, 0)
         elif self.stale_weight == 0 or uploaded > number:
             outcome.failures[client] = f"sent its upload of round {uploaded} instead of round {number}"
         else:
-            self._accept_late(client, reply, content, uploaded)
+            self._accept_late(client, reply, report, upload, uploaded)
 
-    def add_late(self, overdue: OverdueReply, reply: Message, content: _ValidReply | _RejectedReply) -> None:
+    def add_late(self, overdue: OverdueReply, reply: Message) -> None:
         """Add a reply that arrived after the deadline of its round."""
-        self._count(overdue.client, content.traffic)
-        uploaded = (
-            overdue.round if isinstance(content, _RejectedReply) else content.report.round or overdue.round
-        )
+        client = overdue.client
+        try:
+            report, upload = self._decode(client, reply, _size(reply), True)
+        except Exception as error:  # trust boundary, as above
+            self._set_late(client, overdue.round, 0.0, f"upload rejected: {rejection_reason(error)}")
+            return
+        uploaded = report.round or overdue.round
         if uploaded > overdue.round:
-            content = _RejectedReply(
-                f"sent its upload of round {uploaded} instead of round {overdue.round}", content.traffic
-            )
-        self._accept_late(overdue.client, reply, content, min(uploaded, overdue.round))
+            reason = f"sent its upload of round {uploaded} instead of round {overdue.round}"
+            self._set_late(client, overdue.round, 0.0, reason)
+        else:
+            self._accept_late(client, reply, report, upload, uploaded)
 
-    def close(self, kind: type[Payload]) -> None:
-        """Drop implausible uploads; set the outcome's uploads, of type ``kind``, in ascending client order."""
+    def close(self) -> None:
+        """Drop implausible uploads; set the outcome's uploads in ascending client order."""
         self._drop_implausible()
         outcome, uploads = self.outcome, dict(sorted(self._accepted.items()))
         for upload in uploads.values():
@@ -191,9 +149,9 @@ class _Intake:
             if upload.classes is not None:
                 ages = outcome.classes = outcome.classes or {}
                 ages.update({label: min(upload.age, ages.get(label, upload.age)) for label in upload.classes})
-        if self.streams:
+        if self.method.streams():
             records = {client: upload.encoded for client, upload in uploads.items()}
-            outcome.uploads = Uploads(records, kind, self.task)
+            outcome.uploads = Uploads(records, self.method.up, self.task)
         else:
             outcome.uploads = {client: u.payload for client, u in uploads.items() if u.payload is not None}
 
@@ -211,13 +169,29 @@ class _Intake:
                 del outcome.reports[client]
                 outcome.failures[client] = reason
 
-    def _count(self, client: int, traffic: Traffic) -> None:
+    def _decode(
+        self, client: int, reply: Message, size: Traffic | Exception, training: bool
+    ) -> tuple[Report, Upload | None]:
+        """Count the bytes of a reply and return its report and upload; raises whatever is wrong with it."""
+        traffic = Traffic() if isinstance(size, Exception) else size
         self.outcome.up[client] = self.outcome.up.get(client, Traffic()) + traffic
+        if isinstance(size, Exception):
+            raise size
+        record = reply.content.get(wire.METRICS) if reply.has_content() else None
+        if not isinstance(record, MetricRecord):
+            raise RejectedPayload("its report is missing")
+        wire.check_content(reply.content, self.max_bytes)
+        report = Report.from_record(record, self.requested)
+        upload: Upload | None = None
+        if training:
+            upload = wire.decode(wire.payload_in(reply.content), self.method.up, self.task)
+            self.method.validate(upload, self.state, self.task)
+        return report, upload
 
     def _accept(self, client: int, reply: Message, report: Report, upload: Upload, age: int) -> None:
         self._accepted[client] = _Accepted(
             wire.payload_in(reply.content),
-            None if self.streams else upload,
+            None if self.method.streams() else upload,
             age,
             upload.scalars(),
             upload.classes(self.task),
@@ -226,21 +200,29 @@ class _Intake:
         )
 
     def _accept_late(
-        self, client: int, reply: Message, content: _ValidReply | _RejectedReply, server_round: int
+        self, client: int, reply: Message, report: Report, upload: Upload | None, server_round: int
     ) -> None:
-        outcome, weight, age = self.outcome, 0.0, self.phase.number - server_round
-        if isinstance(content, _RejectedReply):
-            reason = content.reason
-        elif client in outcome.reports or client in outcome.late:
-            reason = "a newer one arrived"
+        age = self.phase.number - server_round
+        if client in self.outcome.reports or client in self.outcome.late:
+            self._set_late(client, server_round, 0.0, "a newer one arrived")
         elif self.stale_weight == 0:
-            reason = "stale-weight is 0"
+            self._set_late(client, server_round, 0.0, "stale-weight is 0")
         else:
-            weight, reason = self.stale_weight**age, ""
-            if content.upload is not None:
-                self._accept(client, reply, content.report, content.upload, age)
+            self._set_late(client, server_round, self.stale_weight**age, "")
+            if upload is not None:
+                self._accept(client, reply, report, upload, age)
+
+    def _set_late(self, client: int, server_round: int, weight: float, reason: str) -> None:
         late = LateUpload(client=client, round=server_round, weight=weight, reason=reason)
-        outcome.late.setdefault(client, late)
+        self.outcome.late.setdefault(client, late)
+
+
+def _size(reply: Message) -> Traffic | Exception:
+    """Return the size of a reply, or why it cannot be determined."""
+    try:
+        return weigh(reply)
+    except Exception as error:  # trust boundary, as above
+        return error
 
 
 def rejection_reason(error: Exception) -> str:
@@ -279,40 +261,25 @@ def read(
         requested: what reports must hold beside totals.
         plausibility: limits of the uploads' sizes, by default none.
     """
-    reader = _Reader(method, state, task, max_bytes, requested)
-    intake = _Intake(phase, task, method.streams(), stale_weight, plausibility)
+    intake = _Intake(phase, method, state, task, max_bytes, stale_weight, requested, plausibility)
+    failures = intake.outcome.failures
     by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
     # All sizes are determined before decoding starts: alternating between both tasks is slower (instruction cache).
-    sizes = {client: reader.weigh(reply) for client, reply in by_client.items()}
+    sizes = {client: _size(reply) for client, reply in by_client.items()}
     for _, client in phase.messages:
         reply = by_client.get(client)
         if reply is None:
-            waited = time.perf_counter() - phase.started
-            intake.outcome.failures[client] = f"no answer within {waited:.0f} s"
+            failures[client] = f"no answer within {time.perf_counter() - phase.started:.0f} s"
         elif reply.has_error():
-            intake.outcome.failures[client] = error_reason(reply)
+            failures[client] = error_reason(reply)
         else:
-            intake.add(client, reply, reader.read(reply, client in phase.training, sizes[client]))
-    intake.outcome.failures |= phase.absent
+            intake.add(client, reply, sizes[client])
+    failures |= phase.absent
     for overdue, reply in late:
         if overdue.training and not reply.has_error():
-            intake.add_late(overdue, reply, reader.read(reply, True, reader.weigh(reply)))
-    intake.close(method.up)
+            intake.add_late(overdue, reply)
+    intake.close()
     return intake.outcome
-
-
-def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Serializable, task: Task) -> Upload:
-    upload: Upload = wire.decode(wire.payload_in(reply.content), method.up, task)
-    method.validate(upload, state, task)
-    return upload
-
-
-def _report_of(reply: Message, max_bytes: int, requested: Requested) -> Report:
-    record = reply.content.get(wire.METRICS) if reply.has_content() else None
-    if not isinstance(record, MetricRecord):
-        raise RejectedPayload("its report is missing")
-    wire.check_content(reply.content, max_bytes)
-    return Report.from_record(record, requested)
 
 
 def error_reason(reply: Message) -> str:
