@@ -34,8 +34,8 @@ from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Reveal, Weights
 from pbfl_flwr.prototypes.class_means import class_means, class_sums
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import optimizers
 from pbfl_flwr.training.loop import fit, forward
+from pbfl_flwr.training.optimizers import Adam, param_group
 
 ANCHORS = "anchors"  # name of A in the payload's weights
 
@@ -139,8 +139,7 @@ class FedFA(SharedWeights):
         config, model = self.config, client.model
         anchors = down.tensors[ANCHORS].to(client.device)  # A, fixed in this round
         running = RunningAnchors(anchors, config.anchor_momentum, config.anchor_mean == "all-batches")
-        classifier = optimizers.Group(tuple(model.head.parameters()), config.calibration_rate)
-        adam = optimizers.Adam([classifier], fused=False)
+        adam = Adam([param_group(model.head)], config.calibration_rate, fused=False)
         every_class = torch.arange(len(anchors), device=client.device)
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from pbfl_flwr.prototypes.class_means import class_sums_of, released_means
 from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.trainable import stack_uploads
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import optimizers
+from pbfl_flwr.training.optimizers import SGD, ParamGroup
 
 
 class Config(Group):
@@ -89,7 +89,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         order = seeds.generator(round_info.seed, "fedgh", round_info.number)
         weight = nn.Parameter(state.tensors["head.weight"].clone())
         bias = nn.Parameter(state.tensors["head.bias"].clone())
-        sgd = optimizers.SGD([optimizers.Group((weight, bias), self.learning_rate)], fused=False)
+        sgd = SGD([ParamGroup((weight, bias))], self.learning_rate, fused=False)
         for _ in range(self.epochs):
             for batch in torch.randperm(len(labels), generator=order).split(self.batch_size):
                 logits = nn.functional.linear(vectors[batch], weight, bias)

@@ -36,7 +36,8 @@ from pbfl_flwr.payloads import Prototypes, Reveal, Weights, WeightsAndPrototypes
 from pbfl_flwr.prototypes.aggregation import weighted
 from pbfl_flwr.prototypes.class_means import class_sums_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import ParamGroup, fit
+from pbfl_flwr.training.loop import fit
+from pbfl_flwr.training.optimizers import ParamGroup
 
 SCALE = ".scale"  # name of s in the payload's weights; a network's own names do not begin with a dot
 

@@ -28,15 +28,8 @@ from pbfl_flwr.methods.fedper import Shared, shared_part
 from pbfl_flwr.methods.sharing import SharedWeights
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Weights
-from pbfl_flwr.training.loop import (
-    FitReport,
-    Loss,
-    ParamGroup,
-    classification,
-    fit,
-    fixed_features,
-    param_group,
-)
+from pbfl_flwr.training.loop import FitReport, Loss, classification, fit, fixed_features
+from pbfl_flwr.training.optimizers import ParamGroup, param_group
 
 
 class Config(Group):

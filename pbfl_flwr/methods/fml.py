@@ -38,7 +38,8 @@ from pbfl_flwr.methods.mutual import (
 from pbfl_flwr.methods.sharing import AveragedWeights, initial
 from pbfl_flwr.payloads import Weights
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import fit, forward, param_group
+from pbfl_flwr.training.loop import fit, forward
+from pbfl_flwr.training.optimizers import param_group
 
 
 class Config(Group):

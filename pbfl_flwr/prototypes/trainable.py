@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from pbfl_flwr import seeds
 from pbfl_flwr.payloads import Prototypes
-from pbfl_flwr.training.optimizers import SGD, Group
+from pbfl_flwr.training.optimizers import SGD, param_group
 
 Margin = Literal["nearest", "farthest"]
 CONVERGED_LOSS = 1e-3  # FedTGP's README: the final server loss should be below this
@@ -198,7 +198,7 @@ def train_prototypes(
     holders = torch.bincount(labels, minlength=num_classes)
     means = sums / holders.clamp_min(1).unsqueeze(1)
     margin = adaptive_margin(means, holders > 0, settings.margin_cap, settings.margin)
-    optimizer = SGD([Group(tuple(network.parameters()), settings.learning_rate)], fused=False)
+    optimizer = SGD([param_group(network)], settings.learning_rate, fused=False)
     loss, trained = 0.0, settings.epochs if len(vectors) else 0
     for _ in range(trained):
         loss = 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.models.contract import SplitModel, has_batch_norm, is_deterministic
 from pbfl_flwr.training.augmentation import Augmentation
-from pbfl_flwr.training.optimizers import SGD, Adam, Group, Optimizer, State
+from pbfl_flwr.training.optimizers import SGD, Adam, Optimizer, ParamGroup, State, param_group
 
 Loss = Callable[..., Mapping[str, Tensor]]
 """(inputs (B, ...), labels (B,), tensors from ``draw``) -> named loss terms; their sum is minimised."""
@@ -81,28 +81,6 @@ def classification(model: SplitModel) -> Loss:
     return loss
 
 
-@dataclass(frozen=True)
-class ParamGroup:
-    """Parameters that are updated together.
-
-    Attributes:
-        parameters: of the client's network or of a companion.
-        learning_rate: None means the setting ``learning-rate``.
-        max_grad_norm: gradient clipping norm; None means the setting ``max-grad-norm``, 0 is off.
-    """
-
-    parameters: tuple[nn.Parameter, ...]
-    learning_rate: float | None = None
-    max_grad_norm: float | None = None
-
-
-def param_group(
-    module: nn.Module, learning_rate: float | None = None, max_grad_norm: float | None = None
-) -> ParamGroup:
-    """Return all parameters of a module as one group."""
-    return ParamGroup(tuple(module.parameters()), learning_rate, max_grad_norm)
-
-
 def fit(
     client: Client,
     loss: Loss,
@@ -141,11 +119,11 @@ def fit(
     settings, data, model = client.training, client.data, client.model
     chosen = [param_group(model)] if param_groups is None else list(param_groups)
     share = rate_share(settings, client.round)
-    groups = [_group(p, settings, share) for p in chosen if p.parameters]
+    groups = [_at_share(group, share) for group in chosen if group.parameters]
     if not groups:
         return FitReport(0, 0, {}, {})
     names = _names(model, groups)
-    optimizer = _optimizer(settings, groups)
+    optimizer = _optimizer(settings, groups, share)
     if settings.optimizer_state == "kept":
         optimizer.state = _remembered(optimizer.state_names, names, client.memory)
     order, changes = client.generator(phase), client.generator(f"{phase} augmentation")
@@ -193,7 +171,7 @@ def fit(
     return FitReport(steps, samples, losses, state)
 
 
-def _names(model: SplitModel, groups: Sequence[Group]) -> dict[str, nn.Parameter]:
+def _names(model: SplitModel, groups: Sequence[ParamGroup]) -> dict[str, nn.Parameter]:
     """Return trained parameters by name: the network's under their own, others as ``beside.<position among them>``."""
     trained = [parameter for group in groups for parameter in group.parameters]
     known = {id(parameter) for parameter in trained}
@@ -246,15 +224,6 @@ def rate_share(settings: TrainingSettings, number: int) -> float:
     if not (rounds := settings.learning_rate_cosine):
         return decayed
     return decayed * (1 + math.cos(math.pi * (min(number, rounds) - 1) / rounds)) / 2
-
-
-def _group(param_group: ParamGroup, settings: TrainingSettings, share: float) -> Group:
-    """Fill in the settings of a group and multiply its rate by ``share``."""
-    rate = (
-        settings.learning_rate if param_group.learning_rate is None else param_group.learning_rate
-    ) * share
-    bound = settings.max_grad_norm if param_group.max_grad_norm is None else param_group.max_grad_norm
-    return Group(tuple(param_group.parameters), rate, bound)
 
 
 def batches(
@@ -348,10 +317,17 @@ def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
     totals[name].add_(value)
 
 
-def _optimizer(settings: TrainingSettings, groups: Sequence[Group]) -> Optimizer:
+def _at_share(group: ParamGroup, share: float) -> ParamGroup:
+    """Return the group with its own learning rate, if it has one, multiplied by ``share``."""
+    rate = group.learning_rate
+    return group if rate is None else replace(group, learning_rate=rate * share)
+
+
+def _optimizer(settings: TrainingSettings, groups: Sequence[ParamGroup], share: float) -> Optimizer:
+    common = (groups, settings.learning_rate * share, settings.weight_decay, settings.max_grad_norm)
     if settings.optimizer == "sgd":
-        return SGD(groups, settings.momentum, settings.weight_decay)
-    return Adam(groups, settings.weight_decay, decoupled=settings.optimizer == "adamw")
+        return SGD(*common, momentum=settings.momentum)
+    return Adam(*common, decoupled=settings.optimizer == "adamw")
 
 
 def _to_remember(state: State, names: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

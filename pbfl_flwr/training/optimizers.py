@@ -7,8 +7,9 @@ Bit-identical to ``torch.optim.SGD``, ``Adam`` and ``AdamW``. Those import torch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,45 +19,55 @@ from torch.optim.sgd import sgd
 
 FUSED = ("cpu", "cuda")  # device types for which torch has fused optimiser kernels
 
-State = Mapping[nn.Parameter, Mapping[str, Tensor]]
+State = dict[nn.Parameter, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters that share a learning rate and a gradient clipping norm.
+class ParamGroup:
+    """Parameters that are updated together.
 
     Attributes:
-        parameters: at least one.
-        learning_rate: η; a tensor on the parameters' device for recorded steps, which must not contain its value.
-        max_grad_norm: clipping norm; 0 disables clipping.
+        parameters: of one or more networks.
+        learning_rate: η; None means the optimiser's.
+        max_grad_norm: gradient clipping norm; None means the optimiser's, 0 is off.
     """
 
     parameters: tuple[nn.Parameter, ...]
-    learning_rate: float | Tensor
-    max_grad_norm: float = 0.0
+    learning_rate: float | None = None
+    max_grad_norm: float | None = None
 
 
+def param_group(
+    module: nn.Module, learning_rate: float | None = None, max_grad_norm: float | None = None
+) -> ParamGroup:
+    """Return all parameters of a module as one group."""
+    return ParamGroup(tuple(module.parameters()), learning_rate, max_grad_norm)
+
+
+@dataclass(eq=False)
 class Optimizer(ABC):
     """An optimiser; parameters without a gradient are not updated.
 
-    Args:
+    Attributes:
         groups: disjoint groups of parameters.
+        learning_rate: η of the groups that have none of their own.
         weight_decay: of all groups.
-        state: parameter -> the optimiser's state under the names in ``state_names``; parameters may be missing.
+        max_grad_norm: of the groups that have none of their own; 0 disables clipping.
+        state: parameter -> the optimiser's state under the names in ``state_names``, changed in place; parameters may
+            be missing.
         fused: use torch's fused kernels, bit-identical to ``torch.optim`` with ``fused=True``; otherwise to its
             default on a CPU.
     """
 
-    state_names: tuple[str, ...]
+    state_names: ClassVar[tuple[str, ...]]
     """Names of the tensors in a parameter's state."""
 
-    def __init__(
-        self, groups: Sequence[Group], weight_decay: float, state: State | None, fused: bool
-    ) -> None:
-        self.groups = list(groups)
-        self.weight_decay = weight_decay
-        self.state = {parameter: dict(tensors) for parameter, tensors in (state or {}).items()}
-        self.fused = fused
+    groups: Sequence[ParamGroup]
+    learning_rate: float
+    weight_decay: float = 0.0
+    max_grad_norm: float = 0.0
+    state: State = field(default_factory=dict)
+    fused: bool = True
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -72,47 +83,37 @@ class Optimizer(ABC):
     def step(self) -> None:
         """Clip the gradients of each group and update its parameters."""
         for group in self.groups:
-            if group.max_grad_norm > 0:
-                nn.utils.clip_grad_norm_(group.parameters, group.max_grad_norm)
+            rate = self.learning_rate if group.learning_rate is None else group.learning_rate
+            bound = self.max_grad_norm if group.max_grad_norm is None else group.max_grad_norm
+            if bound > 0:
+                nn.utils.clip_grad_norm_(group.parameters, bound)
             updated = {p: p.grad for p in group.parameters if p.grad is not None}
             if updated:
                 fused = self.fused and next(iter(updated)).device.type in FUSED
-                self._update(list(updated), list(updated.values()), group.learning_rate, fused)
+                self._update(list(updated), list(updated.values()), rate, fused)
 
     @abstractmethod
     def _update(
-        self, updated: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
+        self, updated: list[nn.Parameter], gradients: list[Tensor], learning_rate: float, fused: bool
     ) -> None:
         """Update the given parameters of a group (at least one)."""
 
 
+@dataclass(eq=False)
 class SGD(Optimizer):
     """θ <- θ - η·b with b <- momentum·b + g + weight_decay·θ.
 
-    Args:
-        groups: disjoint groups of parameters.
+    Attributes:
+        state: b under the name ``momentum``.
         momentum: 0 is plain SGD, without state.
-        weight_decay: of all groups.
-        state: b under the name ``momentum``, changed in place.
-        fused: see :class:`Optimizer`.
     """
 
     state_names = ("momentum",)
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        state: State | None = None,
-        *,
-        fused: bool = True,
-    ) -> None:
-        super().__init__(groups, weight_decay, state, fused)
-        self.momentum = momentum
+    momentum: float = 0.0
 
     def _update(
-        self, updated: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
+        self, updated: list[nn.Parameter], gradients: list[Tensor], learning_rate: float, fused: bool
     ) -> None:
         if self.momentum:  # b starts at zero
             self.state.update({p: {"momentum": torch.zeros_like(p)} for p in updated if p not in self.state})
@@ -131,33 +132,22 @@ class SGD(Optimizer):
         )
 
 
+@dataclass(eq=False)
 class Adam(Optimizer):
     """Adam with the usual β₁ = 0.9, β₂ = 0.999, ε = 1e-8.
 
-    Args:
-        groups: disjoint groups of parameters.
+    Attributes:
         weight_decay: weight_decay·θ is added to the gradient; if decoupled, η·weight_decay·θ is subtracted from θ.
-        state: ``step`` (a scalar), ``exp_avg`` and ``exp_avg_sq``, changed in place.
+        state: ``step`` (a scalar), ``exp_avg`` and ``exp_avg_sq``.
         decoupled: use AdamW.
-        fused: see :class:`Optimizer`.
     """
 
     state_names = ("step", "exp_avg", "exp_avg_sq")
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        weight_decay: float = 0.0,
-        state: State | None = None,
-        *,
-        decoupled: bool = False,
-        fused: bool = True,
-    ) -> None:
-        super().__init__(groups, weight_decay, state, fused)
-        self.decoupled = decoupled
+    decoupled: bool = False
 
     def _update(
-        self, updated: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
+        self, updated: list[nn.Parameter], gradients: list[Tensor], learning_rate: float, fused: bool
     ) -> None:
         self.state.update({p: _init_state(p, fused) for p in updated if p not in self.state})
         states = [self.state[parameter] for parameter in updated]

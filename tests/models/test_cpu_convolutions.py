@@ -17,7 +17,7 @@ from pbfl_flwr.models.cpu_convolutions import (
     optimize_layout,
 )
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.optimizers import SGD, Group
+from pbfl_flwr.training.optimizers import SGD, ParamGroup
 from tests.models.kinds import EXAMPLES, LONGER, TABLES, is_one_of, takes_images
 
 TASK = Task(5, 24, (3, 32, 32))
@@ -169,7 +169,7 @@ def test_a_step_follows_the_gradient_in_every_layout(name: str) -> None:
     model = optimize_layout(build_model(name, TASK, 0), "channels-last").train()
     inputs = torch.randn(4, *TASK.input_shape, generator=torch.Generator().manual_seed(1))
     parameters = tuple(model.parameters())
-    descent = SGD([Group(parameters, 0.1)])
+    descent = SGD([ParamGroup(parameters)], 0.1)
     model.head(
         model.features(inputs.contiguous(memory_format=torch.channels_last))
     ).square().mean().backward()

@@ -19,7 +19,6 @@ from pbfl_flwr.training.evaluation import evaluate
 from pbfl_flwr.training.loop import (
     Diverged,
     FitReport,
-    ParamGroup,
     _check_finite,
     batches,
     classification,
@@ -27,9 +26,9 @@ from pbfl_flwr.training.loop import (
     each_feature,
     fit,
     forward,
-    param_group,
     rate_share,
 )
+from pbfl_flwr.training.optimizers import ParamGroup, param_group
 
 TASK = Task(num_classes=3, feature_dim=5, input_shape=(4,))
 SETTINGS = TrainingSettings(batch_size=4, learning_rate=0.1, batch_order="shuffled", drop_last="small")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.training.optimizers import SGD, Adam, Group
+from pbfl_flwr.training.optimizers import SGD, Adam, ParamGroup, param_group
 
 
 def network() -> nn.Sequential:
@@ -14,10 +14,10 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
-def groups_of(net: nn.Sequential) -> tuple[list[Group], list[dict[str, Any]]]:
+def groups_of(net: nn.Sequential) -> tuple[list[ParamGroup], list[dict[str, Any]]]:
     """Two rates, and a bound on the gradients of one of the groups; for torch's classes without the bound."""
     parts = tuple(net[0].parameters()), (*net[2].parameters(), *net[4].parameters())
-    ours = [Group(parts[0], 0.1), Group(parts[1], 0.5, 0.2)]
+    ours = [ParamGroup(parts[0]), ParamGroup(parts[1], 0.5, 0.2)]
     return ours, [{"params": [*part], "lr": rate} for part, rate in zip(parts, (0.1, 0.5), strict=True)]
 
 
@@ -38,8 +38,8 @@ def test_the_bits_of_torchs_optimizer(kind: str, weight_decay: float, fused: boo
 
     def made(state: Any = None) -> SGD | Adam:
         if kind in ("sgd", "momentum"):
-            return SGD(groups, momentum, weight_decay, state=state, fused=fused)
-        return Adam(groups, weight_decay, state, decoupled=kind == "adamw", fused=fused)
+            return SGD(groups, 0.1, weight_decay, state=state or {}, fused=fused, momentum=momentum)
+        return Adam(groups, 0.1, weight_decay, state=state or {}, fused=fused, decoupled=kind == "adamw")
 
     descent = made()
     inputs = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(1))
@@ -71,7 +71,7 @@ def test_the_bits_of_torchs_optimizer(kind: str, weight_decay: float, fused: boo
 def test_a_layer_whose_gradients_come_late_starts_as_in_a_first_step() -> None:
     """torch's own class mixes them up: with some buffers there and some not, it fails or reads memory of nobody."""
     net = network()
-    descent = SGD([Group(tuple(net.parameters()), 0.5)], momentum=0.9)
+    descent = SGD([param_group(net)], 0.5, momentum=0.9)
     inputs = torch.ones(2, 6)
     net[:3](inputs).sum().backward()
     descent.step()

@@ -42,7 +42,8 @@ from pbfl_flwr.prototypes.aggregation import keep_stale, mean
 from pbfl_flwr.prototypes.class_means import class_sums_of
 from pbfl_flwr.prototypes.regularizer import alignment_loss, contrast
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import Loss, fit, forward, param_group
+from pbfl_flwr.training.loop import Loss, fit, forward
+from pbfl_flwr.training.optimizers import param_group
 
 
 class Config(Group):

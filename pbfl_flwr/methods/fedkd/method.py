@@ -48,7 +48,8 @@ from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.payloads import LowRank, RejectedPayload, Weights, joined, part_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import fit, forward, param_group
+from pbfl_flwr.training.loop import fit, forward
+from pbfl_flwr.training.optimizers import param_group
 
 PUBLISHED_RATIO = 0.8932  # payload / parameters, the constant in all published costs of FedKD
 SMALLEST_LOSS = 1e-6  # bound on D: a client with one class can reach a cross-entropy of exactly zero

@@ -53,7 +53,8 @@ from pbfl_flwr.payloads import (
 from pbfl_flwr.prototypes import aggregation, regularizer
 from pbfl_flwr.prototypes.class_means import ClassSums
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import fit, forward, param_group
+from pbfl_flwr.training.loop import fit, forward
+from pbfl_flwr.training.optimizers import param_group
 
 
 class Config(Group):

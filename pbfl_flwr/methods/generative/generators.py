@@ -165,8 +165,10 @@ def train_generator(
         for name, parameter in named.items()
         if (moments := part_of(state.moments, name))
     }
-    group = optimizers.Group(tuple(named.values()), adam.learning_rate)
-    optimizer = optimizers.Adam([group], adam.weight_decay, earlier_moments, fused=False)
+    group = optimizers.ParamGroup(tuple(named.values()))
+    optimizer = optimizers.Adam(
+        [group], adam.learning_rate, adam.weight_decay, state=earlier_moments, fused=False
+    )
     network.train()
     total = 0.0
     for _ in range(adam.steps):

@@ -35,7 +35,8 @@ from pbfl_flwr.methods.gfpl.mixture import Distance, MixtureState, Weight, fit_m
 from pbfl_flwr.methods.gfpl.payload import Mixtures
 from pbfl_flwr.payloads import RejectedPayload, part_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import FitReport, each_feature, fit, forward, param_group
+from pbfl_flwr.training.loop import FitReport, each_feature, fit, forward
+from pbfl_flwr.training.optimizers import param_group
 
 Dual = tuple[nn.Linear, Tensor]  # l(ω3) and Z
 
