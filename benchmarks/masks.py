@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from machine import introduce, write
 
-from pbfl_flwr.prototypes.masks import allocate_masks, maximal_total_hamming, smallest_hamming, total_hamming
+from pbfl_flwr.prototypes.masks import allocate_masks
 
 Scheme = Literal["dimension", "block"]
 CASES: tuple[tuple[int, int, int, Scheme], ...] = (
@@ -30,6 +30,15 @@ CASES: tuple[tuple[int, int, int, Scheme], ...] = (
 )
 
 
+def maximal_total_hamming(num_classes: int, feature_dim: int, size: int) -> int:
+    """Return T*, the largest total distance of K masks of s ones: r columns of load q + 1 and d - r of load q.
+
+    q = ⌊Ks/d⌋ and r = Ks - qd; see ``allocate_masks`` for the argument.
+    """
+    q, r = divmod(num_classes * size, feature_dim)
+    return (feature_dim - r) * q * (num_classes - q) + r * (q + 1) * (num_classes - q - 1)
+
+
 def measure(num_classes: int, dim: int, size: int, scheme: Scheme, seed: int) -> dict[str, float | int | str]:
     times = []
     for _ in range(3):
@@ -41,18 +50,18 @@ def measure(num_classes: int, dim: int, size: int, scheme: Scheme, seed: int) ->
         maximum = unit * maximal_total_hamming(num_classes, num_classes, num_classes * size // dim)
     else:
         unit, maximum = 1, maximal_total_hamming(num_classes, dim, size)
-    pairs = num_classes * (num_classes - 1) // 2
+    distances = torch.pdist(masks.double(), p=0)  # Hamming, of every pair
     return {
         "classes": num_classes,
         "dim": dim,
         "size": int(masks[0].sum()),
         "scheme": scheme,
         "seconds": min(times),
-        "total": total_hamming(masks),
+        "total": int(distances.sum()),
         "maximum": maximum,
-        "smallest": smallest_hamming(masks),
-        "smallest_in_blocks": smallest_hamming(masks) // unit,
-        "mean": maximum / pairs,
+        "smallest": int(distances.min()),
+        "smallest_in_blocks": int(distances.min()) // unit,
+        "mean": maximum / len(distances),
     }
 
 

@@ -112,30 +112,6 @@ def expand(rows: Tensor, masks: Tensor) -> Tensor:
     return rows.new_zeros(masks.shape).masked_scatter(masks.to(rows.device), rows)
 
 
-def total_hamming(masks: Tensor) -> int:
-    """Return Σ_{j<k} H(m_j, m_k) = Σ_t load_t·(K - load_t)."""
-    loads = masks.to(torch.int64).sum(0)
-    return int((loads * (len(masks) - loads)).sum())
-
-
-def maximal_total_hamming(num_classes: int, feature_dim: int, size: int) -> int:
-    """Return T*, the largest total distance of K masks of s ones: r columns of load q + 1 and d - r of load q.
-
-    q = ⌊Ks/d⌋ and r = Ks - qd; see :func:`allocate_masks` for the argument.
-    """
-    q, r = divmod(num_classes * size, feature_dim)
-    return (feature_dim - r) * q * (num_classes - q) + r * (q + 1) * (num_classes - q - 1)
-
-
-def smallest_hamming(masks: Tensor) -> int:
-    """Return min_{j<k} H(m_j, m_k); 0 if two classes have the same mask, or there is one class."""
-    ones = masks.to(torch.float32)
-    loads = ones.sum(1)
-    distances = loads.unsqueeze(1) + loads - 2 * ones @ ones.T
-    distances.fill_diagonal_(math.inf)
-    return int(distances.min()) if len(masks) > 1 else 0
-
-
 @dataclass(frozen=True)
 class Sparsity:
     """The dimensions that travel in a run; server and clients derive the same masks.

@@ -40,7 +40,6 @@ import torch
 from torch import Tensor
 
 from pbfl_flwr.config import PROTOCOLS, PrivacySettings
-from pbfl_flwr.config.keys import DpUnit
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.payloads.reveals import COUNTS, HOLDER, MEANS, PRESENCE, SINGLE, TOTAL, Reveal
@@ -70,33 +69,6 @@ def clip_norms(rows: Tensor, bound: float) -> Tensor:
     """Return rows (N, w) clipped to a Euclidean norm of C."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return rows * (bound / norms.clamp_min(bound))
-
-
-def sensitivity(
-    clip: float,
-    unit: DpUnit,
-    *,
-    scaled: bool,
-    dense: bool,
-    min_class_count: int,
-    num_classes: int,
-) -> float:
-    """Return Δ, the largest distance between the tables of neighbours; derived in the module's docstring.
-
-    Args:
-        clip: C.
-        unit: of privacy.
-        scaled: whether rows are sums n_ij·c̄_ij, not means.
-        dense: whether absent classes are sent as zero rows.
-        min_class_count: m.
-        num_classes: K.
-    """
-    if unit == "client":
-        return 2 * clip * math.sqrt(num_classes)
-    if not scaled:
-        change = 2 * clip / (min_class_count + 1)
-        return max(change, clip) if dense else change
-    return clip * min_class_count if dense else clip
 
 
 def delta_of(epsilon: float, mu: float) -> float:
@@ -220,35 +192,83 @@ class Release:
             metrics["held-back"] = float(held_back)
         if keys.dp_noise:
             generator = client.generator("privacy") if keys.dp_randomness == "seed" else None
-            noise = self.deviation(len(rows)) * gaussian(len(rows), rows.shape[1], generator)
+            deviation = keys.dp_noise * self.sensitivity(len(rows))
+            noise = deviation * gaussian(len(rows), rows.shape[1], generator)
             rows = (rows.double() + noise * present[:, None]).to(torch.float32)
             releases = 1 + int(client.memory.get(RELEASES, torch.zeros(())))
             memory[RELEASES] = torch.tensor(releases)
             metrics["epsilon"] = epsilon_of(keys.dp_noise, releases, keys.dp_delta)
         return Released(rows, present, shown * large_enough, int(shown.sum()), metrics, memory)
 
-    def deviation(self, num_classes: int) -> float:
-        """Return σ = z·Δ, the standard deviation of the noise in every entry of a table of K classes."""
-        keys = self.settings
-        return keys.dp_noise * sensitivity(
-            keys.dp_clip,
-            keys.dp_unit,
-            scaled=self.scaled,
-            dense=keys.dense_uploads,
-            min_class_count=self.minimum,
-            num_classes=num_classes,
-        )
+    def sensitivity(self, num_classes: int) -> float:
+        """Return Δ, the largest distance between the tables of neighbours; derived in the module's docstring."""
+        clip, dense = self.settings.dp_clip, self.settings.dense_uploads
+        if self.settings.dp_unit == "client":
+            return 2 * clip * math.sqrt(num_classes)
+        if not self.scaled:
+            change = 2 * clip / (self.minimum + 1)
+            return max(change, clip) if dense else change
+        return clip * self.minimum if dense else clip
 
     def reveals(self, rule: str, *, sends_total: bool) -> tuple[Reveal, ...]:
-        """Return what an upload reveals to the server.
+        """Return what an upload reveals to the server, with the effect of the settings.
 
         Args:
             rule: the server's aggregation rule.
             sends_total: whether uploads have n_i.
+
+        Returns:
+            Presence, rows, single samples, counts, n_i and the single holder's row.
         """
-        return _revealed(
-            self.settings, rule, minimum=self.minimum, scaled=self.scaled, sends_total=sends_total
+        keys = self.settings
+        noisy = (
+            f"noise of {keys.dp_noise:g} times the sensitivity, unit {keys.dp_unit}" if keys.dp_noise else ""
         )
+        presence, rows, single, counts = PRESENCE, MEANS, SINGLE, COUNTS
+        if self.scaled:
+            rows = replace(
+                rows,
+                what="sums of features of each class",
+                how="the rows n_ij·c̄_ij; divided by n_ij, class means",
+            )
+        if keys.dense_uploads and noisy:
+            presence = presence.but("hidden", noisy)
+        elif keys.dense_uploads:
+            presence = presence.but(
+                "blurred", "a zero row still marks an absent class; only the message's size is hidden"
+            )
+        if noisy:
+            rows, single = rows.but("blurred", noisy), single.but("blurred", noisy)
+        elif keys.dp_clip:
+            rows = replace(rows, how=f"{rows.how}; norms are clipped to {keys.dp_clip:g}")
+        if self.minimum > 1:
+            single = single.but("hidden", f"classes of fewer than {self.minimum} samples are not sent")
+        if self.scaled:
+            how = "not sent, but the norm of n_ij·c̄_ij reveals most of them within 10 % (docs/privacy.md)"
+            how = f"{how}; {noisy}" if noisy else how
+            counts = replace(counts.but("blurred", how), hide="dp-noise, secure-aggregation, or count-bucket")
+        elif rule not in WEIGHTED_RULES:
+            counts = counts.but("hidden", f"rule '{rule}' sends none")
+        total = TOTAL if sends_total else TOTAL.but("hidden", "not part of the upload")
+        if keys.count_bucket != "off":
+            rounding = f"rounded to {'powers of two' if keys.count_bucket == 'powers' else keys.count_bucket}"
+            counts, total = (
+                one if one.state == "hidden" else one.but("blurred", f"{one.how}; {rounding}")
+                for one in (counts, total)
+            )
+        if keys.secure_aggregation:
+            holders, added, samples = "how many clients hold a class", "the sum of all rows", "Σ n_i"
+            presence, rows, single, counts, total = (
+                one if one.state == "hidden" else one.but("hidden", f"{MASKED} {learnt}")
+                for one, learnt in (
+                    (presence, holders),
+                    (rows, added),
+                    (single, added),
+                    (counts, samples),
+                    (total, samples),
+                )
+            )
+        return presence, rows, single, counts, total, HOLDER
 
 
 def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total: bool, once: bool) -> Release:
@@ -311,63 +331,3 @@ def unprotected(settings: PrivacySettings) -> list[str]:
     if settings.min_class_count not in ("auto", *PROTOCOLS["min-class-count"].values()):
         more.append("min_class_count")
     return [f"{key.replace('_', '-')} = {getattr(settings, key)!r}" for key in more]
-
-
-def _revealed(
-    keys: PrivacySettings, rule: str, *, minimum: int, scaled: bool, sends_total: bool
-) -> tuple[Reveal, ...]:
-    """Return presence, rows, single samples, counts, n_i and the single holder's row, with the effect of the settings.
-
-    Args:
-        keys: the privacy settings.
-        rule: the server's aggregation rule.
-        minimum: m, number of samples below which a class is held back.
-        scaled: whether rows are n_ij·c̄_ij, not means.
-        sends_total: whether uploads have n_i.
-    """
-    noisy = f"noise of {keys.dp_noise:g} times the sensitivity, unit {keys.dp_unit}" if keys.dp_noise else ""
-    presence, rows, single, counts = PRESENCE, MEANS, SINGLE, COUNTS
-    if scaled:
-        rows = replace(
-            rows,
-            what="sums of features of each class",
-            how="the rows n_ij·c̄_ij; divided by n_ij, class means",
-        )
-    if keys.dense_uploads and noisy:
-        presence = presence.but("hidden", noisy)
-    elif keys.dense_uploads:
-        presence = presence.but(
-            "blurred", "a zero row still marks an absent class; only the message's size is hidden"
-        )
-    if noisy:
-        rows, single = rows.but("blurred", noisy), single.but("blurred", noisy)
-    elif keys.dp_clip:
-        rows = replace(rows, how=f"{rows.how}; norms are clipped to {keys.dp_clip:g}")
-    if minimum > 1:
-        single = single.but("hidden", f"classes of fewer than {minimum} samples are not sent")
-    if scaled:
-        how = "not sent, but the norm of n_ij·c̄_ij reveals most of them within 10 % (docs/privacy.md)"
-        how = f"{how}; {noisy}" if noisy else how
-        counts = replace(counts.but("blurred", how), hide="dp-noise, secure-aggregation, or count-bucket")
-    elif rule not in WEIGHTED_RULES:
-        counts = counts.but("hidden", f"rule '{rule}' sends none")
-    total = TOTAL if sends_total else TOTAL.but("hidden", "not part of the upload")
-    if keys.count_bucket != "off":
-        rounding = f"rounded to {'powers of two' if keys.count_bucket == 'powers' else keys.count_bucket}"
-        counts, total = (
-            one if one.state == "hidden" else one.but("blurred", f"{one.how}; {rounding}")
-            for one in (counts, total)
-        )
-    if keys.secure_aggregation:
-        holders, added, samples = "how many clients hold a class", "the sum of all rows", "Σ n_i"
-        presence, rows, single, counts, total = (
-            one if one.state == "hidden" else one.but("hidden", f"{MASKED} {learnt}")
-            for one, learnt in (
-                (presence, holders),
-                (rows, added),
-                (single, added),
-                (counts, samples),
-                (total, samples),
-            )
-        )
-    return presence, rows, single, counts, total, HOLDER

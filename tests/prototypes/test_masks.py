@@ -1,6 +1,5 @@
 import hashlib
 import math
-from itertools import combinations
 
 import pytest
 import torch
@@ -8,19 +7,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.prototypes.masks import (
-    allocate_masks,
-    compress,
-    expand,
-    maximal_total_hamming,
-    smallest_hamming,
-    total_hamming,
-)
+from pbfl_flwr.prototypes.masks import allocate_masks, compress, expand
 
 
 def pairwise(masks):
-    """The definition: count the differing positions of every pair."""
-    return [int((masks[j] != masks[k]).sum()) for j, k in combinations(range(len(masks)), 2)]
+    """The Hamming distance of every pair."""
+    return torch.pdist(masks.double(), p=0).tolist()
+
+
+def largest_total(num_classes, feature_dim, size):
+    """The largest total distance of K masks of s ones: r columns of load q + 1 and d - r of load q, q = ⌊Ks/d⌋."""
+    q, r = divmod(num_classes * size, feature_dim)
+    return (feature_dim - r) * q * (num_classes - q) + r * (q + 1) * (num_classes - q - 1)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +36,8 @@ def pairwise(masks):
 )
 def test_totals_are_the_maximum(num_classes, feature_dim, size, total):
     masks = allocate_masks(num_classes, feature_dim, size, seed=0, swaps=100)
-    assert maximal_total_hamming(num_classes, feature_dim, size) == total
-    assert total_hamming(masks) == total
+    assert largest_total(num_classes, feature_dim, size) == total
+    assert sum(pairwise(masks)) == total
 
 
 @pytest.mark.parametrize(
@@ -48,13 +46,13 @@ def test_totals_are_the_maximum(num_classes, feature_dim, size, total):
 )
 def test_smallest_distance_beats_a_plain_deal(num_classes, dealt_and_published):
     masks = allocate_masks(num_classes, 500, 50, seed=1)
-    assert smallest_hamming(masks) >= max(dealt_and_published + 10, 84)
+    assert min(pairwise(masks)) >= max(dealt_and_published + 10, 84)
 
 
 def test_block_codes_beat_the_greedy_search():
     # K = 200, d = 500: blocks of 2, p = 20 of 200 blocks; the published greedy search ended at 26 blocks
     masks = allocate_masks(200, 500, 50, scheme="block", seed=0)
-    assert smallest_hamming(masks) >= 32 * 2
+    assert min(pairwise(masks)) >= 32 * 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,8 +66,7 @@ def test_every_allocation_is_balanced_and_maximal(num_classes, feature_dim, data
     loads = masks.sum(0)
     assert int(loads.max() - loads.min()) <= 1
     distances = pairwise(masks)
-    assert sum(distances) == total_hamming(masks) == maximal_total_hamming(num_classes, feature_dim, size)
-    assert min(distances) == smallest_hamming(masks)
+    assert sum(distances) == largest_total(num_classes, feature_dim, size)
     if math.comb(feature_dim, size) >= num_classes:
         assert min(distances) > 0
 
@@ -82,15 +79,15 @@ def test_distinct_masks_even_when_every_subset_is_needed(num_classes, feature_di
     for seed in range(2):
         masks = allocate_masks(num_classes, feature_dim, size, seed=seed)
         assert len(masks.unique(dim=0)) == num_classes
-        assert total_hamming(masks) == maximal_total_hamming(num_classes, feature_dim, size)
+        assert sum(pairwise(masks)) == largest_total(num_classes, feature_dim, size)
 
 
 def test_swaps_never_lower_the_smallest_distance():
     for num_classes, feature_dim, size in [(60, 40, 8), (30, 50, 9), (128, 128, 13)]:
         plain = allocate_masks(num_classes, feature_dim, size, seed=0, swaps=0)
         spread = allocate_masks(num_classes, feature_dim, size, seed=0, swaps=1000)
-        assert smallest_hamming(spread) >= smallest_hamming(plain)
-        assert total_hamming(spread) == total_hamming(plain)
+        assert min(pairwise(spread)) >= min(pairwise(plain))
+        assert sum(pairwise(spread)) == sum(pairwise(plain))
 
 
 def test_the_seed_alone_decides():
@@ -170,4 +167,4 @@ def test_compress_and_expand_are_inverses_on_the_support(num_classes, feature_di
 
 
 def test_one_class_has_no_pair():
-    assert smallest_hamming(allocate_masks(1, 4, 2, seed=0)) == 0
+    assert allocate_masks(1, 4, 2, seed=0).sum(1).tolist() == [2]

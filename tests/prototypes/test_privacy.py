@@ -24,7 +24,6 @@ from pbfl_flwr.prototypes.privacy import (
     delta_of,
     epsilon_of,
     gaussian,
-    sensitivity,
 )
 from pbfl_flwr.task import Task
 
@@ -62,7 +61,7 @@ def stage_of(scaled: bool, **keys: Any) -> Release:
 def test_one_sample_moves_a_table_by_at_most_the_sensitivity(m: int, scaled: bool, dense: bool) -> None:
     """Every data set of up to three samples of a class, out of five features, and every one that has one more."""
     stage = stage_of(scaled, dp_unit="sample", min_class_count=m, dense_uploads=dense)
-    allowed = sensitivity(C, "sample", scaled=scaled, dense=dense, min_class_count=m, num_classes=2)
+    allowed = stage.sensitivity(2)
     points = [GRID[0], GRID[1], GRID[2], GRID[9], GRID[10]]  # 0, and C and 2C in two opposite directions
     largest = 0.0
     for size in range(4):
@@ -87,7 +86,7 @@ def test_a_sample_changes_the_row_of_its_class_only() -> None:
 def test_two_clients_differ_by_at_most_the_sensitivity(scaled: bool, dense: bool) -> None:
     """Whatever the two hold and their networks make of it: K rows of norm C each."""
     stage = stage_of(scaled, dense_uploads=dense)
-    allowed = sensitivity(C, "client", scaled=scaled, dense=dense, min_class_count=1, num_classes=2)
+    allowed = stage.sensitivity(2)
     assert allowed == 2 * C * math.sqrt(2)
     tables = [table(stage, [(a, 0), (b, 1)]) for a in GRID for b in GRID]
     if dense:
@@ -174,7 +173,7 @@ def test_noise_has_its_deviation_and_is_never_the_same() -> None:
     assert stats.kstest(numbers.flatten().numpy(), "norm").pvalue > 1e-6
     assert not torch.equal(numbers, gaussian(400, 100))
     stage = stage_of(True, dp_noise=3.0, dense_uploads=True)
-    assert stage.deviation(2) == pytest.approx(3.0 * 2 * C * math.sqrt(2))
+    assert stage.sensitivity(2) == pytest.approx(2 * C * math.sqrt(2))
     client, means = client_of([0, 0]), torch.zeros(2, 2)
     first, second = (stage.table(client, means, torch.tensor([2, 0])) for _ in range(2))
     assert not torch.equal(first.rows, second.rows)
