@@ -104,7 +104,7 @@ def contrast(
 
     A class without a prototype is not in the denominator; its samples contribute 0 to the mean, as in
     :func:`alignment_loss`. With one available class the loss is 0; with none it is a 0 attached to the graph. Norms are
-    clamped at 1e-8. Shapes do not depend on ``present``, so that a GPU is not waited for and a step can be recorded.
+    clamped at 1e-8. Shapes do not depend on ``present``, so that a GPU is not waited for.
 
     Args:
         features: (B, d) z, attached to the graph.

@@ -106,7 +106,7 @@ def fit(
             BatchNorm statistics are updated in the whole network, as in the references.
         extra_modules: other networks that take part; put into training mode as well.
         source: (features (n, d), labels) on the client's device to train the head on, instead of the client's data.
-        draw: called before every step; its tensors are passed to the loss after the batch. Their shapes must not vary.
+        draw: called before every step; its tensors are passed to the loss after the batch.
         epochs: passes over the data; by default ``local-epochs``.
         max_steps: upper bound on the number of steps; None is no bound.
         phase: name of this pass, so that two passes in a round draw different batches.

@@ -9,10 +9,9 @@ from torch.nn import functional as F
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods.averaging import load_parameters, parameters_of
 from pbfl_flwr.methods.generative.fedpa import (
-    FedPA,
-    GeneratorLoss,
     diversity,
     generation_weight,
+    generator_loss,
     prototype_weight,
     teaching_weights,
 )
@@ -56,8 +55,9 @@ def test_generator_loss_is_its_three_terms(make_method, task):
     present = torch.tensor([True, True, False, True])
     table = Prototypes(torch.randn(4, 6, generator=random) * present[:, None], present)
     classes = torch.tensor([True, True, True, False])
-    loss = GeneratorLoss(heads, omega, table, classes, 8, 2.0, 0.15, torch.Generator().manual_seed(5))
-    result = float(loss(network).detach())
+    drawn = network.draw(classes.long(), 8, torch.Generator().manual_seed(5))
+    loss = generator_loss(*drawn, heads=heads, teaching=omega, table=table, generation=2.0, adversarial=0.15)
+    result = float(loss.detach())
 
     again = torch.Generator().manual_seed(5)
     labels = torch.multinomial(classes.double(), 8, replacement=True, generator=again)
@@ -83,11 +83,9 @@ def test_the_generator_is_pushed_off_the_prototypes_of_the_round_before(make_met
         rows = Prototypes(torch.full((4, 6), value), torch.ones(4).bool(), torch.ones(4, dtype=torch.int64))
         uploads = {0: WeightsAndPrototypes(Weights(state.taught.weights.tensors, 4), rows)}
         round_info = Round(number, task, 1)
-        with patch.object(
-            FedPA, "_generator_loss", autospec=True, side_effect=FedPA._generator_loss
-        ) as asked:
+        with patch("pbfl_flwr.methods.generative.fedpa.generator_loss", wraps=generator_loss) as asked:
             state = method.aggregate(state, uploads, round_info)
-        table = asked.call_args.args[2]
+        table = asked.call_args.kwargs["table"]
         pushed.append(float(table.values[0, 0]) if table.num_present else None)
     assert pushed == [None, 1.0, 5.0]
     assert float(state.taught.prototypes.values[0, 0]) == 9.0
@@ -217,8 +215,11 @@ def test_classes_without_a_prototype_do_not_change_the_generators_loss(make_meth
             torch.full((4, 6), 2.0) * torch.tensor(present).unsqueeze(1), torch.tensor(present).bool()
         )
         network = method.shape.build(task, 1)
-        loss = GeneratorLoss(heads, omega, table, classes, 32, 0.0, 0.5, torch.Generator().manual_seed(5))
-        losses[name] = float(loss(network).detach())
+        drawn = network.draw(classes.long(), 32, torch.Generator().manual_seed(5))
+        loss = generator_loss(
+            *drawn, heads=heads, teaching=omega, table=table, generation=0.0, adversarial=0.5
+        )
+        losses[name] = float(loss.detach())
     random = torch.Generator().manual_seed(5)
     labels = torch.multinomial(classes.double(), 32, replacement=True, generator=random)
     with torch.no_grad():

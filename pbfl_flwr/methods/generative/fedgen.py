@@ -32,12 +32,10 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.averaging import Weighting, average, same_shapes, weighting_of
 from pbfl_flwr.methods.generative.generators import (
-    Adam,
     FeatureGenerator,
     GenerativeState,
     GeneratorBroadcast,
     Shape,
-    draw_labels,
     initial_state,
     sampler,
     train_generator,
@@ -108,11 +106,10 @@ class LabelledHead:
 class FedGen(Method[GenerativeState, GeneratorBroadcast, LabelledHead]):
     """See the module."""
 
+    config: Config
     architecture: str
     shape: Shape
-    adam: Adam
     batch_size: int
-    persist: bool = True
     weighting: Weighting = "samples"
     name: str = "fedgen"
     moment: Moment = "before"
@@ -124,7 +121,9 @@ class FedGen(Method[GenerativeState, GeneratorBroadcast, LabelledHead]):
     def init(self, task: Task, seed: int) -> GenerativeState:
         """Return a newly initialised head and generator."""
         head = initial(self.architecture, task, seed, "head")
-        return initial_state(head, self.shape, task, seeds.derive(seed, "generator"), used=not self.persist)
+        return initial_state(
+            head, self.shape, task, seeds.derive(seed, "generator"), used=not self.config.persist
+        )
 
     def broadcast(self, state: GenerativeState, client: int) -> GeneratorBroadcast:
         """Head, generator, label counts."""
@@ -161,18 +160,19 @@ class FedGen(Method[GenerativeState, GeneratorBroadcast, LabelledHead]):
         known = {**state.clients, **{client: upload.label_counts for client, upload in uploads.items()}}
         counts = torch.stack([*known.values()]).sum(0) if known else state.taught.label_counts
         taught = replace(state.taught, weights=head, label_counts=counts)
-        if not self.persist or not bool(counts.any()):
+        if not self.config.persist or not bool(counts.any()):
             return replace(state, taught=taught, clients=known)
         random = seeds.generator(round_info.seed, "fedgen", round_info.number)
 
         def loss(network: FeatureGenerator) -> Tensor:
-            labels = draw_labels(counts, max(2, self.batch_size), random)  # BatchNorm needs two samples
-            features, _ = network.draw(labels, random)
+            features, labels, _ = network.draw(counts, max(2, self.batch_size), random)  # two for BatchNorm
             logits = nn.functional.linear(features, head.tensors["head.weight"], head.tensors["head.bias"])
             return nn.functional.cross_entropy(logits, labels)
 
         network = self.shape.load(round_info.task, state.generator.tensors)
-        generator, mean_loss = train_generator(state.generator, network, self.adam, loss)
+        generator, mean_loss = train_generator(
+            state.generator, network, loss, self.config.server_steps, self.config.server_learning_rate
+        )
         return GenerativeState(
             replace(taught, generator=Weights(generator.tensors)), generator, known, mean_loss
         )
@@ -200,10 +200,9 @@ def build(settings: Settings) -> FedGen:
     """Return the method."""
     config = parse_section(Config, settings)
     return FedGen(
+        config,
         architectures(settings.models.models)[0],
         Shape(config.noise_dim, config.hidden_dim),
-        Adam(config.server_steps, config.server_learning_rate),
         settings.training.batch_size,
-        config.persist,
         weighting_of(settings, "samples"),
     )

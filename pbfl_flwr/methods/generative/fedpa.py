@@ -32,12 +32,10 @@ from pbfl_flwr.config.keys import Stale
 from pbfl_flwr.method import Client, Method, Round, Update
 from pbfl_flwr.methods.averaging import Weighting, average, weighting_of
 from pbfl_flwr.methods.generative.generators import (
-    Adam,
     FeatureGenerator,
     GenerativeState,
     GeneratorBroadcast,
     Shape,
-    draw_labels,
     initial_state,
     sampler,
     train_generator,
@@ -111,6 +109,40 @@ def diversity(features: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
     return (-(noises * distances * apart)).mean().exp()
 
 
+def generator_loss(
+    features: Tensor,
+    labels: Tensor,
+    noise: Tensor,
+    *,
+    heads: Sequence[tuple[Tensor, Tensor]],
+    teaching: Tensor,
+    table: Prototypes | None,
+    generation: float,
+    adversarial: float,
+) -> Tensor:
+    """Return the generator's loss on a batch of its features; see the module.
+
+    Args:
+        features: (B, d) G(y, ε).
+        labels: (B,) y.
+        noise: (B, noise_dim) ε.
+        heads: (weight, bias) of every uploaded network.
+        teaching: (M, K) ω.
+        table: P of the previous round, (K, d); None before the second round.
+        generation: a_t.
+        adversarial: weight of the distance to prototypes.
+    """
+    total = diversity(features, noise, labels)
+    for (weight, bias), omega in zip(heads, teaching, strict=True):
+        logits = nn.functional.linear(features, weight, bias)
+        each = nn.functional.cross_entropy(logits, labels, reduction="none")
+        total = total + generation * (omega[labels] * each).mean()
+    if table is None or not bool((known := table.present[labels]).any()):
+        return total
+    away = nn.functional.mse_loss(features[known], table.values[labels[known]])
+    return total - adversarial * away
+
+
 def linear_head_of(weights: Weights) -> tuple[Tensor, Tensor]:
     """Return weight (K, d) and bias (K,) of the head among a network's tensors, with or without dropout before it."""
     head = {name.rpartition(".")[2]: t for name, t in weights.tensors.items() if name.startswith("head.")}
@@ -162,10 +194,7 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         table = down.prototypes or Prototypes.empty(K, d)
         values, present = table.values.to(client.device), table.present.to(client.device)
         known = table.num_present > 0
-        # tensors, because a recorded step would keep the values of Python numbers
-        a, b = (
-            torch.tensor(weight(t), device=client.device) for weight in (generation_weight, prototype_weight)
-        )
+        a, b = generation_weight(t), prototype_weight(t)
         seen = ClassSums(K, d, client.device)
 
         def loss(inputs: Tensor, labels: Tensor, *generated: Tensor) -> dict[str, Tensor]:
@@ -200,34 +229,32 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         fresh = aggregation.weighted(upload.prototypes for upload in uploads.values())
         table, _ = aggregation.keep_stale(old.prototypes, fresh, mode=self.stale)
         network = self.shape.load(round_info.task, state.generator.tensors)
-        loss = self._generator_loss(uploads, old.prototypes, fresh.present, round_info)
-        rate = self.config.server_learning_rate * self.config.server_rate_decay ** (round_info.number - 1)
-        adam = Adam(self.config.server_steps, rate, self.config.server_weight_decay)
-        generator, mean_loss = train_generator(state.generator, network, adam, loss)
+        heads = [linear_head_of(upload.weights) for upload in uploads.values()]
+        counts = [n for upload in uploads.values() if (n := upload.prototypes.counts) is not None]
+        teaching = teaching_weights(torch.stack(counts))
+        random = seeds.generator(round_info.seed, "fedpa", round_info.number)
+        config, t = self.config, round_info.number - 1
+
+        def loss(network: FeatureGenerator) -> Tensor:
+            features, labels, noise = network.draw(fresh.present.long(), max(2, self.batch_size), random)
+            return generator_loss(
+                features,
+                labels,
+                noise,
+                heads=heads,
+                teaching=teaching,
+                table=old.prototypes,
+                generation=generation_weight(t),
+                adversarial=config.adversarial_weight,
+            )
+
+        rate = config.server_learning_rate * config.server_rate_decay**t
+        generator, mean_loss = train_generator(
+            state.generator, network, loss, config.server_steps, rate, config.server_weight_decay
+        )
         generated = torch.maximum(old.label_counts, fresh.present.long())
         taught = GeneratorBroadcast(weights, Weights(generator.tensors), generated, table)
         return replace(state, taught=taught, generator=generator, loss=mean_loss)
-
-    def _generator_loss(
-        self,
-        uploads: Mapping[int, WeightsAndPrototypes],
-        table: Prototypes | None,
-        classes: Tensor,
-        round_info: Round,
-    ) -> GeneratorLoss:
-        sent = list(uploads.values())
-        heads = [linear_head_of(up.weights) for up in sent]
-        counts = torch.stack([n for up in sent if (n := up.prototypes.counts) is not None])  # (M, K)
-        return GeneratorLoss(
-            heads=heads,
-            teaching=teaching_weights(counts),
-            table=table,
-            classes=classes,
-            size=max(2, self.batch_size),
-            generation=generation_weight(round_info.number - 1),
-            adversarial=self.config.adversarial_weight,
-            random=seeds.generator(round_info.seed, "fedpa", round_info.number),
-        )
 
     def validate(self, upload: WeightsAndPrototypes, state: GenerativeState, task: Task) -> None:
         """Check the network's tensors, and that rows of width d come with counts."""
@@ -256,46 +283,6 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
             scalars
             + sum((classes + task.num_classes) * task.feature_dim + classes for classes in class_counts)
         )
-
-
-@dataclass(frozen=True)
-class GeneratorLoss:
-    """Loss of the server's generator; see the module.
-
-    Attributes:
-        heads: (weight, bias) of every uploaded network.
-        teaching: (M, K) ω.
-        table: P of the previous round, (K, d); None before the second round.
-        classes: (K,) bool, classes that clients trained on in this round.
-        size: B, labels per step.
-        generation: a_t.
-        adversarial: weight of the distance to prototypes.
-        random: generator for labels and noise.
-    """
-
-    heads: Sequence[tuple[Tensor, Tensor]]
-    teaching: Tensor
-    table: Prototypes | None
-    classes: Tensor
-    size: int
-    generation: float
-    adversarial: float
-    random: torch.Generator
-
-    def __call__(self, network: FeatureGenerator) -> Tensor:
-        """Return the loss of one step on labels drawn uniformly from the classes."""
-        labels = draw_labels(self.classes.long(), self.size, self.random)
-        features, noise = network.draw(labels, self.random)
-        total = diversity(features, noise, labels)
-        for (weight, bias), omega in zip(self.heads, self.teaching, strict=True):
-            each = nn.functional.cross_entropy(
-                nn.functional.linear(features, weight, bias), labels, reduction="none"
-            )
-            total = total + self.generation * (omega[labels] * each).mean()
-        if self.table is None or not bool((known := self.table.present[labels]).any()):
-            return total
-        away = nn.functional.mse_loss(features[known], self.table.values[labels[known]])
-        return total - self.adversarial * away
 
 
 def build(settings: Settings) -> FedPA:

@@ -18,7 +18,7 @@ from pbfl_flwr.method import Client
 from pbfl_flwr.methods.averaging import copies
 from pbfl_flwr.payloads import Prototypes, Weights, class_counts, joined, part_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import optimizers
+from pbfl_flwr.training.optimizers import Adam, param_group
 
 
 class FeatureGenerator(nn.Module):
@@ -52,10 +52,20 @@ class FeatureGenerator(nn.Module):
         features: Tensor = self.output(self.hidden(torch.cat([noise, onehot], dim=1)))
         return features.relu() if self.positive else features
 
-    def draw(self, labels: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return features (B, d) for labels, and the noise (B, noise_dim), which is drawn on the CPU."""
-        noise = torch.rand(len(labels), self.noise_dim, generator=random).to(labels.device)
-        return self(labels, noise), noise
+    def draw(self, counts: Tensor, size: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Return features (B, d) on the generator's device, and their labels (B,) and noise (B, noise_dim).
+
+        Labels and noise are drawn on the CPU.
+
+        Args:
+            counts: (K,), relative frequencies of the labels.
+            size: B.
+            random: CPU generator.
+        """
+        device = self.output.weight.device
+        labels = torch.multinomial(counts.double(), size, replacement=True, generator=random).to(device)
+        noise = torch.rand(size, self.noise_dim, generator=random).to(device)
+        return self(labels, noise), labels, noise
 
 
 @dataclass(frozen=True)
@@ -130,31 +140,23 @@ class GeneratorState:
         return cls(network.tensors, Weights.from_tensors(part_of(tensors, "moments"), task).tensors)
 
 
-@dataclass(frozen=True)
-class Adam:
-    """Settings of the server's Adam optimiser, whose moments are kept from round to round.
-
-    Attributes:
-        steps: optimiser steps per round.
-        learning_rate: η.
-        weight_decay: L2 penalty.
-    """
-
-    steps: int
-    learning_rate: float
-    weight_decay: float = 0.0
-
-
 def train_generator(
-    state: GeneratorState, network: FeatureGenerator, adam: Adam, loss: Callable[[FeatureGenerator], Tensor]
+    state: GeneratorState,
+    network: FeatureGenerator,
+    loss: Callable[[FeatureGenerator], Tensor],
+    steps: int,
+    learning_rate: float,
+    weight_decay: float = 0.0,
 ) -> tuple[GeneratorState, float]:
-    """Train a generator with Adam; return the new state and the mean loss.
+    """Train a generator with Adam, whose moments are kept from round to round; return the new state and the mean loss.
 
     Args:
         state: not changed.
         network: loaded from the state; changed in place.
-        adam: the optimiser's settings.
         loss: computes the loss of one step, on samples that it draws itself.
+        steps: optimiser steps.
+        learning_rate: η.
+        weight_decay: L2 penalty.
 
     Raises:
         PbflError: if the loss is not finite.
@@ -165,13 +167,10 @@ def train_generator(
         for name, parameter in named.items()
         if (moments := part_of(state.moments, name))
     }
-    group = optimizers.ParamGroup(tuple(named.values()))
-    optimizer = optimizers.Adam(
-        [group], adam.learning_rate, adam.weight_decay, state=earlier_moments, fused=False
-    )
+    optimizer = Adam([param_group(network)], learning_rate, weight_decay, state=earlier_moments, fused=False)
     network.train()
     total = 0.0
-    for _ in range(adam.steps):
+    for _ in range(steps):
         value = loss(network)
         optimizer.zero_grad()
         torch.autograd.backward(value)
@@ -184,7 +183,7 @@ def train_generator(
         for name, parameter in named.items()
         for key, tensor in optimizer.state[parameter].items()
     }
-    return GeneratorState(tensors_of(network), moments), total / adam.steps
+    return GeneratorState(tensors_of(network), moments), total / steps
 
 
 @dataclass(frozen=True)
@@ -285,11 +284,6 @@ def initial_state(
     )
 
 
-def draw_labels(counts: Tensor, size: int, random: torch.Generator) -> Tensor:
-    """Return labels (size,) drawn in proportion to the counts (K,), on the CPU."""
-    return torch.multinomial(counts.double(), size, replacement=True, generator=random)
-
-
 Sampler = Callable[[], tuple[Tensor, Tensor]]
 
 
@@ -317,7 +311,7 @@ def sampler(
 
     @torch.no_grad()
     def draw() -> tuple[Tensor, Tensor]:
-        labels = draw_labels(taught.label_counts, size, random).to(client.device)
-        return network.draw(labels, random)[0], labels
+        features, labels, _ = network.draw(taught.label_counts, size, random)
+        return features, labels
 
     return draw

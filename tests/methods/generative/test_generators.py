@@ -6,12 +6,10 @@ from torch import nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods.generative.generators import (
-    Adam,
     GenerativeState,
     GeneratorBroadcast,
     GeneratorState,
     Shape,
-    draw_labels,
     initial_state,
     tensors_of,
     train_generator,
@@ -30,15 +28,15 @@ def test_the_published_size():
 
 def test_noise_is_uniform_and_features_follow_the_layers():
     network: Any = SHAPE.build(TASK, 1).eval()
-    labels = torch.tensor([0, 3, 3])
-    features, noise = network.draw(labels, torch.Generator().manual_seed(0))
-    assert noise.shape == (3, 3)
+    features, labels, noise = network.draw(torch.tensor([1, 0, 0, 1]), 8, torch.Generator().manual_seed(0))
+    assert set(labels.tolist()) == {0, 3}
+    assert noise.shape == (8, 3)
     assert 0 <= float(noise.min()) <= float(noise.max()) < 1
     linear, norm, _ = network.hidden
     inputs = torch.cat([noise, torch.eye(4)[labels]], dim=1)
     hidden = (linear(inputs) / (1 + norm.eps) ** 0.5).relu()  # fresh BatchNorm: mean 0, variance 1
     assert torch.allclose(features, network.output(hidden), atol=1e-6)
-    assert Shape(3, 8, positive=True).build(TASK).draw(labels, torch.Generator())[0].min() >= 0
+    assert Shape(3, 8, positive=True).build(TASK).draw(torch.ones(4), 5, torch.Generator())[0].min() >= 0
 
 
 def test_training_goes_on_with_its_moments():
@@ -49,7 +47,7 @@ def test_training_goes_on_with_its_moments():
 
     def train(state, steps):
         network = SHAPE.load(TASK, state.tensors)
-        return train_generator(state, network, Adam(steps, 0.05), loss)
+        return train_generator(state, network, loss, steps, 0.05)
 
     start = GeneratorState(tensors_of(SHAPE.build(TASK, 2)))
     assert not start.trained
@@ -71,11 +69,11 @@ def test_a_generator_that_diverges_is_an_error():
     start = GeneratorState(tensors_of(SHAPE.build(TASK, 2)))
     network = SHAPE.load(TASK, start.tensors)
     with pytest.raises(PbflError, match="generator diverged"):
-        train_generator(start, network, Adam(1, 0.1), lambda net: net.output.weight.sum() * float("nan"))
+        train_generator(start, network, lambda net: net.output.weight.sum() * float("nan"), 1, 0.1)
 
 
 def test_labels_are_drawn_in_proportion():
-    drawn = draw_labels(torch.tensor([3, 0, 1, 0]), 4000, torch.Generator().manual_seed(0))
+    _, drawn, _ = SHAPE.build(TASK).draw(torch.tensor([3, 0, 1, 0]), 4000, torch.Generator().manual_seed(0))
     counts = torch.bincount(drawn, minlength=4)
     assert counts[1] == counts[3] == 0
     assert 2850 < int(counts[0]) < 3150
