@@ -178,12 +178,6 @@ def _taps(height: int, width: int, kernel: int, stride: int, padding: int) -> tu
     """Return (h·w·h'·w', kernel²), one where a kernel element connects an input and an output pixel; h', w'."""
     rows, columns = _sides(height, width, kernel, stride, padding)
     with torch.inference_mode(False):  # the cache may be filled during evaluation and used in training
-        table = torch.zeros(height, width, rows, columns, kernel, kernel)
-    for row in range(rows):
-        for column in range(columns):
-            for i in range(kernel):
-                for j in range(kernel):
-                    y, x = row * stride + i - padding, column * stride + j - padding
-                    if 0 <= y < height and 0 <= x < width:
-                        table[y, x, row, column, i, j] = 1.0
-    return table.reshape(-1, kernel * kernel), rows, columns
+        pixels = torch.eye(height * width).view(height * width, 1, height, width)
+        met = nn.functional.unfold(pixels, kernel, padding=padding, stride=stride)  # (h·w, kernel², h'·w')
+        return met.transpose(1, 2).reshape(-1, kernel * kernel).contiguous(), rows, columns
