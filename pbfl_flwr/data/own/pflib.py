@@ -8,6 +8,7 @@ and the files fix its split: partition settings do not apply.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,41 @@ def pflib(settings: DataSettings) -> Pool:
         settings, "a PFLlib/HtFLlib dataset folder with config.json, train/<i>.npz and test/<i>.npz"
     )
     num_clients, num_classes = _read_config(root / "config.json")
+    hint = f"though {root / 'config.json'} says num_clients = {num_clients}"
+    return _pool(settings, root, range(num_clients), num_classes, hint)
+
+
+def pflib_client(settings: DataSettings, client: int | None) -> Pool:
+    """Return the samples of one client of such a folder, as its only client; other clients' files may be missing.
+
+    Args:
+        settings: data-dir is the folder.
+        client: number of its files; None: the only client in the folder.
+
+    Raises:
+        PbflError: as :func:`pflib`, and if ``client`` is None and the folder holds several clients, or none.
+    """
+    root = given_path(settings, "a PFLlib/HtFLlib dataset folder with config.json and train/<i>.npz")
+    num_classes = _read_config(root / "config.json")[1]
+    if client is None:
+        clients = sorted(path.stem for path in (root / "train").glob("*.npz"))
+        if len(clients) != 1 or not clients[0].isdecimal():
+            raise PbflError(
+                f"{root / 'train'} holds the files of {len(clients)} clients; set data-client (a whole number) to "
+                "one of them"
+            )
+        client = int(clients[0])
+    hint = "set data-client (a whole number) to another client of the folder"
+    return _pool(settings, root, [client], num_classes, hint)
+
+
+def _pool(settings: DataSettings, root: Path, clients: Iterable[int], num_classes: int, hint: str) -> Pool:
+    """Return the samples of these clients; ``hint`` is for the error if a file is missing."""
+    files = [root / part / f"{client}.npz" for client in clients for part in PARTS]
     names = _names(settings, num_classes, root)
-    files = [root / part / f"{client}.npz" for client in range(num_clients) for part in PARTS]
     for path in files:
         if not path.is_file():
-            raise PbflError(
-                f"there is no {path}, though {root / 'config.json'} says num_clients = {num_clients}"
-            )
+            raise PbflError(f"there is no {path}; {hint}")
 
     def decode(allocate: Allocate) -> Pool:
         labels: list[Rows] = []
@@ -73,52 +102,6 @@ def pflib(settings: DataSettings) -> Pool:
         )
 
     return cached(settings.dataset, [root / "config.json", *files], decode, names)
-
-
-def pflib_client(settings: DataSettings, client: int | None) -> Pool:
-    """Return the samples of one client of such a folder, as its only client; other clients' files may be missing.
-
-    Args:
-        settings: data-dir is the folder.
-        client: number of its files; None: the only client in the folder.
-
-    Raises:
-        PbflError: as :func:`pflib`, and if ``client`` is None and the folder holds several clients, or none.
-    """
-    root = given_path(settings, "a PFLlib/HtFLlib dataset folder with config.json and train/<i>.npz")
-    num_classes = _read_config(root / "config.json")[1]
-    if client is None:
-        clients = sorted(path.stem for path in (root / "train").glob("*.npz"))
-        if len(clients) != 1 or not clients[0].isdecimal():
-            raise PbflError(
-                f"{root / 'train'} holds the files of {len(clients)} clients; set data-client (a whole number) to "
-                "one of them"
-            )
-        client = int(clients[0])
-    files = [root / part / f"{client}.npz" for part in PARTS]
-    for path in files:
-        if not path.is_file():
-            raise PbflError(
-                f"there is no {path}; set data-client (a whole number) to another client of the folder"
-            )
-    names = _names(settings, num_classes, root)
-
-    def decode(allocate: Allocate) -> Pool:
-        (x, y), (x_test, y_test) = (_read_part(path) for path in files)
-        if len(y_test) and x_test.shape[1:] != x.shape[1:]:
-            raise PbflError(f"{files[1]} has inputs of shape {x_test.shape[1:]}, {files[0]} {x.shape[1:]}")
-        inputs = np.concatenate([x, x_test]) if len(y_test) else x
-        labels = np.concatenate([y, y_test])
-        return Pool(
-            np.ascontiguousarray(inputs, dtype=np.float32),
-            labels,
-            names,
-            num_train=len(labels),
-            owner=np.zeros(len(labels), dtype=np.int64),
-            in_train=np.arange(len(labels)) < len(y),
-        )
-
-    return cached(settings.dataset, [root / "config.json", *files], decode, ("client", *names))
 
 
 def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
