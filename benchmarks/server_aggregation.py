@@ -27,7 +27,7 @@ from machine import introduce, write
 from pbfl_flwr.config import parse
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.server.exchange import Phase
+from pbfl_flwr.flower.server.exchange import Phase, RoundPlan
 from pbfl_flwr.flower.server.replies import read
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import SECTIONS, build_method
@@ -53,7 +53,8 @@ def replies(rule: str, number: int) -> tuple[Phase, list[Message]]:
         upload = Prototypes(torch.randn(K, S, generator=generator), present, counts, total)
         asked.append((question, client))
         answers.append(Message(wire.content(wire.encode(upload), report.to_record()), reply_to=question))
-    return Phase(asked, set(range(number)), {}, 0, time.perf_counter()), answers[::-1]
+    plan = RoundPlan(1, dict.fromkeys(range(number), "train"))
+    return Phase(asked, plan, {}, 0, time.perf_counter()), answers[::-1]
 
 
 def measure(rule: str, number: int, repeats: int) -> dict[str, Any]:

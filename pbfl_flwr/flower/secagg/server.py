@@ -52,7 +52,7 @@ from pbfl_flwr.flower.messages.report import Report, requested
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.secagg.messages import parameters_of, report_of, summing
 from pbfl_flwr.flower.server.exchange import Phase
-from pbfl_flwr.flower.server.replies import Outcome, error_reason, read, rejection_reason
+from pbfl_flwr.flower.server.replies import Exchange, error_reason, read, rejection_reason
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, Prototypes, Serializable
 from pbfl_flwr.prototypes import secure_sums as sums
@@ -125,7 +125,7 @@ class SecureRounds:
 
     def read(
         self, replies: list[Message], phase: Phase, state: Serializable, task: Task, max_bytes: int
-    ) -> Outcome:
+    ) -> Exchange:
         """Return the result of a phase; the arguments are those of :func:`~pbfl_flwr.flower.server.replies.read`.
 
         Each client whose upload is in the sum has the same upload, which represents the sum.
@@ -135,9 +135,10 @@ class SecureRounds:
         """
         rest = replace(phase, messages=[pair for pair in phase.messages if pair[1] not in phase.training])
         wanted = requested(self.settings.evaluation, task)
-        outcome = read(replies, rest, self.method, state, task, max_bytes, requested=wanted)
+        exchange = read(replies, rest, self.method, state, task, max_bytes, requested=wanted)
+        exchange.phase = phase
         if not phase.training or self._strategy is None or self._grid is None:
-            return outcome  # the final scoring is not encrypted
+            return exchange  # the final scoring is not encrypted
         clients = {message.metadata.dst_node_id: c for message, c in phase.messages if c in phase.training}
         waited = time.perf_counter() - phase.started
         reports: dict[int, Report] = {}
@@ -146,24 +147,24 @@ class SecureRounds:
             try:
                 reports[clients[node]] = report_of(result.metrics, wanted)
             except Exception as error:  # trust boundary, as in replies.read
-                outcome.failures[clients[node]] = f"its report cannot be read: {rejection_reason(error)}"
+                exchange.failures[clients[node]] = f"its report cannot be read: {rejection_reason(error)}"
         for node, client in clients.items():
             if node not in results:
                 no_answer = f"no answer within {waited:.0f} s, or the protocol was halted"
-                outcome.failures[client] = self._grid.errors.get(node) or no_answer
+                exchange.failures[client] = self._grid.errors.get(node) or no_answer
         if mean is not None:
             # The sum includes every client that sent a masked vector, even if its report is invalid.
             M = self.settings.run.num_clients
             with _errors_as_one_line(phase.number):
                 total = summed(self.method, mean, len(results), task, M)
-            outcome.uploads = dict.fromkeys(sorted(reports), total)
-            outcome.scalars_up += len(results) * total.values.numel()
-        outcome.reports = dict(sorted({**outcome.reports, **reports}.items()))
-        outcome.failures = dict(sorted(outcome.failures.items()))
+            exchange.uploads = dict.fromkeys(sorted(reports), total)
+            exchange.scalars_up += len(results) * total.values.numel()
+        exchange.reports = dict(sorted({**exchange.reports, **reports}.items()))
+        exchange.failures = dict(sorted(exchange.failures.items()))
         for node, client in clients.items():
             phase.down[client] = self._grid.down.get(node, Traffic())
-            outcome.up[client] = self._grid.up.get(node, Traffic())
-        return outcome
+            exchange.up[client] = self._grid.up.get(node, Traffic())
+        return exchange
 
 
 def summed(

@@ -2,7 +2,7 @@
 
 ::
 
-    plan (client -> "train" or "evaluate") -> Phase (messages) -> grid -> replies, late ones -> read -> Outcome
+    plan (client -> "train" or "evaluate") -> Phase (messages) -> grid -> replies, late ones -> read -> Exchange
 
 A client handles one message at a time: one with an overdue reply gets no new message until it has replied or
 MAX_OVERDUE_ROUNDS rounds have passed. Flower stores late replies until they are fetched.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -43,11 +44,13 @@ class RoundPlan:
         number: of the round, from 1.
         kinds: client -> what it is asked to do.
         absent: client -> why it gets no message.
+        new_clients: whether it is a round of the new clients, after the run's last round.
     """
 
     number: int
     kinds: Mapping[int, Kind]
     absent: Mapping[int, str] = field(default_factory=dict)
+    new_clients: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,25 +61,31 @@ class Phase:
 
     Attributes:
         messages: each with its client.
-        training: the clients that train.
+        plan: who does what.
         down: client -> bytes of its message.
         scalars_down: numbers that carry information.
         started: :func:`time.perf_counter` when the messages were ready.
         names: of clients that have one.
-        number: of the round.
-        absent: client -> why it got no message.
         malicious: clients that send falsified uploads.
     """
 
     messages: list[tuple[Message, int]]
-    training: set[int]
+    plan: RoundPlan
     down: dict[int, Traffic]
     scalars_down: int
     started: float
     names: dict[int, str] = field(default_factory=dict)
-    number: int = 0
-    absent: dict[int, str] = field(default_factory=dict)
     malicious: frozenset[int] = frozenset()
+
+    @property
+    def number(self) -> int:
+        """The round's number, from 1."""
+        return self.plan.number
+
+    @cached_property
+    def training(self) -> frozenset[int]:
+        """The clients that train."""
+        return frozenset(client for client, kind in self.plan.kinds.items() if kind == "train")
 
     def client_label(self, client: int) -> str:
         """Return a client's name, or its number if it has none."""
@@ -96,61 +105,53 @@ class Phase:
         }
 
 
-@dataclass(frozen=True)
-class Instructions:
-    """Builds the messages of a phase.
+def phase_of(
+    plan: RoundPlan,
+    method: Method[Any, Any, Any],
+    state: Serializable,
+    roster: Roster,
+    experiment: str,
+    dtype: wire.WireDtype,
+    malicious: frozenset[int] = frozenset(),
+    best: int = 0,
+) -> Phase:
+    """Return the phase with its messages, which are still to be sent.
 
-    Attributes:
+    Args:
+        plan: who does what.
         method: provides the broadcast for each client.
+        state: of the server.
+        roster: contains all clients of the plan.
         experiment: the name under which clients keep their state.
         dtype: of payloads on the wire.
         malicious: clients that send falsified uploads.
         best: the best round so far, whose client states are kept; 0 if none are.
     """
-
-    method: Method[Any, Any, Any]
-    experiment: str
-    dtype: wire.WireDtype
-    malicious: frozenset[int] = frozenset()
-    best: int = 0
-
-    def phase(self, state: Serializable, roster: Roster, plan: RoundPlan) -> Phase:
-        """Return the phase with its messages, which are still to be sent.
-
-        Args:
-            state: of the server.
-            roster: contains all clients of the plan.
-            plan: who does what.
-        """
-        messages, down, scalars, names = [], {}, 0, roster.names
-        # A broadcast that is the same object for several clients is encoded once. The payload is kept with its
-        # encoding, since the id of a deleted object may be reused.
-        encoded: dict[int, tuple[Payload, ArrayRecord]] = {}
-        for number in sorted(plan.kinds):
-            payload = self.method.broadcast(state, number)
-            if id(payload) not in encoded:
-                encoded[id(payload)] = payload, wire.encode(payload, self.dtype)
-            config = ConfigRecord({"round": plan.number, "experiment": self.experiment})
-            if number in names:
-                config["client"] = number  # clients without a name know their number
-            if self.best:
-                config[wire.KEEP_BEST] = self.best
-            if not (client := roster.clients[number]).simulated:
-                config[IDENTITY] = declared_identity(client.label, client.task, client.labels, client.columns)
-            message = Message(
-                wire.content(encoded[id(payload)][1], config=config),
-                dst_node_id=client.node,
-                message_type=plan.kinds[number],
-                group_id=str(plan.number),
-            )
-            down[number] = weigh(message)
-            scalars += payload.scalars()
-            messages.append((message, number))
-        training = {client for client, kind in plan.kinds.items() if kind == "train"}
-        started = time.perf_counter()
-        return Phase(
-            messages, training, down, scalars, started, names, plan.number, dict(plan.absent), self.malicious
+    messages, down, scalars, names = [], {}, 0, roster.names
+    # A broadcast that is the same object for several clients is encoded once. The payload is kept with its encoding,
+    # since the id of a deleted object may be reused.
+    encoded: dict[int, tuple[Payload, ArrayRecord]] = {}
+    for number in sorted(plan.kinds):
+        payload = method.broadcast(state, number)
+        if id(payload) not in encoded:
+            encoded[id(payload)] = payload, wire.encode(payload, dtype)
+        config = ConfigRecord({"round": plan.number, "experiment": experiment})
+        if number in names:
+            config["client"] = number  # clients without a name know their number
+        if best:
+            config[wire.KEEP_BEST] = best
+        if not (client := roster.clients[number]).simulated:
+            config[IDENTITY] = declared_identity(client.label, client.task, client.labels, client.columns)
+        message = Message(
+            wire.content(encoded[id(payload)][1], config=config),
+            dst_node_id=client.node,
+            message_type=plan.kinds[number],
+            group_id=str(plan.number),
         )
+        down[number] = weigh(message)
+        scalars += payload.scalars()
+        messages.append((message, number))
+    return Phase(messages, plan, down, scalars, time.perf_counter(), names, malicious)
 
 
 # Overdue replies --------------------------------------------------------------------------------------------

@@ -140,6 +140,8 @@ class Membership:
         clients, silent = self._ask_until_present(grid, labels, run.join_timeout, on_wait)
         present = [client for client in clients if client.label in labels]
         others = [client for client in clients if client.label not in labels]
+        for error in self._place(present, {client.node for client in present}).values():
+            raise error
         missing = labels - {client.label for client in present}
         strict = run.failure_policy == "stop" or any(client.simulated for client in recorded)
         least = len(recorded) if strict else run.min_replies
@@ -149,8 +151,6 @@ class Membership:
             if others:
                 line += f"; other clients connected: {', '.join(sorted({client.label for client in others}))}"
             raise PbflError("\n".join([line, *refusals(silent, len(clients) + len(silent))]))
-        for error in self._place(present, {client.node for client in present}).values():
-            raise error
         if self._may_join:
             return []
         return [

@@ -13,7 +13,8 @@ from flwr.common import log
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.server.rounds import Exchange, FinishedRound
+from pbfl_flwr.flower.server.replies import Exchange
+from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Payload, Serializable
@@ -294,12 +295,12 @@ def log_experimental(settings: Settings) -> None:
 
 def log_exchange(exchange: Exchange) -> None:
     """Log the late uploads and the failures of an exchange."""
-    phase, outcome = exchange.phase, exchange.outcome
-    for client, late in outcome.late.items():
+    phase = exchange.phase
+    for client, late in exchange.late.items():
         result = late.reason or f"counts {late.weight:.3g}"
         label = phase.client_label(client)
         log(INFO, "round %s: client %s, upload of round %s: %s", phase.number, label, late.round, result)
-    for client, reason in outcome.failures.items():
+    for client, reason in exchange.failures.items():
         log(WARNING, "round %s: client %s failed: %s", phase.number, phase.client_label(client), reason)
 
 

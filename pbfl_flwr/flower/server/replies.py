@@ -42,10 +42,13 @@ class Uploads(Mapping[int, Payload]):
 
 
 @dataclass
-class Outcome:
-    """The result of a phase.
+class Exchange:
+    """A phase that is over: what was sent, and what came back.
 
     Attributes:
+        phase: the messages sent.
+        replies: as received, in any order.
+        late_replies: to earlier phases, which were read with them.
         uploads: client -> upload to aggregate.
         reports: of the clients that completed their task.
         failures: client -> reason, for the others.
@@ -55,6 +58,9 @@ class Outcome:
         classes: class -> age in rounds of its latest upload, 0 for one of this round; None if uploads are not by class.
     """
 
+    phase: Phase
+    replies: Sequence[Message] = ()
+    late_replies: Sequence[LateReply] = ()
     uploads: Mapping[int, Payload] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
@@ -76,7 +82,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Accepted:
-    """A valid upload: its encoding, the payload unless the method streams, and what the outcome needs of it."""
+    """A valid upload: its encoding, the payload unless the method streams, and what the exchange needs of it."""
 
     encoded: ArrayRecord
     payload: Payload | None
@@ -92,11 +98,11 @@ class _Intake:
     """Decodes and validates replies, and sorts them into uploads to aggregate, failures, and late uploads.
 
     Attributes:
-        phase, method, state, task, max_bytes, stale_weight, requested, plausibility: see :func:`read`.
-        outcome: the result so far.
+        exchange: the result so far.
+        method, state, task, max_bytes, stale_weight, requested, plausibility: see :func:`read`.
     """
 
-    phase: Phase
+    exchange: Exchange
     method: Method[Any, Any, Any]
     state: Serializable
     task: Task
@@ -104,24 +110,23 @@ class _Intake:
     stale_weight: float
     requested: Requested
     plausibility: Plausibility
-    outcome: Outcome = field(default_factory=Outcome)
     _accepted: dict[int, _Accepted] = field(default_factory=dict)
 
     def add(self, client: int, reply: Message, size: Traffic | Exception) -> None:
         """Add a reply that arrived in time; it may hold the client's upload of an earlier round."""
-        outcome, number = self.outcome, self.phase.number
+        exchange, number = self.exchange, self.exchange.phase.number
         try:
-            report, upload = self._decode(client, reply, size, client in self.phase.training)
+            report, upload = self._decode(client, reply, size, client in self.exchange.phase.training)
         except Exception as error:  # trust boundary: no client's reply may end the run
-            outcome.failures[client] = f"upload rejected: {rejection_reason(error)}"
+            exchange.failures[client] = f"upload rejected: {rejection_reason(error)}"
             return
         uploaded = report.round or number
         if upload is None or uploaded == number:
-            outcome.reports[client] = report
+            exchange.reports[client] = report
             if upload is not None:
                 self._accept(client, reply, report, upload, 0)
         elif self.stale_weight == 0 or uploaded > number:
-            outcome.failures[client] = f"sent its upload of round {uploaded} instead of round {number}"
+            exchange.failures[client] = f"sent its upload of round {uploaded} instead of round {number}"
         else:
             self._accept_late(client, reply, report, upload, uploaded)
 
@@ -141,40 +146,40 @@ class _Intake:
             self._accept_late(client, reply, report, upload, uploaded)
 
     def close(self) -> None:
-        """Drop implausible uploads; set the outcome's uploads in ascending client order."""
+        """Drop implausible uploads; set the exchange's uploads in ascending client order."""
         self._drop_implausible()
-        outcome, uploads = self.outcome, dict(sorted(self._accepted.items()))
+        exchange, uploads = self.exchange, dict(sorted(self._accepted.items()))
         for upload in uploads.values():
-            outcome.scalars_up += upload.scalars
+            exchange.scalars_up += upload.scalars
             if upload.classes is not None:
-                ages = outcome.classes = outcome.classes or {}
+                ages = exchange.classes = exchange.classes or {}
                 ages.update({label: min(upload.age, ages.get(label, upload.age)) for label in upload.classes})
         if self.method.streams():
             records = {client: upload.encoded for client, upload in uploads.items()}
-            outcome.uploads = Uploads(records, self.method.up, self.task)
+            exchange.uploads = Uploads(records, self.method.up, self.task)
         else:
-            outcome.uploads = {client: u.payload for client, u in uploads.items() if u.payload is not None}
+            exchange.uploads = {client: u.payload for client, u in uploads.items() if u.payload is not None}
 
     def _drop_implausible(self) -> None:
-        outcome, accepted = self.outcome, self._accepted
+        exchange, accepted = self.exchange, self._accepted
         sizes = {client: upload.sizes for client, upload in accepted.items()}
         reported = {client: upload.reported for client, upload in accepted.items()}
         for client, fault in self.plausibility.implausible(sizes, reported).items():
             reason = f"upload rejected: {fault}"
             if accepted.pop(client).age:
-                outcome.late[client] = outcome.late[client].model_copy(
+                exchange.late[client] = exchange.late[client].model_copy(
                     update={"weight": 0.0, "reason": reason}
                 )
             else:
-                del outcome.reports[client]
-                outcome.failures[client] = reason
+                del exchange.reports[client]
+                exchange.failures[client] = reason
 
     def _decode(
         self, client: int, reply: Message, size: Traffic | Exception, training: bool
     ) -> tuple[Report, Upload | None]:
         """Count the bytes of a reply and return its report and upload; raises whatever is wrong with it."""
         traffic = Traffic() if isinstance(size, Exception) else size
-        self.outcome.up[client] = self.outcome.up.get(client, Traffic()) + traffic
+        self.exchange.up[client] = self.exchange.up.get(client, Traffic()) + traffic
         if isinstance(size, Exception):
             raise size
         record = reply.content.get(wire.METRICS) if reply.has_content() else None
@@ -202,8 +207,8 @@ class _Intake:
     def _accept_late(
         self, client: int, reply: Message, report: Report, upload: Upload | None, server_round: int
     ) -> None:
-        age = self.phase.number - server_round
-        if client in self.outcome.reports or client in self.outcome.late:
+        age = self.exchange.phase.number - server_round
+        if client in self.exchange.reports or client in self.exchange.late:
             self._set_late(client, server_round, 0.0, "a newer one arrived")
         elif self.stale_weight == 0:
             self._set_late(client, server_round, 0.0, "stale-weight is 0")
@@ -214,7 +219,7 @@ class _Intake:
 
     def _set_late(self, client: int, server_round: int, weight: float, reason: str) -> None:
         late = LateUpload(client=client, round=server_round, weight=weight, reason=reason)
-        self.outcome.late.setdefault(client, late)
+        self.exchange.late.setdefault(client, late)
 
 
 def _size(reply: Message) -> Traffic | Exception:
@@ -243,7 +248,7 @@ def read(
     stale_weight: float = 0.0,
     requested: Requested = TOTALS,
     plausibility: Plausibility = NO_LIMITS,
-) -> Outcome:
+) -> Exchange:
     """Decode and validate every reply; an invalid one only affects its own client.
 
     An upload of an earlier round, in a late reply or sent again instead of training, gets the weight stale_weight^age,
@@ -261,8 +266,9 @@ def read(
         requested: what reports must hold beside totals.
         plausibility: limits of the uploads' sizes, by default none.
     """
-    intake = _Intake(phase, method, state, task, max_bytes, stale_weight, requested, plausibility)
-    failures = intake.outcome.failures
+    exchange = Exchange(phase, replies, late)
+    intake = _Intake(exchange, method, state, task, max_bytes, stale_weight, requested, plausibility)
+    failures = exchange.failures
     by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
     # All sizes are determined before decoding starts: alternating between both tasks is slower (instruction cache).
     sizes = {client: _size(reply) for client, reply in by_client.items()}
@@ -274,12 +280,12 @@ def read(
             failures[client] = error_reason(reply)
         else:
             intake.add(client, reply, sizes[client])
-    failures |= phase.absent
+    failures |= phase.plan.absent
     for overdue, reply in late:
         if overdue.training and not reply.has_error():
             intake.add_late(overdue, reply)
     intake.close()
-    return intake.outcome
+    return exchange
 
 
 def error_reason(reply: Message) -> str:

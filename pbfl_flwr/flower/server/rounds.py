@@ -1,23 +1,20 @@
-"""What a round leaves behind: its records, made once from the plan, the replies and the aggregated state.
-
-:class:`Exchange` holds what was sent and what came back, :class:`FinishedRound` what is committed.
-"""
+"""What a round leaves behind: its records, made once from the plan, the replies and the aggregated state."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from flwr.app import Message
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import Traffic
-from pbfl_flwr.flower.server.exchange import LateReply, Phase
-from pbfl_flwr.flower.server.replies import Outcome
+from pbfl_flwr.flower.server.exchange import LateReply
+from pbfl_flwr.flower.server.replies import Exchange
+from pbfl_flwr.method import Moment
 from pbfl_flwr.payloads import Serializable
 from pbfl_flwr.runs.directory import finite
 from pbfl_flwr.runs.records import (
@@ -26,30 +23,12 @@ from pbfl_flwr.runs.records import (
     ClientsRecord,
     Failure,
     FinalScores,
-    NewClientsRecord,
     RoundRecord,
     Scalars,
     Scores,
     Seconds,
 )
 from pbfl_flwr.training import class_metrics
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A phase that is over.
-
-    Attributes:
-        phase: the messages sent.
-        replies: as received, in any order.
-        late: replies to earlier phases that were read with them.
-        outcome: the replies, decoded and validated.
-    """
-
-    phase: Phase
-    replies: Sequence[Message]
-    late: Sequence[LateReply]
-    outcome: Outcome
 
 
 @dataclass(frozen=True)
@@ -69,29 +48,6 @@ class FinishedRound:
     state: Serializable
     scored_state: Serializable
     late: Sequence[LateReply] = ()
-
-
-@dataclass(frozen=True)
-class RoundSummary:
-    """What a round's record holds besides the figures of its clients.
-
-    Attributes:
-        moment: when clients were scored, "before" or "after" training.
-        server_metrics: of the method, on the state after aggregation.
-        warnings: for the user.
-        aggregated: seconds spent on aggregation.
-        total: seconds of the whole round.
-        ages: rounds since each class was last uploaded; see :func:`updated_ages`.
-        joined: labels of the clients that joined.
-    """
-
-    moment: str
-    server_metrics: Mapping[str, float]
-    warnings: Sequence[str]
-    aggregated: float
-    total: float
-    ages: Sequence[int] | None = None
-    joined: Sequence[str] = field(default_factory=list)
 
 
 # Scores over clients ----------------------------------------------------------------------------------------
@@ -157,7 +113,7 @@ def at_other_moment(reports: Mapping[int, Report]) -> dict[int, Report]:
 
 def scores(exchange: Exchange) -> Scores:
     """Return the accuracies of an exchange over its honest clients."""
-    honest = exchange.phase.honest(exchange.outcome.reports)
+    honest = exchange.phase.honest(exchange.reports)
     return Scores(accuracy=summarise_accuracy(honest), validation=summarise_accuracy(on_validation(honest)))
 
 
@@ -168,7 +124,7 @@ def updated_ages(
 
     Args:
         ages: after the previous round; None in the first.
-        classes: see :class:`~pbfl_flwr.flower.server.replies.Outcome`.
+        classes: see :class:`~pbfl_flwr.flower.server.replies.Exchange`.
         num_classes: K.
     """
     if classes is None and ages is None:
@@ -183,65 +139,53 @@ def updated_ages(
 # Records ----------------------------------------------------------------------------------------------------
 
 
-def round_record(exchange: Exchange, summary: RoundSummary, final: Exchange | None = None) -> RoundRecord:
-    """Return a round's line of rounds.jsonl.
+def round_fields(
+    exchange: Exchange,
+    moment: Moment,
+    server_metrics: Mapping[str, float],
+    aggregated: float,
+    total: float,
+    final: Exchange | None = None,
+) -> dict[str, Any]:
+    """Return the fields of a RoundRecord, except warnings, ages of classes and joined clients.
 
     Args:
         exchange: of training and evaluation.
-        summary: the rest of the record.
+        moment: when clients were scored, "before" or "after" training.
+        server_metrics: of the method, on the state after aggregation.
+        aggregated: seconds spent on aggregation.
+        total: seconds of the whole round.
         final: the scoring after the last training, if there was one.
     """
-    return RoundRecord(**_round_fields(exchange, summary, final))
-
-
-def new_clients_record(
-    exchange: Exchange, summary: RoundSummary, after: int, final: Exchange | None = None
-) -> NewClientsRecord:
-    """Return the line of new-clients.jsonl of a round of the new clients.
-
-    Args:
-        exchange: of training and evaluation.
-        summary: the rest of the record.
-        after: the run's last round.
-        final: the scoring after the last training, if there was one.
-    """
-    columns = clients_record(exchange, final)
-    return NewClientsRecord(**_round_fields(exchange, summary, final), after=after, columns=columns)
-
-
-def _round_fields(exchange: Exchange, summary: RoundSummary, final: Exchange | None) -> dict[str, Any]:
-    phase, outcome = exchange.phase, exchange.outcome
-    trained = [outcome.reports[client] for client in outcome.trained]
+    phase = exchange.phase
+    trained = [exchange.reports[client] for client in exchange.trained]
     samples = [report.num_train for report in trained]
     names = sorted({name for report in trained for name in report.metrics or {}})
-    reports, honest = list(outcome.reports.values()), phase.honest(outcome.reports)
+    reports, honest = list(exchange.reports.values()), phase.honest(exchange.reports)
     tested = list(honest.values())
     return {
         "round": phase.number,
         **dict(scores(exchange)),
-        "accuracy_of_round": phase.number - 1 if summary.moment == "before" else phase.number,
+        "accuracy_of_round": phase.number - 1 if moment == "before" else phase.number,
         "other_accuracy": summarise_accuracy(at_other_moment(honest)),
         "test_loss": _mean([report.test_loss for report in tested], [report.num_test for report in tested]),
         "client_metrics": {
             name: _mean([(report.metrics or {}).get(name) for report in trained], samples) for name in names
         },
-        "server_metrics": finite(summary.server_metrics),
-        "trained": outcome.trained,
-        "late": [outcome.late[client] for client in sorted(outcome.late)],
-        "ages": None if summary.ages is None else list(summary.ages),
-        "warnings": list(summary.warnings),
+        "server_metrics": finite(server_metrics),
+        "trained": exchange.trained,
+        "late": [exchange.late[client] for client in sorted(exchange.late)],
         "failures": failures(exchange),
-        "bytes_up": _bytes(sum(outcome.up.values(), Traffic())),
+        "bytes_up": _bytes(sum(exchange.up.values(), Traffic())),
         "bytes_down": _bytes(sum(phase.down.values(), Traffic())),
-        "scalars": Scalars(up=outcome.scalars_up, down=phase.scalars_down),
+        "scalars": Scalars(up=exchange.scalars_up, down=phase.scalars_down),
         "seconds": Seconds(
-            total=summary.total,
-            aggregate=summary.aggregated,
+            total=total,
+            aggregate=aggregated,
             clients={name: sum(report.seconds[i] for report in reports) for i, name in enumerate(SPENT)},
         ),
         "peak_mb": max((report.peak_mb for report in reports), default=0.0),
         "gpu_mb": max((report.gpu_mb for report in reports), default=0.0),
-        "joined": list(summary.joined),
         "final": final and FinalScores(**dict(scores(final)), failures=failures(final)),
     }
 
@@ -251,7 +195,7 @@ def failures(exchange: Exchange) -> list[Failure]:
     names = exchange.phase.names
     return [
         Failure(client=client, name=names.get(client, ""), reason=reason)
-        for client, reason in exchange.outcome.failures.items()
+        for client, reason in exchange.failures.items()
     ]
 
 
@@ -262,8 +206,7 @@ def clients_record(exchange: Exchange, final: Exchange | None = None) -> Clients
         exchange: of training and evaluation.
         final: the scoring after the last training, if there was one.
     """
-    phase, outcome = exchange.phase, exchange.outcome
-    reports = outcome.reports
+    phase, reports = exchange.phase, exchange.reports
 
     def column(value: Callable[[Report], Any]) -> list[Any]:
         return [value(report) for report in reports.values()]
@@ -288,7 +231,7 @@ def clients_record(exchange: Exchange, final: Exchange | None = None) -> Clients
         test_loss=column(lambda report: report.test_loss),
         metrics=column(lambda report: dict(report.metrics or {})),
         seconds=column(lambda report: list(report.seconds)),
-        bytes_up=[_bytes(outcome.up[client]) for client in reports],
+        bytes_up=[_bytes(exchange.up[client]) for client in reports],
         bytes_down=[_bytes(phase.down[client]) for client in reports],
         final=final and clients_record(final),
     )
@@ -311,9 +254,9 @@ def _mean(values: list[float | None], weights: list[int]) -> float | None:
 # Warnings ---------------------------------------------------------------------------------------------------
 
 
-def upload_warnings(outcome: Outcome) -> list[str]:
+def upload_warnings(exchange: Exchange) -> list[str]:
     """Return warnings about the clients that trained: classes held back, no training steps, clipped entries."""
-    metrics = {client: outcome.reports[client].metrics or {} for client in outcome.trained}
+    metrics = {client: exchange.reports[client].metrics or {} for client in exchange.trained}
     withheld = [reported.get("held-back", 0) for reported in metrics.values()]
     idle = [client for client, reported in metrics.items() if reported.get("idle")]
     clipped = sum(reported.get("secure-clipped", 0) for reported in metrics.values())
@@ -343,7 +286,7 @@ def lost_states(exchange: Exchange, participations: Mapping[int, int]) -> list[s
     phase = exchange.phase
     lost = [
         phase.client_label(client)
-        for client, report in exchange.outcome.reports.items()
+        for client, report in exchange.reports.items()
         if client in participations
         and report.participations < participations[client] + (client in phase.training)
     ]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from flwr.app import Message
 from flwr.common.constant import ErrorCode
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.server.exchange import Phase
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
-from pbfl_flwr.flower.server.replies import Outcome, worker_died
+from pbfl_flwr.flower.server.replies import Exchange, worker_died
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.payloads import Payload
 
@@ -27,62 +23,60 @@ class NodesUnreachable(RunEnded):
     """Too few valid replies because nodes or replies were lost, e.g. while the server's network link was down."""
 
 
-def need_success(phase: Phase, outcome: Outcome) -> None:
+def need_success(exchange: Exchange) -> None:
     """Check that no client failed, for failure-policy "stop".
 
     Raises:
         RunEnded: if one did.
     """
-    if outcome.failures:
-        client, reason = next(iter(outcome.failures.items()))
+    if exchange.failures:
+        phase = exchange.phase
+        client, reason = next(iter(exchange.failures.items()))
         raise RunEnded(
             f"round {phase.number}: client {phase.client_label(client)} failed: {reason}; failure-policy is "
             f"'stop'. Rounds up to {phase.number - 1} are kept and can be resumed"
         )
 
 
-def need_workers(roster: Roster, phase: Phase, outcome: Outcome, replies: Iterable[Message]) -> None:
+def need_workers(roster: Roster, exchange: Exchange) -> None:
     """Check that no worker of a simulation died.
 
     Args:
         roster: the clients of the rounds.
-        phase: the messages sent.
-        outcome: the result of the phase.
-        replies: as received.
+        exchange: of the round.
 
     Raises:
         RunEnded: if one died.
     """
     # A device could send such an error itself, and must not be able to end the run.
     simulation = all(client.simulated for client in roster.clients.values())
-    if simulation and any(worker_died(reply) for reply in replies if reply.has_error()):
+    if simulation and any(worker_died(reply) for reply in exchange.replies if reply.has_error()):
+        phase = exchange.phase
         raise RunEnded(
             f"round {phase.number}: a simulation worker died (client "
-            f"{', '.join(map(phase.client_label, outcome.failures))}); Flower cannot replace it. Rounds up to "
+            f"{', '.join(map(phase.client_label, exchange.failures))}); Flower cannot replace it. Rounds up to "
             f"{phase.number - 1} are kept and can be resumed"
         )
 
 
-def need_replies(min_replies: int, phase: Phase, outcome: Outcome, replies: Iterable[Message]) -> None:
+def need_replies(min_replies: int, exchange: Exchange) -> None:
     """Check that enough clients trained.
 
     Args:
         min_replies: as configured.
-        phase: the messages sent.
-        outcome: the result of the phase.
-        replies: as received.
+        exchange: of the round.
 
     Raises:
         NodesUnreachable: if fewer did, but lost nodes and replies would have made up for it; gives the first reasons.
         RunEnded: if fewer did for other reasons; likewise.
     """
-    valid = len(outcome.trained)
+    valid, phase = len(exchange.trained), exchange.phase
     if valid < min_replies:
-        few = list(outcome.failures.items())[:5]
+        few = list(exchange.failures.items())[:5]
         reasons = "; ".join(f"client {phase.client_label(client)}: {reason}" for client, reason in few)
-        lost = sum(reason == NOT_CONNECTED for reason in phase.absent.values())
+        lost = sum(reason == NOT_CONNECTED for reason in phase.plan.absent.values())
         asked = {m.metadata.message_id for m, client in phase.messages if client in phase.training}
-        errors = (reply for reply in replies if reply.has_error())
+        errors = (reply for reply in exchange.replies if reply.has_error())
         lost += sum(e.error.code in LOST and e.metadata.reply_to_message_id in asked for e in errors)
         kind = NodesUnreachable if valid + lost >= min_replies else RunEnded
         raise kind(f"round {phase.number}: {valid} valid replies, min-replies is {min_replies}: {reasons}")

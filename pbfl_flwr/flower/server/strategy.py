@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,13 +34,13 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import requested
 from pbfl_flwr.flower.server import recorder, rounds, stopping
-from pbfl_flwr.flower.server.exchange import Instructions, Kind, Phase, RoundPlan
+from pbfl_flwr.flower.server.exchange import Kind, Phase, RoundPlan, phase_of
 from pbfl_flwr.flower.server.grid import polling
 from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.recorder import Recorder
-from pbfl_flwr.flower.server.replies import read
+from pbfl_flwr.flower.server.replies import Exchange, read
 from pbfl_flwr.flower.server.roster import Roster
-from pbfl_flwr.flower.server.rounds import Exchange, FinishedRound, RoundSummary
+from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.method import Method, Moment, Round, resolved_moment
 from pbfl_flwr.methods import build_method, check_method
 from pbfl_flwr.payloads import Payload, Serializable
@@ -316,12 +315,7 @@ class MethodStrategy(Strategy):
         return {client: why for client, why in absent.items() if client in participants}
 
     def _exchange(
-        self,
-        grid: Grid,
-        plan: RoundPlan,
-        timeout: float,
-        state: Serializable | None = None,
-        instructions: Instructions | None = None,
+        self, grid: Grid, plan: RoundPlan, timeout: float, state: Serializable | None = None
     ) -> Exchange:
         """Send the messages of a plan and read the replies.
 
@@ -330,43 +324,47 @@ class MethodStrategy(Strategy):
             plan: who does what.
             timeout: seconds to wait for the replies.
             state: that is broadcast; by default that of the last finished round.
-            instructions: by default those of the regular rounds.
         """
         state = self.state if state is None else state
-        phase = (instructions or self._instructions()).phase(state, self._clients.roster, plan)
-        if self._secure is not None and instructions is None:
+        phase = self._messages(plan, state)
+        if self._secure is not None:
             replies = self._secure.exchange(grid, phase, timeout)
         else:
             replies = list(grid.send_and_receive([message for message, _ in phase.messages], timeout=timeout))
         self._clients.overdue.collect(grid)
-        return self._read(phase, replies, state, regular=instructions is None)
+        return self._read(phase, replies, state)
 
-    def _instructions(self) -> Instructions:
-        settings = self.settings
+    def _messages(self, plan: RoundPlan, state: Serializable) -> Phase:
+        settings, experiment = self.settings, self.experiment
+        if plan.new_clients:
+            experiment += f"-new-{self._num_rounds}"
         best = best_round(self._scores) if settings.run.keep_best else None
-        dtype = settings.prototypes.wire_dtype
-        return Instructions(
-            self.method, self.experiment, dtype, frozenset(malicious(settings)), 0 if best is None else best
+        return phase_of(
+            plan,
+            self.method,
+            state,
+            self._clients.roster,
+            experiment,
+            settings.prototypes.wire_dtype,
+            frozenset(malicious(settings)),
+            best or 0,
         )
 
-    def _read(
-        self, phase: Phase, replies: list[Message], state: Serializable, regular: bool = True
-    ) -> Exchange:
+    def _read(self, phase: Phase, replies: list[Message], state: Serializable) -> Exchange:
         """Decode and validate replies, and remember which clients failed or are late."""
-        run, task = self.settings.run, self._task
+        run, task, clients = self.settings.run, self._task, self._clients
         max_bytes = run.max_upload_mb * 2**20
-        clients = self._clients
-        if self._secure is not None and regular:  # SecAgg+ has no late replies
-            late, outcome = [], self._secure.read(replies, phase, state, task, max_bytes)
+        if self._secure is not None:  # SecAgg+ has no late replies
+            exchange = self._secure.read(replies, phase, state, task, max_bytes)
         else:
-            late = clients.overdue.received if phase.training else []
+            late, weight, limits = [], 0.0, NO_LIMITS
+            if not phase.plan.new_clients:
+                late = clients.overdue.received if phase.training else []
+                weight, limits = run.stale_weight, self._plausibility()
             clients.overdue.add(phase.unanswered(replies))
             wanted = requested(self.settings.evaluation, task)
-            used, weight = (late, run.stale_weight) if regular else ([], 0.0)
-            limits = self._plausibility() if regular else NO_LIMITS
-            outcome = read(replies, phase, self.method, state, task, max_bytes, used, weight, wanted, limits)
-        clients.failed = frozenset(outcome.failures)
-        exchange = Exchange(phase, replies, late, outcome)
+            exchange = read(replies, phase, self.method, state, task, max_bytes, late, weight, wanted, limits)
+        clients.failed = frozenset(exchange.failures)
         recorder.log_exchange(exchange)
         return exchange
 
@@ -389,19 +387,18 @@ class MethodStrategy(Strategy):
         Raises:
             RunEnded: if not.
         """
-        run, phase, outcome = self.settings.run, exchange.phase, exchange.outcome
+        run = self.settings.run
         if run.failure_policy == "stop":
-            stopping.need_success(phase, outcome)
-        stopping.need_workers(self.participants, phase, outcome, exchange.replies)
-        stopping.need_replies(run.min_replies, phase, outcome, exchange.replies)
+            stopping.need_success(exchange)
+        stopping.need_workers(self.participants, exchange)
+        stopping.need_replies(run.min_replies, exchange)
 
     def _aggregate(self, exchange: Exchange) -> tuple[Serializable, float]:
         """Return the next state and the seconds that it took."""
         started = time.perf_counter()
-        outcome = exchange.outcome
-        uploads = outcome.uploads if self._secure is None else self._secure.as_sum(outcome.uploads)
+        uploads = exchange.uploads if self._secure is None else self._secure.as_sum(exchange.uploads)
         # A subclass may override aggregate_fit without the parameter for late uploads.
-        shares = (outcome.shares,) if outcome.shares else ()
+        shares = (exchange.shares,) if exchange.shares else ()
         state = self.aggregate_fit(exchange.phase.number, uploads, *shares)
         return state, time.perf_counter() - started
 
@@ -442,7 +439,7 @@ class MethodStrategy(Strategy):
         kinds: dict[int, Kind] = {c: "evaluate" for c in self.participants.clients if c not in absent}
         final = self._exchange(grid, RoundPlan(number, kinds, absent), timeout, state)
         if self.settings.run.failure_policy == "stop":
-            stopping.need_success(final.phase, final.outcome)
+            stopping.need_success(final)
         return final
 
     def _ends_early(self, exchange: Exchange) -> bool:
@@ -462,21 +459,18 @@ class MethodStrategy(Strategy):
         final: Exchange | None,
     ) -> FinishedRound:
         ages = rounds.updated_ages(
-            self.history[-1].ages if self.history else None, exchange.outcome.classes, self._task.num_classes
+            self.history[-1].ages if self.history else None, exchange.classes, self._task.num_classes
         )
         clients = self._clients
-        summary = RoundSummary(
-            self.moment,
-            self.method.report(state),
-            [*self._warnings(exchange, state, ages), *clients.warnings, *self._sink_warnings()],
-            aggregated,
-            time.perf_counter() - started,
-            ages,
-            clients.joined,
+        total = time.perf_counter() - started
+        record = RoundRecord(
+            **rounds.round_fields(exchange, self.moment, self.method.report(state), aggregated, total, final),
+            warnings=[*self._warnings(exchange, state, ages), *clients.warnings, *self._sink_warnings()],
+            ages=ages,
+            joined=list(clients.joined),
         )
-        record = rounds.round_record(exchange, summary, final)
         counters = rounds.clients_record(exchange, final)
-        return FinishedRound(record, counters, state, self.state, exchange.late)
+        return FinishedRound(record, counters, state, self.state, exchange.late_replies)
 
     def _warnings(self, exchange: Exchange, state: Serializable, ages: Sequence[int] | None) -> list[str]:
         """Return the warnings on a round: of the method, on its uploads, and on what it means for the run."""
@@ -488,7 +482,7 @@ class MethodStrategy(Strategy):
         labels = next(iter(self._clients.roster.clients.values())).labels
         warnings = [
             *self.method.round_warnings(state),
-            *rounds.upload_warnings(exchange.outcome),
+            *rounds.upload_warnings(exchange),
             *rounds.lost_states(exchange, self._participations),
             *rounds.missing_classes(labels, ages),
         ]
@@ -561,23 +555,24 @@ class MethodStrategy(Strategy):
 
     def _new_client_round(self, grid: Grid, number: int, after: int, timeout: float) -> NewClientsRecord:
         started, run = time.perf_counter(), self.settings.run
-        experiment = f"{self.experiment}-new-{after}"
-        instructions = replace(self._instructions(), experiment=experiment)
 
         def exchange(kind: Kind) -> Exchange:
             absent = self._clients.absent(grid, number, check=number == after + 1)
             absent = {client: why for client, why in absent.items() if client in self._new_clients}
             kinds: dict[int, Kind] = dict.fromkeys(sorted(self._new_clients - set(absent)), kind)
-            return self._exchange(grid, RoundPlan(number, kinds, absent), timeout, self.state, instructions)
+            return self._exchange(grid, RoundPlan(number, kinds, absent, new_clients=True), timeout)
 
-        trained = exchange("train")
-        self._clients.overdue.recorded(trained.late)  # late uploads of the run's last round are discarded
+        trained, overdue = exchange("train"), self._clients.overdue
+        overdue.recorded(overdue.received)  # late uploads of the run's last round are discarded
         last = self.moment == "before" and number == after + run.new_client_rounds
         final = exchange("evaluate") if last else None
-        warnings = [*self.method.round_warnings(self.state), *rounds.upload_warnings(trained.outcome)]
-        total = time.perf_counter() - started
-        summary = RoundSummary(self.moment, self.method.report(self.state), warnings, 0.0, total)
-        return rounds.new_clients_record(trained, summary, after, final)
+        server_metrics, total = self.method.report(self.state), time.perf_counter() - started
+        return NewClientsRecord(
+            **rounds.round_fields(trained, self.moment, server_metrics, 0.0, total, final),
+            warnings=[*self.method.round_warnings(self.state), *rounds.upload_warnings(trained)],
+            after=after,
+            columns=rounds.clients_record(trained, final),
+        )
 
     # Flower's hooks, for a loop other than start: a thin face over the functions above -----------------------
 
@@ -595,7 +590,7 @@ class MethodStrategy(Strategy):
             self.prepare(grid)
         self._clients.overdue.collect(grid)
         plan = self._plan(grid, server_round)
-        self._phase = self._instructions().phase(self.state, self._clients.roster, plan)
+        self._phase = self._messages(plan, self.state)
         return [message for message, _ in self._phase.messages]
 
     def aggregate_train(

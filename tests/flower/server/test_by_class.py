@@ -12,9 +12,9 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, Requested
 from pbfl_flwr.flower.messages.traffic import Traffic
-from pbfl_flwr.flower.server.exchange import Phase
-from pbfl_flwr.flower.server.replies import Outcome
-from pbfl_flwr.flower.server.rounds import Exchange, clients_record, on_validation, summarise_accuracy
+from pbfl_flwr.flower.server.exchange import Phase, RoundPlan
+from pbfl_flwr.flower.server.replies import Exchange
+from pbfl_flwr.flower.server.rounds import clients_record, on_validation, summarise_accuracy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import RoundRecord
@@ -47,13 +47,12 @@ def test_records_hold_only_occurring_classes() -> None:
     }
     reports = {0: report(FIRST), 1: Report(9, 0)}
     down = {number: Traffic() for number in reports}
-    outcome = Outcome(reports=reports, up=down)
-    phase = Phase([], set(), down, 0, 0.0, number=1)
-    columns = clients_record(Exchange(phase, [], [], outcome))
+    exchange = Exchange(Phase([], RoundPlan(1, {}), down, 0, 0.0), reports=reports, up=down)
+    columns = clients_record(exchange)
     assert columns.by_class == [FIRST.brief(), {}]
     assert columns.other_by_class == []
-    outcome.reports = {1: Report(9, 0)}
-    assert clients_record(Exchange(phase, [], [], outcome)).by_class == []
+    exchange.reports = {1: Report(9, 0)}
+    assert clients_record(exchange).by_class == []
 
 
 def test_validation_samples_are_not_counted_by_class() -> None:

@@ -16,7 +16,6 @@ from pbfl_flwr.config import DataSettings, Scalar
 from pbfl_flwr.data import check_data, client_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.server.exchange import Instructions
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
@@ -383,14 +382,14 @@ def test_class_ages_survive_a_resume(tmp_path: Path) -> None:
 def test_best_state_is_the_scored_one(tmp_path: Path, moment: str) -> None:
     run = federation(tmp_path, on_disk=True, num_server_rounds=5, learning_rate=0.3, evaluate_moment=moment)
     sent: dict[int, Any] = {}
-    build = Instructions.phase
+    build = MethodStrategy._messages
 
-    def watching(self: Instructions, state: Any, roster: Any, plan: Any) -> Any:
+    def watching(self: MethodStrategy, plan: Any, state: Any) -> Any:
         last = set(plan.kinds.values()) == {"evaluate"}
         sent[plan.number + last] = state.to_tensors()
-        return build(self, state, roster, plan)
+        return build(self, plan, state)
 
-    with patch.object(Instructions, "phase", watching):
+    with patch.object(MethodStrategy, "_messages", watching):
         run.run()
     figures = {}
     for line in run.strategy.history:

@@ -13,13 +13,11 @@ from pbfl_flwr.experiments.results import load, scores
 from pbfl_flwr.experiments.run_tables import accuracy_sheet
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import Traffic
-from pbfl_flwr.flower.server.exchange import Phase
-from pbfl_flwr.flower.server.replies import Outcome
+from pbfl_flwr.flower.server.exchange import Phase, RoundPlan
+from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.flower.server.rounds import (
-    Exchange,
-    RoundSummary,
     clients_record,
-    round_record,
+    round_fields,
     summarise_accuracy,
     updated_ages,
 )
@@ -70,16 +68,17 @@ def exchange() -> Exchange:
         ),
     }
     down = {client: Traffic(1, 10, 100) for client in reports}
-    phase = Phase([], {0, 1, 3}, down, 12, 0.0, number=5, malicious=frozenset({3}))
+    plan = RoundPlan(5, {0: "train", 1: "train", 2: "evaluate", 3: "train"})
+    phase = Phase([], plan, down, 12, 0.0, malicious=frozenset({3}))
     uploads = dict.fromkeys((0, 1, 3), Prototypes.empty(2, 2))
     up = {0: Traffic(2, 20, 200), 1: Traffic(3, 30, 300), 3: Traffic(), 2: Traffic(0, 1, 1)}
-    return Exchange(phase, [], [], Outcome(uploads, reports, {4: "gone"}, up=up, scalars_up=7))
+    return Exchange(phase, [], [], uploads, reports, {4: "gone"}, up=up, scalars_up=7)
 
 
 @pytest.mark.parametrize(("moment", "scored"), [("after", 5), ("before", 4)])
 def test_round_record_by_hand(moment: Literal["before", "after"], scored: int) -> None:
-    summary = RoundSummary(moment, {"loss": float("nan")}, ["a warning"], 0.25, 1.0, [0, 3])
-    record = round_record(exchange(), summary, exchange())
+    fields = round_fields(exchange(), moment, {"loss": float("nan")}, 0.25, 1.0, exchange())
+    record = RoundRecord(**fields, warnings=["a warning"], ages=[0, 3])
     assert (record.round, record.accuracy_of_round) == (5, scored)
     assert record.accuracy["head"].weighted == 0.5  # (2 + 3 + 0)/(2 + 6 + 2), without the malicious client
     assert record.accuracy["head"].clients == 3
@@ -117,8 +116,8 @@ def test_clients_record_holds_every_client() -> None:
 
 
 def test_missing_figures_are_none() -> None:
-    done = replace(exchange(), outcome=Outcome({}, {2: Report(9, 0)}, up={2: Traffic()}))
-    record = round_record(done, RoundSummary("after", {}, [], 0.0, 1.0))
+    done = replace(exchange(), uploads={}, reports={2: Report(9, 0)}, failures={}, up={2: Traffic()})
+    record = RoundRecord(**round_fields(done, "after", {}, 0.0, 1.0), warnings=[])
     assert (record.test_loss, record.client_metrics, record.accuracy) == (None, {}, {})
     assert not {"validation", "other_accuracy", "late", "ages", "final"} & set(record.to_json())
 
