@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from pbfl_flwr.methods.averaging import (
     shared_parameters,
 )
 from pbfl_flwr.models.build import build_model
-from pbfl_flwr.models.registry import body_and_classifier, without_weights
+from pbfl_flwr.models.registry import ModelName, without_weights
 from pbfl_flwr.payloads import RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import FitReport, classification, fit
@@ -83,7 +83,7 @@ def check_heads(method: str, task: Task, architectures: Sequence[str], *, linear
         PbflError: naming the method, the architecture and the tensors of its head.
     """
     names = dict.fromkeys(architectures)
-    if not any(is_external(name) or body_and_classifier(name)[1] for name in names):
+    if not any(is_external(name) or ModelName.parse(name).widths for name in names):
         return  # all heads are one linear layer
     shapes = {name: _head_shapes(name, task) for name in names}
     first = next(iter(names))
@@ -115,7 +115,7 @@ def _tensors(shapes: Mapping[str, tuple[int, ...]]) -> str:
 def _said(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     if is_external(name):
         return f"{_tensors(shapes)} in '{name}'"
-    widths = body_and_classifier(name)[1]
+    widths = ModelName.parse(name).widths
     return (
         f"hidden layers of {'-'.join(map(str, widths))} in '{name}'"
         if widths
@@ -132,7 +132,7 @@ def to_be_equal(architectures: Sequence[str], share: Share) -> Sequence[str]:
     """
     if share == "all":
         return architectures
-    return [body_and_classifier(name)[0] for name in architectures]
+    return [str(replace(ModelName.parse(name), widths=())) for name in architectures]
 
 
 def check_both(upload: WeightsAndPrototypes, weights: Weights, task: Task, *, counted: bool = False) -> None:

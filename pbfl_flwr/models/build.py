@@ -20,7 +20,7 @@ from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.layers import deeper_head
 from pbfl_flwr.models.pretrained import load_pretrained
-from pbfl_flwr.models.registry import ARCHITECTURES, architectures, base_and_sizes, body_and_classifier
+from pbfl_flwr.models.registry import ARCHITECTURES, ModelName, architectures, base_and_sizes
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import call_user_function, is_external
 
@@ -47,7 +47,7 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
         with seeds.seeded(seed):
             return _build_external(name, task)
     try:
-        (base, sizes), (_, widths) = base_and_sizes(name), body_and_classifier(name)
+        (base, sizes), widths = base_and_sizes(name), ModelName.parse(name).widths
     except PbflError as error:
         raise PbflError(f"models = '{name}': {error}") from None
     try:

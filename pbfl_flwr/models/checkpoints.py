@@ -18,7 +18,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import HEAD_PREFIX
 from pbfl_flwr.models.pretrained import POSITIONS
-from pbfl_flwr.models.registry import base_and_sizes, body_and_classifier, without_weights
+from pbfl_flwr.models.registry import ModelName, base_and_sizes
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import is_external
 
@@ -128,7 +128,7 @@ def check_takeable(name: str) -> None:
     """
     if is_external(name):
         raise PbflError(f"model '{name}': a function of your own must load its weights itself")
-    if (plain := body_and_classifier(without_weights(name))[0]) != name:
+    if (plain := ModelName.parse(name).body) != name:
         raise PbflError(f"model '{name}': weights are stored for a body only; must be '{plain}'")
     base_and_sizes(name)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
-from pbfl_flwr.models.registry import body_and_classifier, split_label
+from pbfl_flwr.models.registry import ModelName
 from pbfl_flwr.util.paths import weights_file
 
 POSITIONS = "pos_embedding"  # of a vision transformer: one row for the class token and one per patch
@@ -35,8 +35,8 @@ def file_of(name: str) -> Path | None:
     Raises:
         PbflError: if the name is invalid.
     """
-    unlabelled, label = split_label(name)
-    return weights_file(body_and_classifier(unlabelled)[0], label) if label else None
+    parts = ModelName.parse(name)
+    return weights_file(parts.body, parts.label) if parts.label else None
 
 
 def digest(name: str) -> str:

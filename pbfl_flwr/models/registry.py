@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pbfl_flwr.config import TrainingSettings, by_architecture
 from pbfl_flwr.errors import PbflError
@@ -220,57 +220,53 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 
 
-def split_label(name: str) -> tuple[str, str]:
-    """Split a name into the name without "@label" and the label of the body's initial weights ("" if random).
+@dataclass(frozen=True)
+class ModelName:
+    """The parts of a model's name, such as ``resnet18@imagenet+512-256``.
 
-    Raises:
-        PbflError: if the part after "@" is no valid label, or the model is user code (``my_package.module:function``).
+    Attributes:
+        body: the architecture with its sizes, or ``my_package.module:function``.
+        label: of the body's initial weights, "" if random.
+        widths: of the classifier's hidden layers, empty if it is linear.
     """
-    front, plus, widths = name.partition("+")
-    body, at, label = front.partition("@")
-    if not at:
-        return name, ""
-    if is_external(body):
-        raise PbflError(
-            f"model '{name}': a function of your own must load its weights itself; must be '{body}'"
-        )
-    if not LABEL.fullmatch(label):
-        raise PbflError(
-            f"model '{name}': after '@' must follow a label of 1 to 64 letters, digits, '.', '_', '-'; 'pbfl list "
-            "weights' shows those stored on this machine"
-        )
-    return body + plus + widths, label
+
+    body: str
+    label: str = ""
+    widths: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, name: str) -> ModelName:
+        """Split a name, whether or not its body is known.
+
+        Raises:
+            PbflError: if the part after "@" is no valid label, the part after "+" is no list of widths, or what has one
+                of them is user code, or a family with widths.
+        """
+        front, plus, classifier = name.partition("+")
+        body, at, label = front.partition("@")
+        if is_external(body) and (at or plus):
+            own = "load its weights" if at else "build the classifier"
+            raise PbflError(f"model '{name}': a function of your own must {own} itself; must be '{body}'")
+        if at and not LABEL.fullmatch(label):
+            raise PbflError(
+                f"model '{name}': after '@' must follow a label of 1 to 64 letters, digits, '.', '_', '-'; 'pbfl list "
+                "weights' shows those stored on this machine"
+            )
+        if plus and body in FAMILIES:
+            raise PbflError(
+                f"model '{name}': '{body}' is a family; must be a comma list of models, each with its own classifier"
+            )
+        return cls(body, label, _whole_numbers(name, "+", classifier, CLASSIFIER) if plus else ())
+
+    def __str__(self) -> str:
+        at = f"@{self.label}" if self.label else ""
+        plus = f"+{'-'.join(map(str, self.widths))}" if self.widths else ""
+        return f"{self.body}{at}{plus}"
 
 
 def without_weights(name: str) -> str:
     """Return the name without its label: the same network with random initial weights."""
-    return split_label(name)[0]
-
-
-def labelled(name: str, label: str) -> str:
-    """Return the name of the same network whose body is initialised with the weights stored under a label."""
-    body, plus, widths = name.partition("+")
-    return f"{body}@{label}{plus}{widths}"
-
-
-def body_and_classifier(name: str) -> tuple[str, tuple[int, ...]]:
-    """Return a name without its "+" part, and the widths of the classifier's hidden layers (empty if linear).
-
-    Raises:
-        PbflError: if the part after "+" is no list of widths, or the model is user code or a family.
-    """
-    body, plus, widths = name.partition("+")
-    if not plus:
-        return name, ()
-    if is_external(body):
-        raise PbflError(
-            f"model '{name}': a function of your own must build the classifier itself; must be '{body}'"
-        )
-    if body.partition("@")[0] in FAMILIES:
-        raise PbflError(
-            f"model '{name}': '{body}' is a family; must be a comma list of models, each with its own classifier"
-        )
-    return body, _whole_numbers(name, "+", widths, CLASSIFIER)
+    return str(replace(ModelName.parse(name), label=""))
 
 
 def base_and_sizes(name: str) -> tuple[str, tuple[int, ...]]:
@@ -279,7 +275,7 @@ def base_and_sizes(name: str) -> tuple[str, tuple[int, ...]]:
     Raises:
         PbflError: if there is no such key, or the number or range of the integers is wrong.
     """
-    body, _ = body_and_classifier(without_weights(name))
+    body = ModelName.parse(name).body
     if body in ARCHITECTURES and ARCHITECTURES[body].sizes is None:
         return body, ()
     match = _SIZED_NAME.fullmatch(body)
@@ -319,8 +315,8 @@ def architectures(spec: str) -> tuple[str, ...]:
     names: list[str] = []
     for item in (part.strip() for part in spec.split(",")):
         family, at, label = item.partition("@")
-        members = () if "+" in label else FAMILIES.get(family, ())
-        models = [labelled(name, label) if at else name for name in members] or [item]
+        members = FAMILIES.get(family, ()) if not at or LABEL.fullmatch(label) else ()
+        models = [str(replace(ModelName.parse(name), label=label)) for name in members] or [item]
         _check_name("models", spec, models[0])
         names.extend(models)
     return tuple(names)

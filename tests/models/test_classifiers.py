@@ -11,7 +11,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.methods.averaging import shared_parameters
 from pbfl_flwr.models.build import build_model, check_models
 from pbfl_flwr.models.contract import count_parameters, head_names, is_deterministic, random_inputs
-from pbfl_flwr.models.registry import architectures, base_and_sizes, body_and_classifier, check_named
+from pbfl_flwr.models.registry import ModelName, architectures, base_and_sizes, check_named
 from pbfl_flwr.task import Task
 from tests.models.kinds import shapes, task_of, width
 
@@ -32,7 +32,8 @@ WRONG = ("", "0", "032", "-32", "32-", "32--4", "65537", "9" * 5000, "x", "3.5",
 )
 def test_names(name: str, base: str, sizes: tuple[int, ...], widths: tuple[int, ...]) -> None:
     assert base_and_sizes(name) == (base, sizes)
-    assert body_and_classifier(name) == (name.partition("+")[0], widths)
+    assert ModelName.parse(name) == ModelName(name.partition("+")[0], "", widths)
+    assert str(ModelName.parse(name)) == name
     assert architectures(f"cnn4, {name}") == ("cnn4", name)
     assert ARCHITECTURE.fullmatch(name)
 
