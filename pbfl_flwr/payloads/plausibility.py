@@ -3,7 +3,7 @@
 Without this, one faulty or malicious client could replace every average by its own numbers. Sizes are root mean
 squares, so that they do not depend on widths. The comparison is with medians: it finds what fewer than half of
 the clients send. What is within the limits is left to the robust rules and ``norm-bound``, see
-:mod:`pbfl_flwr.prototypes.aggregation`.
+:mod:`pbfl_flwr.prototypes.norm_bounds`.
 """
 
 from __future__ import annotations

@@ -29,10 +29,11 @@ from pbfl_flwr.models.contract import has_batch_norm
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, part_of
 from pbfl_flwr.prototypes import aggregation, regularizer
 from pbfl_flwr.prototypes import secure_sums as sums
-from pbfl_flwr.prototypes.aggregation import Combination, bounded
+from pbfl_flwr.prototypes.aggregation import Combination
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.class_means import Collector, released_means
 from pbfl_flwr.prototypes.masks import Sparsity
+from pbfl_flwr.prototypes.norm_bounds import bounded
 from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.stages import APS_RULES, ROBUST_RULES, TRAINED_RULES, Stages, resolved, upscale
 from pbfl_flwr.prototypes.trainable import (

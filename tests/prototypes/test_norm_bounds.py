@@ -14,8 +14,8 @@ from pbfl_flwr.method import Nearest, Round
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes import aggregation
-from pbfl_flwr.prototypes.aggregation import Bounded, bounded, bounds_of
 from pbfl_flwr.prototypes.attacks import falsified
+from pbfl_flwr.prototypes.norm_bounds import Bounded, bounded, bounds_of
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.seeds import generator
 from pbfl_flwr.task import Task
