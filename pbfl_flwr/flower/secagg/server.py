@@ -25,8 +25,6 @@ from typing import Any, cast
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import (
-    EvaluateIns,
-    EvaluateRes,
     FitIns,
     FitRes,
     NDArray,
@@ -106,16 +104,15 @@ class SecureRounds:
         others = [message for message, client in phase.messages if client not in phase.training]
         self._strategy = None
         if training:
-            number = int(str(training[0].content.config_records[wire.CONFIG]["round"]))
             self._grid, self._strategy = _MeteredGrid(grid), _WorkflowStrategy(training, grid)
             workflow = workflow_of(self.settings.privacy, self.bound, len(training), timeout)
             empty = Context(0, 0, {}, RecordDict(), {})
-            context = LegacyContext(empty, ServerConfig(1), self._strategy, SimpleClientManager())
-            context.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord(
-                {WorkflowKey.CURRENT_ROUND: number}
-            )
+            strategy = cast(Strategy, self._strategy)
+            context = LegacyContext(empty, ServerConfig(1), strategy, SimpleClientManager())
+            current = ConfigRecord({WorkflowKey.CURRENT_ROUND: phase.number})
+            context.state.config_records[MAIN_CONFIGS_RECORD] = current
             context.state.array_records[MAIN_PARAMS_RECORD] = ArrayRecord()
-            with _errors_as_one_line(number):
+            with _errors_as_one_line(phase.number):
                 workflow(cast(Grid, self._grid), context)  # uses only send_and_receive
         return list(grid.send_and_receive(others, timeout=timeout)) if others else []
 
@@ -199,16 +196,13 @@ def _errors_as_one_line(number: int) -> Iterator[None]:
         ) from error
 
 
-class _WorkflowStrategy(Strategy):
-    """Passes this round's training messages to the workflow, and keeps its results; it has no evaluation rounds."""
+class _WorkflowStrategy:
+    """What the workflow calls of a strategy: gives it this round's training messages, and keeps its results."""
 
     def __init__(self, messages: Iterable[Message], grid: Grid) -> None:
         self._messages, self._grid = list(messages), grid
         self.results: dict[int, FitRes] = {}
         self.mean: NDArray | None = None
-
-    def initialize_parameters(self, client_manager: ClientManager) -> Parameters | None:
-        return None
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -231,22 +225,6 @@ class _WorkflowStrategy(Strategy):
         if results:
             self.mean = parameters_to_ndarrays(results[0][1].parameters)[0]
         return None, {}
-
-    def configure_evaluate(
-        self, server_round: int, parameters: Parameters, client_manager: ClientManager
-    ) -> list[tuple[ClientProxy, EvaluateIns]]:
-        return []
-
-    def aggregate_evaluate(
-        self,
-        server_round: int,
-        results: list[tuple[ClientProxy, EvaluateRes]],
-        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
-    ) -> tuple[float | None, dict[str, Scalar]]:
-        return None, {}
-
-    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
-        return None
 
 
 class _MeteredGrid:
