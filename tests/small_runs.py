@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from pbfl_flwr.cli import app
-from pbfl_flwr.config import parse
+from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, plan, selected
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.records import VERSION, ClientsRecord, NewClientsRecord, RoundRecord
 
@@ -19,6 +21,17 @@ from pbfl_flwr.runs.records import VERSION, ClientsRecord, NewClientsRecord, Rou
 def pbfl(*arguments: object) -> Result:
     """Call the command."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def planned_of(
+    runs: Mapping[str, Mapping[str, Scalar]],
+    assignments: Iterable[str],
+    seeds: Sequence[Scalar],
+    only: Sequence[str],
+    out: Path,
+) -> list[PlannedRun]:
+    """The checked runs of a comparison with these labels, all if there are none."""
+    return selected(plan(runs, assignments, seeds, out), only)
 
 
 def unread(*arguments: object) -> tuple[int, str]:

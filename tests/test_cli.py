@@ -9,22 +9,21 @@ from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
 from shlex import quote
-from typing import Any, get_args
+from typing import Any
 
 import click
 import pytest
 import typer
 
 from pbfl_flwr.cli import app
-from pbfl_flwr.cli.common import INTERRUPTED, INTERRUPTED_NOTE, By, running
-from pbfl_flwr.config import PREDICTORS, Scalar, parse
+from pbfl_flwr.cli.common import INTERRUPTED, INTERRUPTED_NOTE, running
+from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show
 from pbfl_flwr.experiments.console import clock, kilobytes
 from pbfl_flwr.experiments.execute.progress import round_line
-from pbfl_flwr.experiments.plan import comparison as compare
-from pbfl_flwr.experiments.plan import configuration
+from pbfl_flwr.experiments.plan import configuration, planned_runs
 from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.experiments.results import resume_command, scores
 from pbfl_flwr.flower.deploy.superlink import toml
@@ -42,11 +41,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
-
-
-def test_by_names_every_predictor() -> None:
-    _, option = get_args(By)
-    assert ", ".join(PREDICTORS) in option.help
 
 
 def test_help_says_what_every_argument_is() -> None:
@@ -914,7 +908,7 @@ def test_commands_of_several_runs_take_workers(words: list[str], monkeypatch: py
     def told(planned: object, resources: Resources) -> None:
         raise PbflError(f"{resources.workers} workers, engine: {resources.engine}")
 
-    monkeypatch.setattr(compare, "preflight", told)
+    monkeypatch.setattr(planned_runs, "preflight", told)
     monkeypatch.setattr(reproduce, "absent", lambda planned: {})  # Fashion-MNIST, where it is not installed
     done = pbfl(*words, "--workers", 3, "--engine", "flower")
     assert done.exit_code == 2

@@ -14,16 +14,17 @@ import torch
 from typer.main import get_command
 
 from pbfl_flwr.cli import app
-from pbfl_flwr.config import parse
+from pbfl_flwr.config import comma_list, parse
 from pbfl_flwr.experiments import catalogue
 from pbfl_flwr.experiments.plan import comparison as compare
-from pbfl_flwr.experiments.plan import configuration, sweep
+from pbfl_flwr.experiments.plan import configuration, planned_runs, sweep
 from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.deploy.local_federation import node_config
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.strategies import TinyProto
 from tests.flower.inprocess import InProcessGrid
+from tests.small_runs import planned_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -54,7 +55,7 @@ def test_documented_runs_have_valid_keys(page: str, line: str) -> None:
 @pytest.mark.parametrize(("page", "line"), commands("compare"))
 def test_documented_comparisons_exist(page: str, line: str, tmp_path: Path) -> None:
     _, runs = compare.read(line.split()[2])
-    assert compare.plan(runs, assignments(line), [], [], tmp_path)
+    assert planned_of(runs, assignments(line), [], [], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +81,19 @@ def test_documented_reproductions_exist(page: str, line: str, tmp_path: Path) ->
     words = shlex.split(line)
     options = dict(zip(words[3::2], words[4::2], strict=True))
     paper = reproduce.read(words[2])
-    blocks = reproduce.chosen(
-        paper, options.get("--dataset"), [options["--block"]] if "--block" in options else []
-    )
+    blocks = reproduce.chosen(paper, options.get("--dataset", ""), comma_list(options.get("--block", "")))
     scale: reproduce.Scale = "paper" if options.get("--scale") == "paper" else "small"
-    only = options.get("--only", "").split(",") if "--only" in options else []
-    assert reproduce.plans(paper, blocks, scale, assignments(line), [], only, tmp_path)
+    planned = reproduce.plan(paper, scale, assignments(line), [], tmp_path)
+    of_blocks = [run for run in planned if run.block in blocks]
+    assert planned_runs.selected(of_blocks, comma_list(options.get("--only", "")))
 
 
 @pytest.mark.parametrize(("page", "line"), commands("sweep"))
 def test_documented_sweeps_have_valid_values(page: str, line: str, tmp_path: Path) -> None:
     first = line.split()[2]
     preset = first if first in configuration.presets() else None
-    assert len(sweep.plans(sweep.read(preset, assignments(line)), tmp_path)) > 1
+    swept = sweep.read(preset, assignments(line))
+    assert len(planned_of(swept.runs, [], swept.seeds, [], tmp_path)) > 1
 
 
 def test_the_quick_starts_flwr_run_has_valid_keys() -> None:

@@ -13,14 +13,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
+from typer.core import TyperGroup
 
-from pbfl_flwr.cli import cleaning, deployment, devices, experiments, reports, reproductions, sweeps, watching
+from pbfl_flwr.cli import cleaning, deployment, devices, experiments, reports, tables, watching
+from pbfl_flwr.cli.common import error_exit
 from pbfl_flwr.cli.privacy import privacy
 from pbfl_flwr.cli.weights import weights
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.console import discard_output, document
 
+
+class Commands(TyperGroup):
+    """The commands; an error that the user can fix is printed, one line per problem, and gives exit code 2."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Invoke the command of a command line."""
+        try:
+            return super().invoke(ctx)
+        except PbflError as error:
+            raise error_exit(error) from None
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Prototype-based federated learning on Flower.",
     no_args_is_help=True,
     add_completion=False,
@@ -29,9 +46,9 @@ app = typer.Typer(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": experiments.run,
-    "compare": experiments.compare,
-    "reproduce": reproductions.reproduce,
-    "sweep": sweeps.sweep,
+    "compare": tables.compare,
+    "reproduce": tables.reproduce,
+    "sweep": tables.sweep,
     "watch": watching.watch,
     "show": experiments.show,
     "report": reports.report,

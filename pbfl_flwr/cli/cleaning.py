@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import NON_EMPTY_PATH, error_exit
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.cli.common import NON_EMPTY_PATH
+from pbfl_flwr.errors import reading
 from pbfl_flwr.experiments.console import kilobytes, print_hanging, say, screen
 
 
@@ -34,9 +34,8 @@ def clean(
     from pbfl_flwr.experiments import cleanup
 
     console = screen()
-    try:
-        seconds = cleanup.parse_age(older_than)
-        freed = 0
+    seconds, freed = cleanup.parse_age(older_than), 0
+    with reading("a directory"):
         every = list(cleanup.scan(directories or cleanup.default_directories(), seconds, time.time()))
         for states in every:
             size, reason = states.size, states.reason
@@ -47,10 +46,6 @@ def clean(
                 continue
             freed += size
             print_hanging(console, f"{kilobytes(size):>9}  ", str(states.path), 11)
-    except PbflError as error:
-        raise error_exit(error) from None
-    except OSError as error:
-        raise error_exit(PbflError(f"{error.filename} cannot be read ({error.strerror})")) from None
     if not freed:
         say(console, "nothing to remove")
     elif yes:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 import typer
-from rich.console import Console
 
 import pbfl_flwr
+from pbfl_flwr.config.keys import Predictor
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.console import say, screen
 from pbfl_flwr.flower.deploy.bundle import top_level
 from pbfl_flwr.flower.flower_version import refuse_older
 
 if TYPE_CHECKING:
-    from pbfl_flwr.experiments.plan.comparison import Planned
     from pbfl_flwr.flower.engines.placement import Resources
 
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -42,7 +40,7 @@ class _NonEmptyPath(click.Path):
     ) -> str | bytes | os.PathLike[str]:
         if not os.fspath(value):
             option = f"{param.opts[0]} " if isinstance(param, click.Option) else ""
-            raise error_exit(PbflError(f"{option}'': must be a path, . for the current directory"))
+            raise PbflError(f"{option}'': must be a path, . for the current directory")
         return super().convert(value, param, ctx)
 
 
@@ -67,14 +65,7 @@ Parallel = Annotated[
 ]
 
 
-class EngineName(StrEnum):
-    """Engines that run the clients."""
-
-    processes = "processes"
-    ray = "ray"
-    flower = "flower"
-
-
+EngineName = Literal["processes", "ray", "flower"]
 WhichEngine = Annotated[
     EngineName,
     typer.Option(
@@ -113,12 +104,8 @@ Preset = Annotated[
     typer.Argument(metavar="[PRESET.toml]", help="A TOML file, or one of `pbfl list presets`."),
 ]
 By = Annotated[
-    str,
-    typer.Option(
-        "--by",
-        metavar="PREDICTOR",
-        help="Predictor for all rows: head, global, global-local, local, etf; default: each run's primary predictor.",
-    ),
+    Predictor | None,
+    typer.Option("--by", help="Predictor for all rows; default: each run's primary predictor."),
 ]
 DryRun = Annotated[
     bool,
@@ -147,51 +134,6 @@ def running(interrupted: str = "") -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def dry_run_exit(planned: Sequence[Planned], console: Console) -> typer.Exit:
-    """List planned runs without starting them, and return the exit to raise."""
-    from pbfl_flwr.experiments.execute.several import show_plan
-
-    return typer.Exit(COMPLETED if show_plan(planned, console) else REFUSED)
-
-
-def summary_exit(
-    console: Console, table: str, written: str, failed: Sequence[str], unwritten: str = ""
-) -> typer.Exit:
-    """Print the outcome of several runs, and return the exit to raise.
-
-    Args:
-        console: to print to.
-        table: of the finished runs, as Markdown; may be empty.
-        written: the files written, and where.
-        failed: messages on the failed runs.
-        unwritten: why these files were not written; empty if they were.
-    """
-    from pbfl_flwr.experiments.console import show_markdown
-
-    if table:
-        show_markdown(table, console)
-    if unwritten:
-        say(console, f"not written, because {unwritten}; existing files are unchanged: {written}", "yellow")
-    else:
-        say(console, f"written to {written}")
-    for label in failed:
-        say(console, f"failed: {label}", "red")
-    return typer.Exit(FAILED if failed else COMPLETED)
-
-
-def predictor(by: str) -> str:
-    """Return the predictor's name after checking it; it may be empty.
-
-    Raises:
-        PbflError: if it is unknown.
-    """
-    from pbfl_flwr.config import PREDICTORS
-
-    if by and by not in PREDICTORS:
-        raise PbflError(f"--by {by}: must be one of {', '.join(PREDICTORS)}")
-    return by
-
-
 def resources_for(
     engine: EngineName,
     ray_address: str,
@@ -206,13 +148,13 @@ def resources_for(
     """
     from pbfl_flwr.flower.engines.placement import Resources
 
-    if ray_address and engine is not EngineName.ray:
+    if ray_address and engine != "ray":
         raise PbflError(f"--ray-address: only with --engine ray, not {engine}")
-    if engine is not EngineName.processes and not find_spec("ray"):
+    if engine != "processes" and not find_spec("ray"):
         raise PbflError(f"--engine {engine}: Ray is missing; pip install 'pbfl-flwr[simulation]'")
-    if engine is EngineName.ray:
+    if engine == "ray":
         ray_address = ray_address or os.environ.get("RAY_ADDRESS", "")
-    return Resources(cpus_per_client, gpus_per_client, workers, engine.value, ray_address)
+    return Resources(cpus_per_client, gpus_per_client, workers, engine, ray_address)
 
 
 def app_for(engine: EngineName, given: Path | None) -> Path:
@@ -221,7 +163,7 @@ def app_for(engine: EngineName, given: Path | None) -> Path:
     Raises:
         PbflError: as :func:`checkout`, or if a directory was given that would not be used.
     """
-    if engine is EngineName.flower:
+    if engine == "flower":
         return checkout(given)
     refuse_older()
     if given is not None:

@@ -11,13 +11,11 @@ from pbfl_flwr.cli.common import (
     COMPLETED,
     FAILED,
     NON_EMPTY_PATH,
-    REFUSED,
     AppDirectory,
     Assignments,
     NewRunDir,
     Resumed,
     checkout,
-    error_exit,
     running,
 )
 from pbfl_flwr.errors import PbflError, writing
@@ -59,20 +57,17 @@ def certs(
     from pbfl_flwr.flower.deploy import certificates as security
 
     console = screen()
-    try:
-        if renew and force:
-            raise PbflError(
-                "--renew and --force: one keeps the CA, the other replaces it; must be one of the two"
-            )
-        with writing(out):
-            if renew:
-                security.renew_certificate(out, hosts, days)
-            else:
-                security.make_certificates(out, hosts, days, ca_days=ca_days, force=force)
-        server = security.read_certificate(out / security.SERVER_CERTIFICATE)
-        end, of_all = security.end_of_trust(server, out / security.CA_CERTIFICATE)
-    except PbflError as error:
-        raise error_exit(error, REFUSED) from None
+    if renew and force:
+        raise PbflError(
+            "--renew and --force: one keeps the CA, the other replaces it; must be one of the two"
+        )
+    with writing(out):
+        if renew:
+            security.renew_certificate(out, hosts, days)
+        else:
+            security.make_certificates(out, hosts, days, ca_days=ca_days, force=force)
+    server = security.read_certificate(out / security.SERVER_CERTIFICATE)
+    end, of_all = security.end_of_trust(server, out / security.CA_CERTIFICATE)
     names = ", ".join(security.alternatives(server))
     say(console, f"certificate for {names}, valid until {end:%Y-%m-%d}")
     if of_all:
@@ -97,11 +92,8 @@ def keys(
     from pbfl_flwr.flower.deploy import certificates as security
 
     console = screen()
-    try:
-        with writing(out):
-            security.make_keys(out, names)
-    except PbflError as error:
-        raise error_exit(error, REFUSED) from None
+    with writing(out):
+        security.make_keys(out, names)
     for name in names:
         say(console, f"  {out / name}: copy to device {name} only; secret")
         say(console, f"  {out / name}.pub: copy to the server: flwr supernode register {out / name}.pub")
@@ -143,10 +135,7 @@ def doctor(
 
     from pbfl_flwr.flower.deploy.doctor import CheckTargets, Status, examine
 
-    try:
-        findings = examine(CheckTargets(superlink, ca, key, control, state_dir, device, insecure))
-    except PbflError as error:
-        raise error_exit(error, REFUSED) from None
+    findings = examine(CheckTargets(superlink, ca, key, control, state_dir, device, insecure))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -167,12 +156,9 @@ def app(
     """Write a Flower app of a few kB for slow links, with which devices run their installed pbfl-flwr."""
     from pbfl_flwr.flower.deploy.bundle import slim
 
-    try:
-        source = checkout(app_dir)
-        with writing(out):
-            slim(source, out)
-    except PbflError as error:
-        raise error_exit(error, REFUSED) from None
+    source = checkout(app_dir)
+    with writing(out):
+        slim(source, out)
     message = f"use flwr run {out}, not the checkout; server and devices need the same pbfl-flwr, which a run checks"
     say(screen(), message)
 
@@ -209,21 +195,18 @@ def local(
     from pbfl_flwr.experiments.show import show_run
 
     console = screen()
-    try:
-        source = checkout(app_dir)
-        settings = [*(assignments or []), *([f"method={method}"] if method else [])]
-        if resume is None:
-            plan = deployment.plan(preset, settings, nodes or [], count, run_dir, secure=not insecure)
-        elif nodes or count or preset or run_dir or insecure:
-            raise PbflError(
-                "--resume: a resumed federation keeps its SuperNodes; options beside it must be --set, --method, --app"
-            )
-        else:
-            plan = deployment.resumed(resume, settings)
-        with writing(plan.run_dir):
-            plan.run_dir.mkdir(parents=True, exist_ok=True)
-    except PbflError as error:
-        raise error_exit(error, REFUSED) from None
+    source = checkout(app_dir)
+    settings = [*(assignments or []), *([f"method={method}"] if method else [])]
+    if resume is None:
+        plan = deployment.plan(preset, settings, nodes or [], count, run_dir, secure=not insecure)
+    elif nodes or count or preset or run_dir or insecure:
+        raise PbflError(
+            "--resume: a resumed federation keeps its SuperNodes; options beside it must be --set, --method, --app"
+        )
+    else:
+        plan = deployment.resumed(resume, settings)
+    with writing(plan.run_dir):
+        plan.run_dir.mkdir(parents=True, exist_ok=True)
     with running():
         code = deployment.start(source, plan, console)
     if code == COMPLETED:

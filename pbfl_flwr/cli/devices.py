@@ -6,13 +6,12 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from pbfl_flwr.cli.common import NON_EMPTY_PATH, REFUSED, error_exit
+from pbfl_flwr.cli.common import NON_EMPTY_PATH, REFUSED
 from pbfl_flwr.errors import PbflError, expanded, writing
 from pbfl_flwr.experiments.console import document, say, screen
 
@@ -94,7 +93,7 @@ def check_data(
         for line in inspection.lines():
             say(screen(), line)
     if inspection is None or refused is not None:
-        raise error_exit(PbflError(f"refused: {refused}"))
+        raise PbflError(f"refused: {refused}")
     if (file := names_file(labels)) is not None:
         more["labels"] = str(file.absolute())
     keys = {"client-id": "NAME", "data-path": str(inspection.path), **more}
@@ -138,23 +137,12 @@ def vocabulary(
     from pbfl_flwr.data.own.texts import texts_of
     from pbfl_flwr.util.atomic_files import write_atomically
 
-    try:
-        if out.exists():
-            raise PbflError(f"--out {out} already exists; must be a new file")
-        words = tokens.vocabulary(chain.from_iterable(texts_of(file, text_column) for file in files), most)
-        with writing(out):
-            write_atomically(out, "".join(f"{word}\n" for word in words).encode())
-    except PbflError as error:
-        raise error_exit(error) from None
+    if out.exists():
+        raise PbflError(f"--out {out} already exists; must be a new file")
+    words = tokens.vocabulary(chain.from_iterable(texts_of(file, text_column) for file in files), most)
+    with writing(out):
+        write_atomically(out, "".join(f"{word}\n" for word in words).encode())
     say(screen(), f"{out}: {len(words)} tokens; give every device a copy (vocabulary='...' in --node-config)")
-
-
-class Format(StrEnum):
-    """Output formats of ``pbfl predict``."""
-
-    table = "table"
-    csv = "csv"
-    json = "json"
 
 
 def export(
@@ -194,29 +182,24 @@ def export(
     from pbfl_flwr.serving.averaged import averaged
 
     console = screen()
-    try:
-        if best and number is not None:
-            raise PbflError("--best and --round: must be one of the two")
-        if whole and (client or number is not None):
-            raise PbflError(
-                "--global with --client or --round: options beside --global must be --best, --like or --model"
-            )
-        if like and not whole:
-            raise PbflError("--like: must be used with --global")
-        if whole:
-            saved = averaged(
-                expanded(path), [expanded(file) for file in like or ()], best=best, allowed_code=model
-            )
-        else:
-            file = exporting.state_file(expanded(path), client)
-            server_round = exporting.best_of(expanded(path)) if best else number
-            saved = exporting.read_state(
-                file if server_round is None else exporting.of_round(file, server_round)
-            )
-        with writing(out):
-            files = exporting.export(saved, expanded(out), model)
-    except PbflError as error:
-        raise error_exit(error) from None
+    if best and number is not None:
+        raise PbflError("--best and --round: must be one of the two")
+    if whole and (client or number is not None):
+        raise PbflError(
+            "--global with --client or --round: options beside --global must be --best, --like or --model"
+        )
+    if like and not whole:
+        raise PbflError("--like: must be used with --global")
+    if whole:
+        saved = averaged(
+            expanded(path), [expanded(file) for file in like or ()], best=best, allowed_code=model
+        )
+    else:
+        file = exporting.state_file(expanded(path), client)
+        server_round = exporting.best_of(expanded(path)) if best else number
+        saved = exporting.read_state(file if server_round is None else exporting.of_round(file, server_round))
+    with writing(out):
+        files = exporting.export(saved, expanded(out), model)
     card, shape = saved.card, "x".join(map(str, saved.card.input_shape))
     say(
         console,
@@ -238,7 +221,9 @@ def predict(
     by: Annotated[
         str, typer.Option("--by", help="head, or nearest prototype: global, global-local, local.")
     ] = "head",
-    form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.table,
+    form: Annotated[
+        Literal["table", "csv", "json"], typer.Option("--format", help="Output format.")
+    ] = "table",
     model: Code = "",
     text_column: TextColumn = "",
 ) -> None:
@@ -246,9 +231,6 @@ def predict(
     from pbfl_flwr.serving.predict import open_exported, written
     from pbfl_flwr.serving.predict import predict as ask
 
-    try:
-        exported = open_exported(expanded(model_dir), model)
-        predictions = list(ask(exported, files, by, text_column))
-    except PbflError as error:
-        raise error_exit(error) from None
-    document(written(predictions, exported.card.labels, form.value))
+    exported = open_exported(expanded(model_dir), model)
+    predictions = list(ask(exported, files, by, text_column))
+    document(written(predictions, exported.card.labels, form))

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import Assignments, Preset, error_exit
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.cli.common import Assignments, Preset
 from pbfl_flwr.experiments.console import screen
 
 
@@ -20,10 +19,7 @@ def privacy(
     """Show what each message of a configuration reveals, and which settings hide it."""
     from pbfl_flwr.experiments.plan import configuration
 
-    try:
-        settings = configuration.check(configuration.gather(preset, assignments or []))
-    except PbflError as error:
-        raise error_exit(error) from None
+    settings = configuration.check(configuration.gather(preset, assignments or []))
     # Imported here because it loads torch and Flower, which a configuration error should not wait for.
     from pbfl_flwr.experiments import disclosure
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import NON_EMPTY_PATH, REFUSED, By, error_exit, predictor
-from pbfl_flwr.errors import PbflError, expanded, reading
+from pbfl_flwr.cli.common import NON_EMPTY_PATH, By
+from pbfl_flwr.errors import expanded, reading
 from pbfl_flwr.experiments.console import kilobytes, say, screen
 
 
@@ -22,7 +22,7 @@ def report(
     out: Annotated[
         Path, typer.Option("--out", click_type=NON_EMPTY_PATH, help="The HTML file to write.")
     ] = Path("report.html"),
-    by: By = "",
+    by: By = None,
     png: Annotated[bool, typer.Option("--png", help="Also write the pictures as PNG files.")] = False,
     allowed: Annotated[
         list[str] | None,
@@ -38,13 +38,10 @@ def report(
     from pbfl_flwr.experiments import report as reporting
     from pbfl_flwr.experiments import results, status
 
-    try:
-        with reading(", ".join(map(str, runs))):
-            paths, left_out = status.for_a_report(runs)
-            groups = results.load(paths, allowed or (), predictor(by))
-            written = reporting.write(groups, expanded(out).absolute(), png=png, svg=svg)
-    except PbflError as error:
-        raise error_exit(error, REFUSED) from None
+    with reading(", ".join(map(str, runs))):
+        paths, left_out = status.for_a_report(runs)
+        groups = results.load(paths, allowed or (), by or "")
+        written = reporting.write(groups, expanded(out).absolute(), png=png, svg=svg)
     console = screen()
     for line in left_out:
         say(console, line)

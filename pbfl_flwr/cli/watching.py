@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import COMPLETED, FAILED, INTERRUPTED, RunDir, error_exit
-from pbfl_flwr.errors import PbflError, expanded, reading
+from pbfl_flwr.cli.common import COMPLETED, FAILED, INTERRUPTED, RunDir
+from pbfl_flwr.errors import expanded, reading
 from pbfl_flwr.experiments.console import screen
 
 
@@ -21,8 +21,8 @@ def watch(
     from pbfl_flwr.experiments.status import snapshot
 
     console = screen()
+    path = expanded(run).absolute()
     try:
-        path = expanded(run).absolute()
         with reading(str(path)):
             if once:
                 Follower(path, 0, console, from_start=True).update()
@@ -31,8 +31,6 @@ def watch(
                 state = status.state
             else:
                 state = follow(path, console, interval)
-    except PbflError as error:
-        raise error_exit(error) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(FAILED if state in ("failed", "stopped") else COMPLETED)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import NON_EMPTY_PATH, error_exit
+from pbfl_flwr.cli.common import NON_EMPTY_PATH
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.console import kilobytes, say, screen
 from pbfl_flwr.models.registry import LABEL
@@ -34,19 +34,16 @@ def weights(
     from pbfl_flwr.models.checkpoints import as_file, body_of, check_takeable, read_checkpoint
     from pbfl_flwr.util.atomic_files import write_atomically
 
-    try:
-        if not LABEL.fullmatch(label):
-            raise PbflError(f"label '{label}': must be 1 to 64 letters, digits, '.', '_', '-'")
-        check_takeable(model)
-        target = weights_file(model, label)
-        if target.exists() and not replace:
-            raise PbflError(
-                f"{model} already has weights with the label '{label}' ({target}); choose another label, or --replace"
-            )
-        source = expanded(file)
-        source = source / "model.safetensors" if source.is_dir() else source
-        body = body_of(model, read_checkpoint(source), str(source))
-        write_atomically(target, content := as_file(body))
-    except PbflError as error:
-        raise error_exit(error) from None
+    if not LABEL.fullmatch(label):
+        raise PbflError(f"label '{label}': must be 1 to 64 letters, digits, '.', '_', '-'")
+    check_takeable(model)
+    target = weights_file(model, label)
+    if target.exists() and not replace:
+        raise PbflError(
+            f"{model} already has weights with the label '{label}' ({target}); choose another label, or --replace"
+        )
+    source = expanded(file)
+    source = source / "model.safetensors" if source.is_dir() else source
+    body = body_of(model, read_checkpoint(source), str(source))
+    write_atomically(target, content := as_file(body))
     say(screen(), f"{kilobytes(len(content))} stored in {target}; use them with models={model}@{label}")

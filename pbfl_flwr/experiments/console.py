@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import IO
 
 from rich.box import SIMPLE_HEAD
@@ -113,35 +111,19 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def show_markdown(markdown: str, console: Console) -> None:
-    """Print Markdown; unchanged if the output is not a terminal."""
-    if not console.is_terminal:
-        console.print(markdown, markup=False, highlight=False, soft_wrap=True)
-        return
-    for is_table, group in groupby(markdown.splitlines(), key=lambda line: line.startswith("|")):
-        lines = list(group)
-        if is_table and max(map(cell_len, lines)) > console.width:
-            head, rule, *rows = (_cells(line) for line in lines)
-            words = next((number for number, mark in enumerate(rule) if mark.endswith(":")), 1)
-            print_blocks(console, head, rows, words, words)
-        else:
-            for line in lines:
-                console.print(Text(line))
-
-
-def print_blocks(
-    console: Console, head: Sequence[str], rows: Sequence[Sequence[str]], words: int, labels: int = 1
-) -> None:
+def print_blocks(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> None:
     """Print a table, in blocks of columns if it is wider than the console.
+
+    Every block begins with the columns of text, or only the first of them if they fill half of a line.
 
     Args:
         console: to print to.
         head: title of every column.
         rows: one cell per column.
         words: number of leftmost columns that hold text; the others hold numbers and are right-aligned.
-        labels: number of leftmost columns that are repeated in every block.
     """
     widths = [max(map(cell_len, column)) for column in zip(head, *rows, strict=True)]
+    labels = max(1, words if sum(widths[:words]) <= console.width // 2 else 1)
     for number, block in enumerate(blocks(widths, labels, console.width)):
         if number:
             console.print()
@@ -171,7 +153,3 @@ def blocks(widths: Sequence[int], labels: int, room: int) -> Iterator[range]:
             start, used = number, 0
         used += widths[number] + GAP
     yield range(start, len(widths))
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]

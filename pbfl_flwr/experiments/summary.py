@@ -9,7 +9,6 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -25,7 +24,6 @@ from pbfl_flwr.experiments.results import Group, honest, participants, same_data
 from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
 from pbfl_flwr.runs.records import RoundRecord
-from pbfl_flwr.util.atomic_files import write_atomically
 
 UNKNOWN = "unknown"
 MOMENT_NOTE = "Scored: before or after local training in a round."
@@ -367,18 +365,15 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[str, str]:
     return f"{fmean(values):.4f}", f"{stdev(values):.4f}" if len(values) > 1 else ""
 
 
-def write(out: Path, sheet: Sheet, groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> None:
-    """Write table.md and table.tex as shown, and table.csv with all columns.
+def table_files(sheet: Sheet, groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> dict[str, str]:
+    """Return file name -> content of table.md and table.tex as shown, and of table.csv with all columns.
 
     Args:
-        out: the directory.
         sheet: the table.
         groups: its rows.
         lead: the columns that name a row.
     """
-    write_atomically(out / "table.md", sheet.markdown().encode())
-    write_atomically(out / "table.tex", sheet.latex().encode())
-    write_atomically(out / "table.csv", csv_text(groups, lead).encode())
+    return {**sheet.files("table"), "table.csv": csv_text(groups, lead)}
 
 
 def paper_scalars(count: float | None) -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import fmean, stdev
 
 from rich.console import Console
 
 from pbfl_flwr.experiments.console import print_blocks, say
-from pbfl_flwr.util.atomic_files import write_atomically
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -106,10 +104,22 @@ class Sheet:
         for note in self.notes:
             say(console, note)
 
-    def write(self, stem: Path) -> None:
-        """Write ``<stem>.md``, ``<stem>.csv`` and ``<stem>.tex``."""
-        for suffix, text in ((".md", self.markdown()), (".csv", self.csv()), (".tex", self.latex())):
-            write_atomically(stem.with_name(stem.name + suffix), text.encode())
+    def files(self, stem: str) -> dict[str, str]:
+        """Return file name -> content of ``<stem>.md``, ``<stem>.csv`` and ``<stem>.tex``."""
+        return {f"{stem}.md": self.markdown(), f"{stem}.csv": self.csv(), f"{stem}.tex": self.latex()}
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What several runs are summed up in.
+
+    Attributes:
+        shown: tables and lines of text, as printed.
+        files: file name -> content.
+    """
+
+    shown: Sequence[Sheet | str]
+    files: Mapping[str, str]
 
 
 def tex(text: str) -> str:

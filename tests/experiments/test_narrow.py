@@ -11,19 +11,21 @@ from pbfl_flwr.config import GROUPS, parse
 from pbfl_flwr.experiments import catalogue, disclosure, run_tables
 from pbfl_flwr.experiments import console as output
 from pbfl_flwr.experiments.results import FinishedRun, Group
+from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES
 from tests.small_runs import entry, pbfl, write_run
 
-MARKDOWN = """**Two runs**
-
-| run | predictor | last | best |
-|---|---|---:|---:|
-| FedProto | global | 35.53 ± 1.86 | 36.10 ± 1.20 |
-| a\\|b | local | 51.32 ± 7.44 | 52.63 ± 7.44 |
-
-A note.
-"""
+SHEET = Sheet(
+    "Two runs",
+    ("run", "predictor", "last", "best"),
+    (
+        ("FedProto", "global", "35.53 ± 1.86", "36.10 ± 1.20"),
+        ("a|b", "local", "51.32 ± 7.44", "52.63 ± 7.44"),
+    ),
+    ("A note.",),
+    text_columns=2,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +63,9 @@ def test_words_stand_to_the_left_and_numbers_to_the_right() -> None:
     ]  # fmt: skip
 
 
-def test_a_wide_table_becomes_blocks_in_a_terminal_and_stays_markdown_in_a_pipe() -> None:
+def test_a_wide_table_becomes_blocks_that_begin_with_its_words() -> None:
     console = terminal(40)
-    output.show_markdown(MARKDOWN, console)
+    SHEET.show(console)
     lines = printed(console)
     assert max(map(len, lines)) <= 40
     assert [line.split() for line in lines if line.startswith(("FedProto", "a|b", "run"))] == [
@@ -74,15 +76,16 @@ def test_a_wide_table_becomes_blocks_in_a_terminal_and_stays_markdown_in_a_pipe(
         ["FedProto", "global", "36.10", "±", "1.20"],
         ["a|b", "local", "52.63", "±", "7.44"],
     ]
-    wide = terminal(80)
-    output.show_markdown(MARKDOWN, wide)
-    assert printed(wide) == MARKDOWN.splitlines()
-    full = terminal(max(map(len, MARKDOWN.splitlines())))  # a table that just fits is whole
-    output.show_markdown(MARKDOWN, full)
-    assert printed(full) == MARKDOWN.splitlines()
-    piped = Console(file=io.StringIO(), width=40)
-    output.show_markdown(MARKDOWN, piped)
-    assert printed(piped)[: len(MARKDOWN.splitlines())] == MARKDOWN.splitlines()
+    SHEET.show(console := terminal(80))
+    assert printed(console) == [
+        "", "Two runs", "run       predictor          last          best", "─" * 47,
+        "FedProto  global     35.53 ± 1.86  36.10 ± 1.20", "a|b       local      51.32 ± 7.44  52.63 ± 7.44",
+        "A note.",
+    ]  # fmt: skip
+    SHEET.show(console := terminal(30))  # of which the words would fill more than half
+    assert [line.split() for line in printed(console) if line.startswith("run")] == [
+        ["run", "predictor"], ["run", "last"], ["run", "best"]
+    ]  # fmt: skip
 
 
 def test_every_command_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

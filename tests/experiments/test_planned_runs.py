@@ -9,8 +9,9 @@ from rich.console import Console
 
 from pbfl_flwr.experiments.execute.several import show_plan
 from pbfl_flwr.experiments.plan import comparison as compare
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun
 from pbfl_flwr.runs.directory import RunDirectory
-from tests.small_runs import entry, pbfl, write_run
+from tests.small_runs import entry, pbfl, planned_of, write_run
 
 FILE = """
 title = "Two methods"
@@ -59,7 +60,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def shown(planned: list[compare.Planned]) -> tuple[bool, list[list[str]], str]:
+def shown(planned: list[PlannedRun]) -> tuple[bool, list[list[str]], str]:
     file = io.StringIO()
     console = Console(file=file, width=300)
     fine = show_plan(planned, console)
@@ -68,7 +69,7 @@ def shown(planned: list[compare.Planned]) -> tuple[bool, list[list[str]], str]:
 
 
 def test_every_run_is_finished_or_to_resume_or_to_run_or_refused(file: Path, tmp_path: Path) -> None:
-    planned = compare.plan(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
+    planned = planned_of(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
     there, some, other, refused = planned
     lines = [entry(number, 0.5, 0.5) for number in (1, 2)]
     write_run(there.directory, lines, **there.requested.values)
@@ -94,7 +95,7 @@ def test_every_run_is_finished_or_to_resume_or_to_run_or_refused(file: Path, tmp
 
 
 def test_a_run_that_patience_ended_lacks_nothing(file: Path, tmp_path: Path) -> None:
-    planned = compare.plan(
+    planned = planned_of(
         compare.read(str(file))[1], ["num-server-rounds=9", "patience=1"], [], ["A"], tmp_path
     )
     write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **planned[0].requested.values)
@@ -149,7 +150,7 @@ def test_what_a_run_would_be_warned_of_is_said_once(file: Path, tmp_path: Path) 
 
 
 def test_a_refused_run_ends_it_with_2(file: Path, tmp_path: Path) -> None:
-    first = compare.plan(compare.read(str(file))[1], [], [], ["A"], tmp_path / "o")[0]
+    first = planned_of(compare.read(str(file))[1], [], [], ["A"], tmp_path / "o")[0]
     write_run(first.directory, [entry(1, 0.5, 0.5)], **{**first.requested.values, "seed": 7})
     before = json.loads((first.directory / "run.json").read_text())
     done = pbfl("compare", file, "--engine", "processes", "--dry-run", "--out", tmp_path / "o")

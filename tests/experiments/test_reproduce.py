@@ -2,6 +2,7 @@
 
 import csv
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.catalogue import ROWS
 from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.experiments.plan import reproduction_table
-from pbfl_flwr.experiments.summary import BEST, BY_PREDICTOR, LAST
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, finished_groups, selected
+from pbfl_flwr.experiments.summary import BY_PREDICTOR
 from tests.small_runs import entry, over, pbfl, write_run
 
 FILE = """
@@ -89,20 +91,37 @@ def paper(tmp_path: Path) -> reproduce.Reproduction:
     return reproduce.read(str(tmp_path / "nine.toml"))
 
 
+def planned(
+    paper: reproduce.Reproduction,
+    out: Path,
+    *assignments: str,
+    seeds: Sequence[int] = (),
+    blocks: Sequence[str] = ("one", "two"),
+    labels: Sequence[str] = ("A", "B"),
+) -> list[PlannedRun]:
+    """The checked runs of these blocks and labels, at scale small."""
+    runs = reproduce.plan(paper, "small", assignments, seeds, out)
+    return selected([run for run in runs if run.block in blocks], labels)
+
+
+def table(paper: reproduce.Reproduction, runs: Sequence[PlannedRun], by: str = "") -> str:
+    return reproduction_table.tables(paper, "small", runs, {}, by).files["table.md"]
+
+
 @pytest.mark.parametrize("name", reproduce.reproductions())
 def test_shipped_files_are_tables_of_percentages(name: str) -> None:
     paper = reproduce.read(name)
     assert name.split("-table")[1] in paper.title
-    figures = [cell for block in paper.blocks.values() for cell in block.published.values()]
+    figures = [cell for row in paper.published.values() for cell in row]
     assert all(0 < cell[0] < 100 for cell in figures if cell)
     assert {len(cell) for cell in figures if cell} == ({1} if paper.spread == "none" else {2})
-    for word in [*paper.blocks, *next(iter(paper.blocks.values())).runs]:
+    for word in [*paper.blocks, *paper.runs]:
         assert re.fullmatch(r"[A-Za-z0-9.-]+", word), "it names a directory"
 
 
 @pytest.mark.parametrize(("name", "block", "label", "printed"), PRINTED)
 def test_what_the_papers_print(name: str, block: str, label: str, printed: list[float]) -> None:
-    assert reproduce.read(name).blocks[block].published[label] == printed
+    assert reproduce.read(name).published_cell(block, label) == printed
 
 
 def test_every_shipped_table_was_looked_up_by_hand() -> None:
@@ -110,17 +129,17 @@ def test_every_shipped_table_was_looked_up_by_hand() -> None:
 
 
 def test_later_keys_win(paper: reproduce.Reproduction, tmp_path: Path) -> None:
-    assert paper.blocks["one"].runs["A"]["learning-rate"] == 0.5
-    assert paper.blocks["one"].runs["B"]["cps-dim"] == 2
-    assert paper.blocks["two"].runs["B"]["cps-dim"] == 3
-    assert paper.blocks["two"].runs["B"]["tinyproto.base"] == "fedtgp"
-    small = reproduce.plans(paper, ["one", "two"], "small", ["learning-rate=0.1"], [], ["B"], tmp_path)
-    assert [run.directory for run in small["two"]] == [tmp_path / "two" / "B-seed0"]
-    assert small["one"][0].requested.values["num-server-rounds"] == 2
-    assert small["one"][0].requested.values["learning-rate"] == 0.1
-    full = reproduce.plans(paper, ["one"], "paper", [], [], [], tmp_path)
-    assert [(run.label, run.seed) for run in full["one"]] == [("A", 0), ("A", 1), ("B", 0), ("B", 1)]
-    assert full["one"][0].requested.values["num-server-rounds"] == 9
+    assert paper.runs_of("one")["A"]["learning-rate"] == 0.5
+    assert paper.runs_of("one")["B"]["cps-dim"] == 2
+    assert paper.runs_of("two")["B"]["cps-dim"] == 3
+    assert paper.runs_of("two")["B"]["tinyproto.base"] == "fedtgp"
+    small = planned(paper, tmp_path, "learning-rate=0.1", labels=["B"])
+    assert [run.directory for run in small] == [tmp_path / block / "B-seed0" for block in ("one", "two")]
+    assert small[0].requested.values["num-server-rounds"] == 2
+    assert small[0].requested.values["learning-rate"] == 0.1
+    full = [run for run in reproduce.plan(paper, "paper", [], [], tmp_path) if run.block == "one"]
+    assert [(run.label, run.seed) for run in full] == [("A", 0), ("A", 1), ("B", 0), ("B", 1)]
+    assert full[0].requested.values["num-server-rounds"] == 9
     assert reproduce.changes(paper, full) == []
     assert reproduce.changes(paper, small) == [
         "num-server-rounds = 2, the full setting has 9",
@@ -130,12 +149,12 @@ def test_later_keys_win(paper: reproduce.Reproduction, tmp_path: Path) -> None:
 
 
 def test_blocks_are_chosen_by_dataset_and_name(paper: reproduce.Reproduction) -> None:
-    assert reproduce.chosen(paper, None, []) == ["one", "two"]
+    assert reproduce.chosen(paper, "", []) == ["one", "two"]
     assert reproduce.chosen(paper, "digits", []) == ["one"]
-    assert reproduce.chosen(paper, None, ["two"]) == ["two"]
+    assert reproduce.chosen(paper, "", ["two"]) == ["two"]
     for dataset, names, said in [
         ("mnist", [], "--dataset mnist: must be one of digits, fashion-mnist"),
-        (None, ["three"], "--block three: must be one of one, two"),
+        ("", ["three"], "--block three: must be one of one, two"),
         ("digits", ["two"], "none of the blocks two"),
     ]:
         with pytest.raises(PbflError, match=said):
@@ -151,7 +170,6 @@ def test_blocks_are_chosen_by_dataset_and_name(paper: reproduce.Reproduction) ->
         (("runs.B.cps-dim = 3", "runs.C.cps-dim = 3"), "blocks.two.runs.C: unknown run"),
         (('hardware = "a computer"', ""), "hardware: Field required"),
         (('round = "best"', 'round = "worst"'), "round: Input should be"),
-        (("seeds = [0, 1]", "seeds = [0, 1, 0]"), "0 is given twice; give each seed once"),
     ],
 )
 def test_files_that_are_no_reproduction(change: tuple[str, str], said: str, tmp_path: Path) -> None:
@@ -161,32 +179,13 @@ def test_files_that_are_no_reproduction(change: tuple[str, str], said: str, tmp_
 
 
 def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
-    planned = reproduce.plans(paper, ["one", "two"], "small", [], [0, 1], [], tmp_path)
-    write_run(
-        planned["one"][0].directory,
-        [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)],
-        **planned["one"][0].requested.values,
-    )
-    write_run(
-        planned["one"][1].directory,
-        [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)],
-        **planned["one"][1].requested.values,
-    )
-    write_run(
-        planned["two"][0].directory,
-        [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)],
-        **planned["two"][0].requested.values,
-    )
-    found = reproduction_table.finished_blocks(paper, planned)
-    assert {block: [group.label for group in groups] for block, groups in found.items()} == {
-        "one": ["A"],
-        "two": ["A"],
-    }
-    one, two = found["one"][0], found["two"][0]
-    assert (BEST.values(one), LAST.values(one)) == ([75.0, 50.0], [25.0, 50.0])
-    assert reproduction_table.difference(paper, "one", one) == 62.5 - 51.5
-    assert reproduction_table.difference(paper, "two", two) is None
-    text = reproduction_table.markdown(paper, "small", planned, found, {"three": "dataset 'x' not found"})
+    runs = planned(paper, tmp_path, seeds=[0, 1])
+    for number, scores in ((0, (0.75, 0.25)), (1, (0.5, 0.5)), (4, (0.5, 0.5))):
+        heads = (0.5, 0.5) if number == 0 else (0.5, 0.25)
+        lines = [entry(n + 1, heads[n], scores[n]) for n in range(2)]
+        write_run(runs[number].directory, lines, **runs[number].requested.values)
+    files = reproduction_table.tables(paper, "small", runs, {"three": "dataset 'x' not found"}).files
+    text = files["table.md"]
     # sample deviation of two values: their distance over the root of 2, 25/1.4142 = 17.68; 62.5 - 51.5
     assert "| A | global | 51.50 ± 0.25 | 62.50 ± 17.68 | 37.50 ± 17.68 | +11.00 |" in text
     assert "| A | global | - | 50.00 | 50.00 | - |" in text
@@ -201,9 +200,9 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     ):
         assert line in text
     assert "Our results are all by" not in text
-    assert "not comparable" not in reproduction_table.markdown(paper, "paper", planned, found, {})
-    reproduction_table.write(tmp_path, paper, text, found)
-    first, second = read_csv(tmp_path)
+    full = reproduction_table.tables(paper, "paper", runs, {}).files["table.md"]
+    assert "not comparable" not in full
+    first, second = csv.DictReader(files["table.csv"].splitlines())
     expected = {
         "block": "one",
         "run": "A",
@@ -234,25 +233,23 @@ def read_csv(out: Path) -> list[dict[str, str]]:
 def test_a_predictor_that_the_first_seed_lacks_has_its_column(
     paper: reproduce.Reproduction, tmp_path: Path
 ) -> None:
-    planned = reproduce.plans(paper, ["one"], "small", [], [0, 1], ["A"], tmp_path)
-    for run, globals_ in zip(planned["one"], (None, 0.75), strict=True):
+    runs = planned(paper, tmp_path, seeds=[0, 1], blocks=["one"], labels=["A"])
+    for run, globals_ in zip(runs, (None, 0.75), strict=True):
         write_run(run.directory, [entry(1, 0.5, globals_), entry(2, 0.5, globals_)], **run.requested.values)
-    (row,) = reproduction_table.finished_blocks(paper, planned)["one"]
+    (row,) = finished_groups(runs)
     figures = {column.key: column.values(row) for column in BY_PREDICTOR if column.values(row)}
     assert figures == {"head": [50.0, 50.0], "global": [75.0]}
 
 
 def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Path) -> None:
-    planned = reproduce.plans(paper, ["one"], "small", [], [], [], tmp_path)
-    for run in planned["one"]:
+    runs = planned(paper, tmp_path, blocks=["one"])
+    for run in runs:
         write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.25, 0.25)], **run.requested.values)
-    found = reproduction_table.finished_blocks(paper, planned, "head")
-    text = reproduction_table.markdown(paper, "small", planned, found, {}, "head")
+    text = table(paper, runs, "head")
     assert "scale small, by head" in text
     assert "Our results are all by head, the paper's by each method's own predictor." in text
     assert "| A | head | 51.50 ± 0.25 | 50.00 | 25.00 | -1.50 |" in text
-    found = reproduction_table.finished_blocks(paper, planned, "local")
-    text = reproduction_table.markdown(paper, "small", planned, found, {}, "local")
+    text = table(paper, runs, "local")
     assert "| A | local | 51.50 ± 0.25 | - | - | - |" in text
     assert "Never scored by local: A, B." in text
     words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--engine", "processes", "--by", "head"]
@@ -263,20 +260,16 @@ def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Pat
 def test_the_table_says_when_rows_were_scored_and_over_how_many_clients(
     paper: reproduce.Reproduction, tmp_path: Path
 ) -> None:
-    planned = reproduce.plans(paper, ["one"], "small", [], [], [], tmp_path)
-    for run, clients in zip(planned["one"], (1, 2), strict=True):
+    runs = planned(paper, tmp_path, blocks=["one"])
+    for run, clients in zip(runs, (1, 2), strict=True):
         lines = [entry(1, 0.5, 0.75), over(clients, entry(2, 0.5, 0.25))]
         write_run(run.directory, lines, **run.requested.values)
-    text = reproduction_table.markdown(
-        paper, "small", planned, reproduction_table.finished_blocks(paper, planned), {}
-    )
+    text = table(paper, runs)
     assert "Accuracies that do not cover all participating clients: A: global over 1–2 of 2." in text
     assert "| run | compared by | paper |" in text
-    about = planned["one"][1].directory / "run.json"
+    about = runs[1].directory / "run.json"
     about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
-    text = reproduction_table.markdown(
-        paper, "small", planned, reproduction_table.finished_blocks(paper, planned), {}
-    )
+    text = table(paper, runs)
     assert "| run | compared by | scored | paper |" in text
     assert "| A | global | after | 51.50 ± 0.25 |" in text
     assert "| B | global | before | 60.00 |" in text
@@ -286,7 +279,7 @@ def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
     paper: reproduce.Reproduction, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    for run in reproduce.plans(paper, ["one"], "small", [], [], [], out)["one"]:
+    for run in planned(paper, out, blocks=["one"]):
         write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.requested.values)
     words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--out", out, "--engine", "processes"]
     assert pbfl(*words).exit_code == 0
@@ -302,15 +295,14 @@ def test_blocks_and_rows_that_were_not_asked_for_this_time_stay_in_the_tables(tm
     (tmp_path / "nine.toml").write_text(FILE.replace('"fashion-mnist"', '"digits"'))  # on every machine
     paper = reproduce.read(str(tmp_path / "nine.toml"))
     out = tmp_path / "out"
-    planned = reproduce.plans(paper, ["one", "two"], "small", [], [], [], out)
-    for run in [run for runs in planned.values() for run in runs]:
+    for run in planned(paper, out):
         write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.requested.values)
     words = ["reproduce", tmp_path / "nine.toml", "--out", out, "--engine", "processes"]
     assert pbfl(*words).exit_code == 0
     before = {path: path.read_bytes() for path in out.glob("table.*")}
     assert pbfl(*words, "--block", "two", "--only", "B").exit_code == 0
     assert {path: path.read_bytes() for path in out.glob("table.*")} == before
-    (planned["one"][0].directory / "rounds.jsonl").unlink()  # begun, not finished
+    (out / "one" / "A-seed0" / "rounds.jsonl").unlink()  # begun, not finished
     assert pbfl(*words, "--block", "two").exit_code == 0
     rows = [line.split(",")[:2] for line in (out / "table.csv").read_text().splitlines()]
     assert rows == [["block", "run"], ["one", "B"], ["two", "A"], ["two", "B"]]
@@ -319,15 +311,10 @@ def test_blocks_and_rows_that_were_not_asked_for_this_time_stay_in_the_tables(tm
 def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     (tmp_path / "clients.toml").write_text(FILE.replace('spread = "seeds"', 'spread = "clients"'))
     paper = reproduce.read(str(tmp_path / "clients.toml"))
-    planned = reproduce.plans(paper, ["one"], "small", [], [0], ["A"], tmp_path)
-    write_run(
-        planned["one"][0].directory,
-        [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)],
-        **planned["one"][0].requested.values,
-    )
-    blocks = reproduction_table.finished_blocks(paper, planned)
+    (run,) = planned(paper, tmp_path, blocks=["one"], labels=["A"])
+    write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.requested.values)
     spread = entry(1, 0.5, 0.75)["accuracy"]["global"]["std"]
-    text = reproduction_table.markdown(paper, "small", planned, blocks, {})
+    text = table(paper, [run])
     assert f"| A | global | 51.50 ± 0.25 | 75.00 ± {100 * spread:.2f} |" in text
     assert "are last-round accuracies.\n" in text
 
@@ -351,12 +338,10 @@ def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tm
 def test_the_table_says_what_each_deviation_is_over(spread: str, said: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(FILE.replace('spread = "seeds"', f'spread = "{spread}"'))
     paper = reproduce.read(str(tmp_path / "mine.toml"))
-    planned = reproduce.plans(paper, ["one"], "small", [], [0, 1], ["A"], tmp_path)
-    for run, last in zip(planned["one"], (0.25, 0.5), strict=True):
+    runs = planned(paper, tmp_path, seeds=[0, 1], blocks=["one"], labels=["A"])
+    for run, last in zip(runs, (0.25, 0.5), strict=True):
         write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)], **run.requested.values)
-    text = reproduction_table.markdown(
-        paper, "small", planned, reproduction_table.finished_blocks(paper, planned), {}
-    )
+    text = table(paper, runs)
     assert "| A | global |" in text
     assert "| 37.50 ± 17.68 |" in text  # the column global, in both cases over the seeds
     for line in said:
@@ -368,16 +353,15 @@ def test_a_row_without_scores_has_no_spread_over_clients_and_is_named(
 ) -> None:
     (tmp_path / "clients.toml").write_text(FILE.replace('spread = "seeds"', 'spread = "clients"'))
     paper = reproduce.read(str(tmp_path / "clients.toml"))
-    planned = reproduce.plans(paper, ["one"], "small", [], [0], [], tmp_path)
-    for run, globals_ in zip(planned["one"], (None, 0.5), strict=True):
+    runs = planned(paper, tmp_path, blocks=["one"])
+    for run, globals_ in zip(runs, (None, 0.5), strict=True):
         write_run(run.directory, [entry(n, 0.25, globals_) for n in (1, 2)], **run.requested.values)
-    found = reproduction_table.finished_blocks(paper, planned)
-    text = reproduction_table.markdown(paper, "small", planned, found, {})
+    files = reproduction_table.tables(paper, "small", runs, {}).files
+    text = files["table.md"]
     assert "| A | global | 51.50 ± 0.25 | - | - | - | 25.00 | - |" in text
     assert "| B | global | 60.00 | 50.00 ± 12.50 | 50.00 ± 12.50 | -10.00 | 25.00 | 50.00 |" in text
     assert "\nNever scored by global: A.\n" in text
-    reproduction_table.write(tmp_path, paper, text, found)
-    row = read_csv(tmp_path)[0]
+    row = next(csv.DictReader(files["table.csv"].splitlines()))
     assert (row["clients"], row["seeds"], row["best"], row["difference"]) == ("", "0", "", "")
 
 

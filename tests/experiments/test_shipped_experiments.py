@@ -54,10 +54,11 @@ def shipped() -> Iterator[tuple[str, Keys]]:
             yield f"{name} {label}", keys
     for name in reproduce.reproductions():
         paper = reproduce.read(name)
-        for block, column in paper.blocks.items():
-            for label, keys in column.runs.items():
+        for block in paper.blocks:
+            for label, keys in paper.runs_of(block).items():
                 yield f"{name} {block} {label}", keys
-                yield f"{name} {block} {label} small", {**keys, **paper.small}
+            for label, keys in paper.runs_of(block, "small").items():
+                yield f"{name} {block} {label} small", keys
 
 
 RUNS = list(shipped())

@@ -55,11 +55,9 @@ def test_latex_compiles(tmp_path: Path) -> None:
     assert "Overfull" not in (tmp_path / "page.log").read_text(errors="replace")  # nothing runs off the page
 
 
-def test_all_three_are_written(tmp_path: Path) -> None:
-    SHEET.write(tmp_path / "v1.2-table")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"v1.2-table.{end}" for end in ("csv", "md", "tex")
-    ]
+def test_all_three_are_files() -> None:
+    files = {"t.md": SHEET.markdown(), "t.csv": SHEET.csv(), "t.tex": SHEET.latex()}
+    assert SHEET.files("t") == files
 
 
 def test_figures() -> None:

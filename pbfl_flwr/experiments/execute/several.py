@@ -23,7 +23,7 @@ from pbfl_flwr.experiments.console import print_blocks, say
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.execute.runner import INTERRUPTED, interruptible, simulate
 from pbfl_flwr.experiments.plan import configuration
-from pbfl_flwr.experiments.plan.comparison import Planned, pending_keys
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, pending_keys
 from pbfl_flwr.flower.deploy.processes import Processes, signals_ignored
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, slots
 from pbfl_flwr.runs.directory import RunDirectory
@@ -71,7 +71,7 @@ def _need_mb(requested: Resources, workers: int) -> float:
     return ENGINE_MB + workers * WORKER_MB
 
 
-def command(run: Planned, app: Path, resources: Resources) -> list[str]:
+def command(run: PlannedRun, app: Path, resources: Resources) -> list[str]:
     """Return the command line that starts or resumes a run in its own process."""
     requested = run.requested.values
     source = ["--app", str(app)] if resources.engine == "flower" else []
@@ -97,12 +97,12 @@ def slots_here(wanted: int, requested: Resources, console: Console) -> list[Slot
 
 
 def run_all(
-    planned: Sequence[Planned],
+    planned: Sequence[PlannedRun],
     shared: Sequence[Slot],
     app: Path,
     resources: Resources,
     console: Console,
-    after: Callable[[Planned], object] = lambda run: None,
+    after: Callable[[PlannedRun], object] = lambda run: None,
 ) -> list[str]:
     """Execute the runs that are not finished, in this process or in parallel, and return the failed ones.
 
@@ -120,7 +120,7 @@ def run_all(
     if len(shared) == 1:
         return run_in_turn(planned, starter(app, resources, console), after)
 
-    def command_of(run: Planned, slot: Slot) -> list[str]:
+    def command_of(run: PlannedRun, slot: Slot) -> list[str]:
         return command(run, app, replace(resources, workers=slot.workers))
 
     return run_in_parallel(planned, shared, command_of, console, after)
@@ -146,7 +146,7 @@ def starter(app: Path, resources: Resources, console: Console) -> Start:
 
 
 def run_in_turn(
-    planned: Sequence[Planned], start: Start, after: Callable[[Planned], object] = lambda run: None
+    planned: Sequence[PlannedRun], start: Start, after: Callable[[PlannedRun], object] = lambda run: None
 ) -> list[str]:
     """Execute the runs that are not finished, one after the other, and return the failed ones.
 
@@ -177,17 +177,17 @@ def run_in_turn(
     return failed
 
 
-def refusal(run: Planned, error: PbflError) -> str:
+def refusal(run: PlannedRun, error: PbflError) -> str:
     """Return the message on a run that was refused."""
     return f"{run.name}: {error}"
 
 
 def run_in_parallel(
-    planned: Sequence[Planned],
+    planned: Sequence[PlannedRun],
     shared: Sequence[Slot],
-    command_of: Callable[[Planned, Slot], Sequence[str]],
+    command_of: Callable[[PlannedRun, Slot], Sequence[str]],
     console: Console,
-    after: Callable[[Planned], object] = lambda run: None,
+    after: Callable[[PlannedRun], object] = lambda run: None,
 ) -> list[str]:
     """Execute the runs that are not finished, several at a time, and return the failed ones.
 
@@ -204,7 +204,7 @@ def run_in_parallel(
     Raises:
         KeyboardInterrupt: if this process or one of the runs was interrupted.
     """
-    waiting: list[Planned] = []
+    waiting: list[PlannedRun] = []
     running: list[_Running] = []
     free = [*shared]
     failed: list[str] = []
@@ -250,7 +250,7 @@ def run_in_parallel(
     return failed
 
 
-def _prefixes(planned: Sequence[Planned]) -> dict[Path, str]:
+def _prefixes(planned: Sequence[PlannedRun]) -> dict[Path, str]:
     """Return directory -> prefix of its lines: its path relative to the runs' common parent."""
     if not planned:
         return {}
@@ -262,14 +262,14 @@ def _prefixes(planned: Sequence[Planned]) -> dict[Path, str]:
 class _Running:
     """A run being executed, in a process with a watchdog of its own, since process ids may be reused later."""
 
-    run: Planned
+    run: PlannedRun
     slot: Slot
     process: subprocess.Popen[bytes]
     processes: Processes
     follower: Follower
 
 
-def _start(run: Planned, words: Sequence[str], slot: Slot, follower: Follower) -> _Running:
+def _start(run: PlannedRun, words: Sequence[str], slot: Slot, follower: Follower) -> _Running:
     cards = {"CUDA_VISIBLE_DEVICES": slot.cards} if slot.cards else {}
     with writing(run.directory):
         run.directory.mkdir(parents=True, exist_ok=True)
@@ -293,7 +293,7 @@ def _end(running: Sequence[_Running]) -> None:
         one.processes.close()
 
 
-def show_plan(planned: Sequence[Planned], console: Console) -> bool:
+def show_plan(planned: Sequence[PlannedRun], console: Console) -> bool:
     """Print a line per run: its state, and the number of finished and requested rounds.
 
     Returns:

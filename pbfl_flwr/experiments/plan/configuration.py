@@ -11,7 +11,9 @@ from importlib.resources import files
 from itertools import chain, count
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, StringConstraints, ValidationError
 
 from pbfl_flwr.config import CHANGEABLE, HUB, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
@@ -27,6 +29,8 @@ from pbfl_flwr.util.user_code import is_external
 
 PATHS = ("run-dir", "state-dir", "data-dir")
 PRESETS = "experiments/presets"
+Schema = TypeVar("Schema", bound=BaseModel)
+DirectoryName = Annotated[str, StringConstraints(pattern=r"^[^./\\\x00][^/\\\x00]*$")]
 
 
 def presets() -> list[str]:
@@ -353,6 +357,23 @@ def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
         raise PbflError(f"{kind} '{name}' cannot be read ({error.strerror})") from None
     except tomllib.TOMLDecodeError as error:
         raise PbflError(f"{kind} '{name}' is not TOML: {error}") from None
+
+
+def read_file(kind: str, name: str, folder: str, schema: type[Schema]) -> Schema:
+    """Return a TOML file's content after checking its form; the arguments are those of :func:`read_toml`.
+
+    Raises:
+        PbflError: as :func:`read_toml`, and one line for everything that is not of this form.
+    """
+    try:
+        return schema.model_validate(read_toml(kind, name, folder))
+    except ValidationError as error:
+        raise PbflError(
+            "\n".join(
+                ": ".join([f"{kind} '{name}'", *filter(None, [".".join(map(str, line["loc"]))]), line["msg"]])
+                for line in error.errors()
+            )
+        ) from None
 
 
 def value(text: str) -> Any:

@@ -31,18 +31,18 @@ later ones take precedence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pbfl_flwr.config import Scalar, Settings
+from pbfl_flwr.config import DataSettings, Scalar, Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.plan import comparison, configuration
-from pbfl_flwr.experiments.plan.comparison import Planned, check_names, duplicates, plan
+from pbfl_flwr.experiments.plan import configuration, planned_runs
+from pbfl_flwr.experiments.plan.configuration import DirectoryName, flatten
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, check_names
 
 FOLDER = "experiments/reproductions"
 SILENT = {
@@ -54,20 +54,27 @@ SILENT = {
     "seed",
 }  # keys that :func:`changes` does not report as changes of the setting
 Scale = Literal["small", "paper"]
-Keys = dict[str, Scalar]
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Cell = Annotated[list[Percent], Field(max_length=2)]
 """[accuracy, ±], [accuracy], or [] for a "-" in the paper; in %."""
 
 
-def _each_once(seeds: list[int]) -> list[int]:
-    if again := duplicates(seeds):
-        raise ValueError(f"{again[0]} is given twice; give each seed once")
-    return seeds
+class Block(BaseModel):
+    """One column of the table; its other keys are those of all its runs.
+
+    Attributes:
+        remark: note on the published values; may be empty.
+        runs: label -> keys of this run in this block.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    remark: str = ""
+    runs: dict[str, dict[str, Any]] = {}
 
 
-class _File(BaseModel):
-    """Schema of the TOML file."""
+class Reproduction(BaseModel):
+    """A published table; the attributes are described in the module."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -78,51 +85,43 @@ class _File(BaseModel):
     accuracy: Literal["weighted", "mean"]
     round: Literal["best", "last"]
     spread: Literal["clients", "seeds", "none"]
-    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), AfterValidator(_each_once)]
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     deviations: Annotated[list[str], Field(min_length=1)]
     common: dict[str, Any]
     small: dict[str, Any]
-    blocks: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
-    runs: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
+    blocks: Annotated[dict[DirectoryName, Block], Field(min_length=1)]
+    runs: Annotated[dict[DirectoryName, dict[str, Any]], Field(min_length=1)]
     published: dict[str, list[Cell]]
 
+    @model_validator(mode="after")
+    def _check_labels(self) -> Self:
+        if odd := set(self.published) ^ set(self.runs):
+            raise ValueError(f"'{min(odd)}' must be both in runs and in published")
+        for label, row in self.published.items():
+            if len(row) != len(self.blocks):
+                raise ValueError(
+                    f"published.{label} has {len(row)} entries; needed are {len(self.blocks)}, one per block"
+                )
+        for name, block in self.blocks.items():
+            if unknown := set(block.runs) - set(self.runs):
+                raise ValueError(
+                    f"blocks.{name}.runs.{min(unknown)}: unknown run; must be one of {', '.join(self.runs)}"
+                )
+        return self
 
-@dataclass(frozen=True)
-class Block:
-    """One column of the table.
+    def runs_of(self, block: str, scale: Scale = "paper") -> dict[str, dict[str, Scalar]]:
+        """Return label -> keys of the runs of a block."""
+        column = self.blocks[block]
+        before = {**flatten(self.common), **flatten(column.model_extra or {})}
+        after = flatten(self.small) if scale == "small" else {}
+        return {
+            label: {**before, **flatten(keys), **flatten(column.runs.get(label, {})), **after}
+            for label, keys in self.runs.items()
+        }
 
-    Attributes:
-        runs: label -> keys at the paper's scale.
-        published: label -> published values, see :data:`Cell`.
-        remark: note on these values; may be empty.
-    """
-
-    runs: Mapping[str, Keys]
-    published: Mapping[str, list[float]]
-    remark: str
-
-
-@dataclass(frozen=True)
-class Reproduction:
-    """A published table.
-
-    Attributes:
-        title, paper, table, hardware, accuracy, round, spread, seeds, deviations: see the module.
-        small: keys that override all others at scale "small".
-        blocks: name -> block, in the table's order.
-    """
-
-    title: str
-    paper: str
-    table: str
-    hardware: str
-    accuracy: Literal["weighted", "mean"]
-    round: str
-    spread: str
-    seeds: Sequence[int]
-    deviations: Sequence[str]
-    small: Keys
-    blocks: Mapping[str, Block]
+    def published_cell(self, block: str, label: str) -> list[float]:
+        """Return the published value of a run in a block, see :data:`Cell`."""
+        return self.published[label][list(self.blocks).index(block)]
 
 
 def reproductions() -> list[str]:
@@ -139,176 +138,90 @@ def read(name: str) -> Reproduction:
     Raises:
         PbflError: if it does not exist or is not of the form above.
     """
-    content = configuration.read_toml("reproduction", name, FOLDER)
-    try:
-        file = _File.model_validate(content)
-    except ValidationError as error:
-        raise PbflError(
-            "\n".join(
-                f"reproduction '{name}': {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-                for problem in error.errors()
-            )
-        ) from None
-    if set(file.published) != set(file.runs):
-        odd = min(set(file.published) ^ set(file.runs))
-        raise PbflError(f"reproduction '{name}': '{odd}' must be both in runs and in published")
-    for label, row in file.published.items():
-        if len(row) != len(file.blocks):
-            raise PbflError(
-                f"reproduction '{name}': published.{label} has {len(row)} entries; needed are {len(file.blocks)}, "
-                "one per block"
-            )
-    blocks = {
-        block: _block(file, keys, name, block, number)
-        for number, (block, keys) in enumerate(file.blocks.items())
-    }
-    fields = file.model_dump(exclude={"common", "small", "blocks", "runs", "published"})
-    return Reproduction(**fields, small=configuration.flatten(file.small), blocks=blocks)
+    return configuration.read_file("reproduction", name, FOLDER, Reproduction)
 
 
-def _block(file: _File, keys: Mapping[str, Any], name: str, block: str, number: int) -> Block:
-    own = {key: value for key, value in keys.items() if key not in ("remark", "runs")}
-    within: Mapping[str, Any] = keys.get("runs", {})
-    if unknown := set(within) - set(file.runs):
-        raise PbflError(
-            f"reproduction '{name}': blocks.{block}.runs.{min(unknown)}: unknown run; "
-            f"must be one of {', '.join(file.runs)}"
-        )
-    runs = {
-        label: {
-            **configuration.flatten(file.common),
-            **configuration.flatten(own),
-            **configuration.flatten(run),
-            **configuration.flatten(within.get(label, {})),
-        }
-        for label, run in file.runs.items()
-    }
-    published = {label: row[number] for label, row in file.published.items()}
-    return Block(runs, published, str(keys.get("remark", "")))
-
-
-def chosen(paper: Reproduction, dataset: str | None, names: Sequence[str]) -> list[str]:
+def chosen(paper: Reproduction, dataset: str, names: Sequence[str]) -> list[str]:
     """Return the names of the selected blocks; all if nothing is selected.
 
     Args:
         paper: the reproduction.
-        dataset: select the blocks on this dataset; None means all.
+        dataset: select the blocks on this dataset; empty means all.
         names: select these blocks; empty means all.
 
     Raises:
         PbflError: if a name or the dataset is unknown, or no block has both.
     """
     check_names("--block", names, paper.blocks)
-    datasets = {name: str(next(iter(block.runs.values()))["dataset"]) for name, block in paper.blocks.items()}
-    if dataset is not None and dataset not in datasets.values():
-        raise PbflError(f"--dataset {dataset}: must be one of {', '.join(dict.fromkeys(datasets.values()))}")
-    chosen = [
-        name
+    datasets = {
+        name: str(next(iter(paper.runs_of(name).values())).get("dataset", DataSettings().dataset))
         for name in paper.blocks
-        if (not names or name in names) and (dataset is None or datasets[name] == dataset)
+    }
+    check_names("--dataset", [dataset] if dataset else [], dict.fromkeys(datasets.values()))
+    blocks = [
+        name for name in paper.blocks if name in (names or datasets) and dataset in ("", datasets[name])
     ]
-    if not chosen:
+    if not blocks:
         raise PbflError(f"--dataset {dataset}: none of the blocks {', '.join(names)} uses it")
-    return chosen
+    return blocks
 
 
-def plans(
-    paper: Reproduction,
-    names: Iterable[str],
-    scale: Scale,
-    assignments: Sequence[str],
-    seeds: Sequence[int],
-    only: Sequence[str],
-    out: Path,
-) -> dict[str, list[Planned]]:
-    """Return block -> its runs with checked keys, before any of them starts.
+def plan(
+    paper: Reproduction, scale: Scale, assignments: Sequence[str], seeds: Sequence[int], out: Path
+) -> list[PlannedRun]:
+    """Return the runs of all blocks, not checked yet.
 
     Args:
         paper: the reproduction.
-        names: of the blocks.
         scale: "paper" is the full setting, "small" takes minutes on a small machine.
         assignments: ``key=value`` for all runs.
         seeds: one run per row and seed; if empty, the paper's seeds, at "small" only the first of them.
-        only: labels to run; empty means all.
         out: directory of the reproduction.
-
-    Raises:
-        PbflError: one line for every bad key, and for unknown labels.
     """
-    taken = _seeds(paper, scale, seeds)
-    return {name: plan(_runs(paper, name, scale), assignments, taken, only, out / name) for name in names}
+    numbers = seeds or (paper.seeds if scale == "paper" else paper.seeds[:1])
+    return [
+        run
+        for block in paper.blocks
+        for run in planned_runs.plan(paper.runs_of(block, scale), assignments, numbers, out / block, block)
+    ]
 
 
-def with_finished(
-    planned: Mapping[str, Sequence[Planned]],
-    paper: Reproduction,
-    scale: Scale,
-    assignments: Sequence[str],
-    seeds: Sequence[int],
-    out: Path,
-) -> dict[str, list[Planned]]:
-    """Return block -> runs of its table: planned runs, and finished runs that were not selected this time.
-
-    Args:
-        planned: result of :func:`plans`.
-        paper: as for :func:`plans`.
-        scale: as for :func:`plans`.
-        assignments: as for :func:`plans`.
-        seeds: as for :func:`plans`.
-        out: as for :func:`plans`.
-    """
-    taken = _seeds(paper, scale, seeds)
-    by_block = {
-        name: comparison.with_finished(
-            planned.get(name, []), _runs(paper, name, scale), assignments, taken, out / name
-        )
-        for name in paper.blocks
-    }
-    return {name: runs for name, runs in by_block.items() if runs}
-
-
-def _seeds(paper: Reproduction, scale: Scale, seeds: Sequence[int]) -> Sequence[int]:
-    return seeds or (paper.seeds if scale == "paper" else paper.seeds[:1])
-
-
-def _runs(paper: Reproduction, block: str, scale: Scale) -> dict[str, Keys]:
-    """Return label -> keys of a block at a scale."""
-    changed = paper.small if scale == "small" else {}
-    return {label: {**keys, **changed} for label, keys in paper.blocks[block].runs.items()}
-
-
-def absent(planned: Mapping[str, Sequence[Planned]]) -> dict[str, str]:
+def absent(planned: Iterable[PlannedRun]) -> dict[str, str]:
     """Return block -> why it cannot be run here, e.g. which data files are missing and where.
 
     The data of each block is decoded and partitioned once for this check.
     """
+    first: dict[str, PlannedRun] = {}
+    for run in planned:
+        first.setdefault(run.block, run)
     refusals = {}
-    for name, runs in planned.items():
-        settings = configuration.check(runs[0].requested)
+    for block, run in first.items():
+        settings = configuration.check(run.requested)
         try:
             check_data(settings.data, settings.run.num_clients)
         except PbflError as error:
-            refusals[name] = str(error)
+            refusals[block] = str(error)
     return refusals
 
 
-def changes(paper: Reproduction, planned: Mapping[str, Sequence[Planned]]) -> list[str]:
+def changes(paper: Reproduction, planned: Iterable[PlannedRun]) -> list[str]:
     """Return how keys and seeds of the planned runs differ from the paper's scale, one line per key and value."""
+    runs = list(planned)
     differences: dict[str, dict[Scalar, set[Scalar]]] = {}
+    full = {block: paper.runs_of(block) for block in paper.blocks}
     defaults = Settings().as_dict()
-    for name, runs in planned.items():
-        for run in runs:
-            full = {**defaults, **paper.blocks[name].runs[run.label]}
-            for key, value in run.requested.values.items():
-                if key not in SILENT and value != full.get(key):
-                    differences.setdefault(key, {}).setdefault(value, set()).add(full.get(key, "none"))
+    for run in runs:
+        keys = {**defaults, **full[run.block][run.label]}
+        for key, value in run.requested.values.items():
+            if key not in SILENT and value != keys.get(key):
+                differences.setdefault(key, {}).setdefault(value, set()).add(keys.get(key, "none"))
     lines = [
         f"{key} = {value}, the full setting has {', '.join(sorted(str(item) for item in instead))}"
         for key, values in differences.items()
         for value, instead in values.items()
     ]
-    seeds = sorted({run.seed for runs in planned.values() for run in runs})
-    if seeds != sorted(paper.seeds):
+    seeds = sorted({run.seed for run in runs})
+    if seeds != sorted(set(paper.seeds)):
         lines.append(f"seeds {_listed(seeds)}, the full setting has {_listed(paper.seeds)}")
     return lines
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from pbfl_flwr.experiments.notes import titled
-from pbfl_flwr.experiments.plan.comparison import Planned, finished_groups
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, finished_groups
 from pbfl_flwr.experiments.plan.reproduction import Reproduction, Scale, changes
 from pbfl_flwr.experiments.results import Group
 from pbfl_flwr.experiments.summary import (
@@ -27,78 +26,68 @@ from pbfl_flwr.experiments.summary import (
     moment_column,
     summary_sheet,
 )
-from pbfl_flwr.experiments.tables import Sheet
-from pbfl_flwr.util.atomic_files import write_atomically
-
-Blocks = Mapping[str, Sequence[Group]]
-"""Block -> the finished runs of each of its rows."""
-
-
-def finished_blocks(paper: Reproduction, planned: Mapping[str, Sequence[Planned]], by: str = "") -> Blocks:
-    """Return the finished runs of every block and label that has any.
-
-    Args:
-        paper: the published table.
-        planned: the runs of each block.
-        by: the predictor of all rows; empty means each run's primary predictor.
-    """
-    return {block: finished_groups(runs, by, paper.accuracy) for block, runs in planned.items()}
+from pbfl_flwr.experiments.tables import Sheet, Tables
 
 
 def difference(paper: Reproduction, block: str, group: Group) -> float | None:
     """Return our mean minus the paper's value in percentage points; None if either is missing."""
     values = (BEST if paper.round == "best" else LAST).values(group)
-    published = paper.blocks[block].published[group.label]
+    published = paper.published_cell(block, group.label)
     return fmean(values) - published[0] if values and published else None
 
 
-def markdown(
-    paper: Reproduction,
-    scale: Scale,
-    planned: Mapping[str, Sequence[Planned]],
-    blocks: Blocks,
-    missing: Mapping[str, str],
-    by: str = "",
-) -> str:
-    """Return the tables of all blocks and the list of differences from the paper.
+def tables(
+    paper: Reproduction, scale: Scale, planned: Iterable[PlannedRun], missing: Mapping[str, str], by: str = ""
+) -> Tables:
+    """Return the tables of all blocks, with what differs from the paper.
 
     Args:
         paper: the published table.
         scale: of the runs.
-        planned: the runs of each block.
-        blocks: result of :func:`finished_blocks`.
+        planned: the runs, also those not finished.
         missing: block -> why it was left out.
-        by: as for :func:`finished_blocks`.
+        by: the predictor of all rows; empty means each run's primary predictor.
     """
+    runs: dict[str, list[PlannedRun]] = {}
+    for run in planned:
+        runs.setdefault(run.block, []).append(run)
+    blocks = {block: finished_groups(of_block, by, paper.accuracy) for block, of_block in runs.items()}
     over = "sample-weighted" if paper.accuracy == "weighted" else "mean over clients"
     spread = {
         "clients": "± over clients",
         "seeds": "± is the sample standard deviation over seeds",
         "none": "the paper has no ±, ours is the sample standard deviation over seeds",
     }[paper.spread]
-    lines = [f"**{paper.title}**, {titled(f'scale {scale}', by)}", "", f"{paper.paper}. {paper.table}", ""]
-    lines += [f"Accuracy in %, {over}; the {paper.round} round is compared; {spread}.", ""]
+    shown: list[Sheet | str] = [
+        f"**{paper.title}**, {titled(f'scale {scale}', by)}",
+        "",
+        f"{paper.paper}. {paper.table}",
+        "",
+        f"Accuracy in %, {over}; the {paper.round} round is compared; {spread}.",
+        "",
+    ]
     if scale == "small":
-        lines += ["At scale small our results are not comparable with the paper's.", ""]
+        shown += ["At scale small our results are not comparable with the paper's.", ""]
     if by:
-        lines += [f"Our results are all by {by}, the paper's by each method's own predictor.", ""]
-    for block, runs in planned.items():
-        lines += [_table(paper, block, blocks.get(block, []), runs).markdown()]
-    lines += [f"**{block}** was left out: {why}" for block, why in missing.items()] + [""] * bool(missing)
-    if different := changes(paper, planned):
-        lines += ["Differs from the full setting:", "", *(f"* {line}" for line in different), ""]
-    lines += ["Differs from the paper:", "", *(f"* {line}" for line in paper.deviations)]
-    lines += ["", f"The paper's hardware: {paper.hardware}."]
-    return "\n".join(lines) + "\n"
+        shown += [f"Our results are all by {by}, the paper's by each method's own predictor.", ""]
+    for block, groups in blocks.items():
+        shown += [_sheet(paper, block, groups, runs[block]), ""]
+    shown += [f"**{block}** was left out: {why}" for block, why in missing.items()] + [""] * bool(missing)
+    if different := changes(paper, [run for of_block in runs.values() for run in of_block]):
+        shown += ["Differs from the full setting:", "", *(f"* {line}" for line in different), ""]
+    shown += ["Differs from the paper:", "", *(f"* {line}" for line in paper.deviations)]
+    shown += ["", f"The paper's hardware: {paper.hardware}."]
+    text = "\n".join(part if isinstance(part, str) else part.markdown().rstrip("\n") for part in shown)
+    return Tables(shown, {"table.md": f"{text}\n", "table.csv": _csv(paper, blocks)})
 
 
-def _table(paper: Reproduction, block: str, groups: Sequence[Group], planned: Sequence[Planned]) -> Sheet:
+def _sheet(paper: Reproduction, block: str, groups: Sequence[Group], planned: Sequence[PlannedRun]) -> Sheet:
     def gap(group: Group) -> str:
         points = difference(paper, block, group)
         return "-" if points is None else f"{points:+.2f}"
 
     def published(group: Group) -> str:
-        return " ± ".join(f"{value:.2f}" for value in paper.blocks[block].published[group.label]) or "-"
+        return " ± ".join(f"{value:.2f}" for value in paper.published_cell(block, group.label)) or "-"
 
     def accuracy(column: Figures, deviation: Figures) -> Callable[[Group], str]:
         """Return the cell whose ± is over clients if the paper's is, else over seeds."""
@@ -137,13 +126,10 @@ def _table(paper: Reproduction, block: str, groups: Sequence[Group], planned: Se
     )
 
 
-def write(out: Path, paper: Reproduction, text: str, blocks: Blocks) -> None:
-    """Write table.md (the text) and table.csv (one line per row, plain numbers)."""
-    write_atomically(out / "table.md", text.encode())
-    parts = [csv_text(groups, _csv_columns(paper, block)) for block, groups in blocks.items()]
-    head = parts[0].partition("\n")[0]
-    rows = "".join(part.partition("\n")[2] for part in parts)
-    write_atomically(out / "table.csv", f"{head}\n{rows}".encode())
+def _csv(paper: Reproduction, blocks: Mapping[str, Sequence[Group]]) -> str:
+    """Return one line per row, plain numbers."""
+    parts = [csv_text(groups, _csv_columns(paper, block)).partition("\n") for block, groups in blocks.items()]
+    return f"{parts[0][0]}\n{''.join(rows for _, _, rows in parts)}"
 
 
 def _csv_columns(paper: Reproduction, block: str) -> list[Text]:
@@ -151,7 +137,7 @@ def _csv_columns(paper: Reproduction, block: str) -> list[Text]:
 
     def published(position: int) -> Callable[[Group], str]:
         def cell(group: Group) -> str:
-            values = paper.blocks[block].published[group.label]
+            values = paper.published_cell(block, group.label)
             return f"{values[position]:.2f}" if position < len(values) else ""
 
         return cell

@@ -10,19 +10,17 @@ from __future__ import annotations
 import itertools
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pbfl_flwr.config import CHANGEABLE, Scalar
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.plan import configuration
-from pbfl_flwr.experiments.plan.comparison import Planned, duplicates, finished, plan
-from pbfl_flwr.experiments.results import Group
-from pbfl_flwr.experiments.summary import Text, comparison_sheet
-from pbfl_flwr.experiments.tables import Sheet
-
-Values = dict[str, list[Scalar]]
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, finished_groups
+from pbfl_flwr.experiments.summary import Text, comparison_sheet, table_files
+from pbfl_flwr.experiments.tables import Tables
 
 
 @dataclass(frozen=True)
@@ -32,15 +30,13 @@ class Sweep:
     Attributes:
         swept: keys with several values, without ``seed``.
         runs: label -> keys, one label per combination.
-        values: label -> values of the swept keys, in the order of ``swept``.
         seeds: one run per label and seed.
         fixed: the other assigned keys, each with its single value.
     """
 
     swept: list[str]
     runs: dict[str, dict[str, Scalar]]
-    values: dict[str, tuple[Scalar, ...]]
-    seeds: list[int]
+    seeds: list[Scalar]
     fixed: dict[str, Scalar]
 
 
@@ -49,44 +45,37 @@ def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
 
     Args:
         preset: as ``pbfl run`` takes it; may be None.
-        assignments: ``key=value`` or ``key=list``, see the module.
+        assignments: ``key=value`` or ``key=list``, see the module; a repeated value counts once.
 
     Raises:
-        PbflError: if the preset has an invalid value, an assignment is malformed or repeats a value, a seed is not a
-            whole number from 0, or no key has several values.
+        PbflError: if the preset has an invalid value, an assignment is malformed, or no key has several values.
     """
     requested = configuration.gather(preset, [])
     if requested.problems:
         raise PbflError("\n".join(requested.problems))
-    base = requested.values
-    requested_values: Values = {}
+    lists: dict[str, list[Scalar]] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             raise PbflError(f"--set {assignment}: must be key=value or key=value,value")
-        requested_values[key.strip()] = listed(key.strip(), text.strip())
-        if again := duplicates(requested_values[key.strip()]):
-            raise PbflError(f"--set {assignment}: {again[0]} is given twice; give each value once")
-    seeds = requested_values.pop("seed", [base.get("seed", 0)])
-    if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds):
-        raise PbflError(f"--set seed={','.join(map(str, seeds))}: must be whole numbers from 0")
-    swept = [key for key, values in requested_values.items() if len(values) > 1]
+        lists[key.strip()] = listed(key.strip(), text.strip())
+    base = requested.values
+    seeds = lists.pop("seed", [base.get("seed", 0)])
+    swept = [key for key, values in lists.items() if len(values) > 1]
     if not swept and len(seeds) < 2:
         raise PbflError(
             "--set: no key has several values; needed is at least one, e.g. --set cps-dim=25,50,100"
         )
-    fixed = {key: values[0] for key, values in requested_values.items() if key not in swept}
+    fixed = {key: values[0] for key, values in lists.items() if key not in swept}
     runs: dict[str, dict[str, Scalar]] = {}
-    values_of = {}
-    for values in itertools.product(*(requested_values[key] for key in swept)):
-        label = _label(dict(zip(swept, values, strict=True)), runs)
-        runs[label] = {**base, **fixed, **dict(zip(swept, values, strict=True))}
-        values_of[label] = values
-    return Sweep(swept, runs, values_of, [int(seed) for seed in seeds], fixed)
+    for values in itertools.product(*(lists[key] for key in swept)):
+        combination = dict(zip(swept, values, strict=True))
+        runs[_label(combination, runs)] = {**base, **fixed, **combination}
+    return Sweep(swept, runs, seeds, fixed)
 
 
 def listed(key: str, text: str) -> list[Scalar]:
-    """Parse the right side of an assignment into a list of values.
+    """Parse the right side of an assignment into a list of different values.
 
     Raises:
         PbflError: if a value is not a number, boolean or text.
@@ -99,7 +88,7 @@ def listed(key: str, text: str) -> list[Scalar]:
     values = [item for item in parsed if isinstance(item, bool | int | float | str)]
     if not values or len(values) < len(parsed):
         raise PbflError(f"--set {key}={text}: must be a value, or values separated by commas")
-    return values
+    return list(dict.fromkeys(values))
 
 
 def _label(values: Mapping[str, Scalar], taken: Iterable[str]) -> str:
@@ -121,38 +110,25 @@ def directory(preset: str | None, sweep: Sweep) -> Path:
     return Path("runs") / "-".join([*names, *([fixed] if fixed else [])])
 
 
-def plans(sweep: Sweep, out: Path) -> list[Planned]:
-    """Return every run with its checked keys, before any of them starts.
-
-    Raises:
-        PbflError: one line for every bad key.
-    """
-    return plan(sweep.runs, [], sweep.seeds, [], out)
-
-
-def value_columns(sweep: Sweep) -> list[Text]:
-    """Return a column of each swept key, which name a row."""
-
-    def cell(key: str) -> Callable[[Group], str]:
-        position = sweep.swept.index(key)
-        return lambda group: _text(sweep.values[group.label][position])
-
-    return [Text(key, key, cell(key)) for key in sweep.swept]
-
-
-def table(sweep: Sweep, groups: Sequence[Group], planned: Sequence[Planned], title: str) -> Sheet:
+def tables(sweep: Sweep, planned: Sequence[PlannedRun], by: str = "") -> Tables:
     """Return the table: a column per swept key, accuracies in %, ± over seeds if there are several.
 
     Args:
         sweep: the sweep.
-        groups: the finished runs of each combination.
-        planned: all runs, including those not finished.
-        title: of the table.
+        planned: its runs, also those not finished.
+        by: the predictor of all rows; empty means each run's primary predictor.
     """
-    sheet = comparison_sheet(title, groups, value_columns(sweep))
-    missing = sum(not finished(run) for run in planned)
-    notes = [f"{missing} of {len(planned)} runs are not finished."] if missing else []
-    return replace(sheet, notes=(*notes, *sheet.notes))
+
+    def column(key: str) -> Text:
+        return Text(key, key, lambda group: _text(sweep.runs[group.label][key]))
+
+    groups, lead = finished_groups(planned, by), [column(key) for key in sweep.swept]
+    title = titled(f"Sweep over {', '.join(sweep.swept) or 'seeds'}", by)
+    sheet = comparison_sheet(title, groups, lead)
+    if missing := len(planned) - sum(len(group.runs) for group in groups):
+        note = f"{missing} of {len(planned)} runs are not finished."
+        sheet = replace(sheet, notes=(note, *sheet.notes))
+    return Tables([sheet], table_files(sheet, groups, lead))
 
 
 def _text(value: Scalar) -> str:

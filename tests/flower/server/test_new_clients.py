@@ -14,8 +14,8 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show, status
-from pbfl_flwr.experiments.plan.comparison import Planned, check_finished, finished_groups
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, check_finished, finished_groups
 from pbfl_flwr.experiments.report import fairness_sheet
 from pbfl_flwr.experiments.results import FinishedRun, load, series
 from pbfl_flwr.experiments.summary import UP, comparison_sheet
@@ -236,7 +236,7 @@ def test_comparison_waits_for_new_clients_and_has_a_column(tmp_path: Path) -> No
     keys: dict[str, Scalar] = {"new-clients": 1, "new-client-rounds": 2}
     path = write_run(tmp_path / "run", [entry(1, 0.5, 0.25)], **keys)
     requested = RequestedKeys({"num-clients": 2, "num-server-rounds": 1, "feature-dim": 4, **keys})
-    planned = Planned("FedProto", 0, requested, path)
+    planned = PlannedRun("FedProto", requested, path)
     lines = [entry(2, 0.5, 0.5, after=1), entry(3, 0.5, 0.625, after=1), entry(4, 0.5, 1.0, after=2)]
     for number in (0, 1):
         (path / "new-clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:number]))

@@ -1,0 +1,250 @@
+"""``pbfl compare``, ``sweep`` and ``reproduce``: several runs and one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from pbfl_flwr.cli.common import (
+    COMPLETED,
+    FAILED,
+    INTERRUPTED_NOTE,
+    NON_EMPTY_PATH,
+    REFUSED,
+    AppDirectory,
+    Assignments,
+    By,
+    DryRun,
+    Gpus,
+    Parallel,
+    Preset,
+    RayAddress,
+    WhichEngine,
+    Workers,
+    app_for,
+    resources_for,
+    running,
+)
+from pbfl_flwr.errors import PbflError, expanded
+from pbfl_flwr.experiments.console import say, screen
+
+if TYPE_CHECKING:
+    from pbfl_flwr.experiments.plan.planned_runs import PlannedRun
+    from pbfl_flwr.experiments.tables import Tables
+    from pbfl_flwr.flower.engines.placement import Resources
+
+
+def compare(
+    name: Annotated[
+        str, typer.Argument(metavar="COMPARISON", help="A TOML file, or one of `pbfl list comparisons`.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", click_type=NON_EMPTY_PATH, help="Directory for runs and tables; default runs/<name>."
+        ),
+    ] = None,
+    assignments: Assignments = None,
+    seeds: Annotated[str, typer.Option("--seeds", help="One run per seed, e.g. 0,1,2 or 0-2.")] = "",
+    only: Annotated[str, typer.Option("--only", help="Run only these labels, separated by commas.")] = "",
+    by: By = None,
+    parallel: Parallel = 1,
+    gpus_per_client: Gpus = 0.0,
+    workers: Workers = None,
+    engine: WhichEngine = "processes",
+    ray_address: RayAddress = "",
+    app_dir: AppDirectory = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run several configurations on the same data and print one table; run again to resume."""
+    from pbfl_flwr.config import comma_list
+    from pbfl_flwr.experiments.plan import comparison
+    from pbfl_flwr.experiments.plan.planned_runs import parse_seeds, plan, selected
+
+    resources = resources_for(engine, ray_address, workers, gpus_per_client)
+    app = app_for(engine, app_dir)
+    title, runs = comparison.read(name)
+    directory = expanded(out or Path("runs") / Path(name).stem).absolute()
+    planned = plan(runs, assignments or [], parse_seeds(seeds), directory)
+    chosen = selected(planned, comma_list(only))
+
+    def tables(shown: Sequence[PlannedRun]) -> Tables:
+        return comparison.tables(title, shown, by or "")
+
+    raise typer.Exit(_execute(planned, chosen, tables, directory, resources, app, parallel, dry_run))
+
+
+def sweep(
+    preset: Preset = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE,VALUE",
+            help="A key and its values; may be repeated. Quote a value with a comma: 'models=\"cnn4,resnet8\"'.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            click_type=NON_EMPTY_PATH,
+            help="Directory for runs and tables; default runs/sweep-<preset>-<keys>-<fixed values>.",
+        ),
+    ] = None,
+    parallel: Parallel = 1,
+    by: By = None,
+    gpus_per_client: Gpus = 0.0,
+    workers: Workers = None,
+    engine: WhichEngine = "processes",
+    ray_address: RayAddress = "",
+    app_dir: AppDirectory = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run every combination of values and print one table; run again to resume."""
+    from pbfl_flwr.experiments.plan import sweep as sweeping
+    from pbfl_flwr.experiments.plan.planned_runs import plan, selected
+
+    resources = resources_for(engine, ray_address, workers, gpus_per_client)
+    app = app_for(engine, app_dir)
+    swept = sweeping.read(preset, assignments or [])
+    directory = expanded(out or sweeping.directory(preset, swept)).absolute()
+    planned = selected(plan(swept.runs, [], swept.seeds, directory), [])
+
+    def tables(shown: Sequence[PlannedRun]) -> Tables:
+        return sweeping.tables(swept, shown, by or "")
+
+    raise typer.Exit(_execute(planned, planned, tables, directory, resources, app, parallel, dry_run))
+
+
+def reproduce(
+    name: Annotated[
+        str, typer.Argument(metavar="TABLE", help="A TOML file, or one of `pbfl list reproductions`.")
+    ],
+    dataset: Annotated[str, typer.Option("--dataset", help="Run only the blocks on this dataset.")] = "",
+    block: Annotated[str, typer.Option("--block", help="Run only these blocks, separated by commas.")] = "",
+    scale: Annotated[
+        Literal["small", "paper"],
+        typer.Option("--scale", help="paper: the full setting. small: minutes on a small machine."),
+    ] = "small",
+    seeds: Annotated[
+        str,
+        typer.Option(
+            "--seeds",
+            help="One run per seed, e.g. 0,1,2 or 0-2; default: the paper's, only the first at small.",
+        ),
+    ] = "",
+    only: Annotated[str, typer.Option("--only", help="Run only these rows, separated by commas.")] = "",
+    by: By = None,
+    assignments: Assignments = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            click_type=NON_EMPTY_PATH,
+            help="Directory for runs and tables; default runs/<table>-<scale>.",
+        ),
+    ] = None,
+    parallel: Parallel = 1,
+    gpus_per_client: Gpus = 0.0,
+    workers: Workers = None,
+    engine: WhichEngine = "processes",
+    ray_address: RayAddress = "",
+    app_dir: AppDirectory = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Reproduce a published table and print it next to the paper's values; run again to resume."""
+    from pbfl_flwr.config import comma_list
+    from pbfl_flwr.experiments.plan import reproduction, reproduction_table
+    from pbfl_flwr.experiments.plan.planned_runs import parse_seeds, selected
+
+    console = screen()
+    resources = resources_for(engine, ray_address, workers, gpus_per_client)
+    app = app_for(engine, app_dir)
+    paper = reproduction.read(name)
+    directory = expanded(out or Path("runs") / f"{Path(name).stem}-{scale}").absolute()
+    planned = reproduction.plan(paper, scale, assignments or [], parse_seeds(seeds), directory)
+    blocks = reproduction.chosen(paper, dataset, comma_list(block))
+    chosen = selected([run for run in planned if run.block in blocks], comma_list(only))
+    missing = reproduction.absent(chosen)
+    for left_out, why in missing.items():
+        say(console, f"block {left_out} is left out: {why}", "yellow")
+    chosen = [run for run in chosen if run.block not in missing]
+    if not chosen:
+        raise PbflError("no block can be run, for the reasons above")
+    for line in reproduction.changes(paper, chosen):
+        say(console, f"scale {scale}: {line}")
+
+    def tables(shown: Sequence[PlannedRun]) -> Tables:
+        return reproduction_table.tables(paper, scale, shown, missing, by or "")
+
+    code = _execute(planned, chosen, tables, directory, resources, app, parallel, dry_run)
+    raise typer.Exit(code or (FAILED if missing else COMPLETED))
+
+
+def _execute(
+    planned: Sequence[PlannedRun],
+    chosen: Sequence[PlannedRun],
+    tables: Callable[[Sequence[PlannedRun]], Tables],
+    directory: Path,
+    resources: Resources,
+    app: Path,
+    parallel: int,
+    dry_run: bool,
+) -> int:
+    """Execute the chosen runs, write the tables after each of them, and return the exit code.
+
+    Args:
+        planned: all runs of the tables; of those not chosen, the finished ones stay in them.
+        chosen: the runs to execute.
+        tables: makes the tables of runs, finished or not.
+        directory: of the tables.
+        resources: of the workers of each run.
+        app: directory of the Flower app.
+        parallel: number of runs wanted at a time.
+        dry_run: whether to list the runs instead.
+
+    Raises:
+        PbflError: if the data or a network does not fit a run, or the resources do not.
+    """
+    from pbfl_flwr.experiments.execute import several
+    from pbfl_flwr.experiments.plan.planned_runs import finished, preflight, reason_not_to_write
+    from pbfl_flwr.experiments.tables import Sheet
+    from pbfl_flwr.util.atomic_files import write_atomically
+
+    console = screen()
+    for note in preflight(chosen, resources):
+        say(console, note, "yellow")
+    slots = several.slots_here(parallel, resources, console)
+    if dry_run:
+        return COMPLETED if several.show_plan(chosen, console) else REFUSED
+    pending = sum(not finished(run) for run in chosen)
+    say(console, f"{pending} of {len(chosen)} runs are to be run")
+
+    def update(_: PlannedRun | None = None) -> tuple[Tables, str]:
+        made = tables([run for run in planned if run in chosen or finished(run)])
+        if not (unwritten := reason_not_to_write(chosen)):
+            for name, content in made.files.items():
+                write_atomically(directory / name, content.encode())
+        return made, unwritten
+
+    with running(INTERRUPTED_NOTE):
+        failed = several.run_all(chosen, slots, app, resources, console, update)
+        made, unwritten = update()
+    if any(map(finished, chosen)):
+        for part in made.shown:
+            if isinstance(part, Sheet):
+                part.show(console)
+            else:
+                say(console, part)
+    files = f"{directory}: {', '.join(made.files)}"
+    if unwritten:
+        say(console, f"not written, because {unwritten}; existing files are unchanged: {files}", "yellow")
+    else:
+        say(console, f"written to {files}")
+    for label in failed:
+        say(console, f"failed: {label}", "red")
+    return FAILED if failed else COMPLETED

@@ -1,0 +1,230 @@
+"""The runs of a comparison, sweep or reproduction: planned, checked, and how far each is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.plan import configuration
+from pbfl_flwr.experiments.results import FinishedRun, Group
+from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.runs.directory import RunDirectory
+
+LONGEST_RANGE = 1000  # of seeds; a longer one is taken for a typing error
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a table.
+
+    Attributes:
+        label: its row in the table.
+        requested: its requested keys.
+        directory: where it is written.
+        block: of a reproduction; else empty.
+    """
+
+    label: str
+    requested: configuration.RequestedKeys
+    directory: Path
+    block: str = ""
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return int(self.requested.values["seed"])
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return f"{self.label}, seed {self.seed}"
+
+
+def plan(
+    runs: Mapping[str, Mapping[str, Scalar]],
+    assignments: Iterable[str],
+    seeds: Sequence[Scalar],
+    out: Path,
+    block: str = "",
+) -> list[PlannedRun]:
+    """Return every run of a table, not checked yet.
+
+    Args:
+        runs: label -> keys.
+        assignments: ``key=value`` for all runs.
+        seeds: one run per label and seed, also if a seed is repeated; if empty, the seed in the keys.
+        out: directory of the runs.
+        block: of a reproduction.
+    """
+    assigned = configuration.gather(None, assignments)
+    planned = []
+    for label, keys in runs.items():
+        values = {**keys, **assigned.values}
+        for seed in dict.fromkeys(seeds or [values.get("seed", 0)]):
+            requested = configuration.absolute({**values, "seed": seed})
+            planned.append(
+                PlannedRun(
+                    label,
+                    configuration.RequestedKeys(requested, assigned.problems),
+                    out / f"{label}-seed{seed}",
+                    block,
+                )
+            )
+    return planned
+
+
+def selected(planned: Iterable[PlannedRun], labels: Sequence[str]) -> list[PlannedRun]:
+    """Return the runs with these labels, all if there are none, after checking the keys of each.
+
+    Raises:
+        PbflError: if a label is unknown; else one line for every bad key of every run.
+    """
+    runs = list(planned)
+    check_names("--only", labels, dict.fromkeys(run.label for run in runs))
+    runs = [run for run in runs if not labels or run.label in labels]
+    problems = []
+    for run in runs:
+        try:
+            configuration.check(run.requested)
+        except PbflError as error:
+            problems += [f"{run.label}: {line}" for line in str(error).splitlines()]
+    if problems:
+        raise PbflError("\n".join(dict.fromkeys(problems)))
+    return runs
+
+
+def preflight(planned: Sequence[PlannedRun], resources: Resources) -> list[str]:
+    """Load the data and try the models of every different configuration, before any run starts.
+
+    Returns:
+        Warnings about data, training and methods, one line each.
+
+    Raises:
+        PbflError: one line on the first problem.
+    """
+    unique: dict[str, None] = {}
+    for requested in {str(sorted(run.requested.values.items())): run.requested for run in planned}.values():
+        settings = configuration.check(requested)
+        configuration.preflight(settings, resources)
+        notes = [*configuration.data_warnings(settings), *configuration.training_warnings(settings)]
+        unique.update(dict.fromkeys(notes))
+    return list(unique)
+
+
+def check_names(option: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise PbflError for the first name that is unknown.
+
+    Args:
+        option: command-line option, for the message.
+        names: requested names.
+        known: all names.
+    """
+    if unknown := [name for name in names if name not in known]:
+        raise PbflError(f"{option} {unknown[0]}: must be one of {', '.join(known)}")
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Parse ``--seeds``: whole numbers from 0, separated by commas; ``0-2`` stands for 0, 1 and 2.
+
+    Raises:
+        PbflError: if it is not such a list.
+    """
+    numbers: list[int] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        if (ends := re.fullmatch(r"(\d{1,15})(?:\s*-\s*(\d{1,15}))?", part)) is None:
+            raise PbflError(
+                f"--seeds {text}: must be whole numbers from 0, separated by commas, or a range like 0-2"
+            )
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        if not first <= last < first + LONGEST_RANGE:
+            raise PbflError(
+                f"--seeds {text}: must be a range of up to {LONGEST_RANGE} numbers, in ascending order"
+            )
+        numbers += range(first, last + 1)
+    return numbers
+
+
+def finished(run: PlannedRun) -> bool:
+    """Whether a run is finished with its keys; False if it cannot be read or has other keys."""
+    try:
+        return check_finished(run)
+    except PbflError:
+        return False
+
+
+def check_finished(run: PlannedRun) -> bool:
+    """Whether a run is finished, after checking that existing rounds were run with its keys.
+
+    Raises:
+        PbflError: if it was run with other keys or for more rounds, or is damaged.
+    """
+    directory = RunDirectory(run.directory)
+    if not directory.taken:
+        return False
+    wanted = configuration.check(run.requested)
+    about = directory.record()
+    made = configuration.check(configuration.RequestedKeys(about.configuration))
+    now = wanted.relevant() | {"patience": wanted.run.patience}
+    then = made.relevant() | {"patience": made.run.patience}
+    if odd := [f"{key} = {value}" for key, value in then.items() if now.get(key) != value]:
+        raise PbflError(
+            f"{run.directory} was run with {', '.join(odd)}; give the same keys, or another --out"
+        )
+    rounds, until = wanted.run.num_server_rounds, made.run.num_server_rounds
+    if about.ended_after is not None and about.ended_after <= rounds:
+        rounds = until = about.ended_after
+    # Its first rounds are not the shorter run: the final scoring, new clients and schedules depend on the last round.
+    done = len(directory.round_records())
+    if done >= rounds and until > rounds:
+        raise PbflError(
+            f"{run.directory} was run with num-server-rounds = {until}, not {rounds}; give at least as many "
+            "rounds, or another --out"
+        )
+    new_client_rounds = wanted.run.new_client_rounds if wanted.run.new_clients else 0
+    return done >= rounds and len(directory.new_client_records(rounds)) >= new_client_rounds
+
+
+def pending_keys(run: PlannedRun) -> configuration.RequestedKeys | None:
+    """Return the keys with which to start or resume a run, None if it is finished.
+
+    Raises:
+        PbflError: if it is refused, see :func:`check_finished` and
+            :func:`pbfl_flwr.experiments.plan.configuration.resumed`.
+    """
+    if check_finished(run):
+        return None
+    taken = RunDirectory(run.directory).taken
+    return configuration.resumed(run.directory, run.requested) if taken else run.requested
+
+
+def reason_not_to_write(planned: Iterable[PlannedRun]) -> str:
+    """Return why existing tables must not be overwritten; empty if new ones can be written."""
+    runs = list(planned)
+    for run in runs:
+        try:
+            pending_keys(run)
+        except PbflError:
+            return "a run is refused"
+    return "" if any(map(finished, runs)) else "no run is finished"
+
+
+def finished_groups(
+    planned: Iterable[PlannedRun], by: str = "", statistic: Literal["weighted", "mean"] = "weighted"
+) -> list[Group]:
+    """Return the finished runs of every label that has any.
+
+    Args:
+        planned: the runs.
+        by: the predictor of all rows; empty means each run's primary predictor.
+        statistic: the accuracy to tabulate.
+    """
+    by_label: dict[str, list[FinishedRun]] = {}
+    for run in planned:
+        if finished(run):
+            by_label.setdefault(run.label, []).append(FinishedRun.load(run.directory, by=by))
+    return [Group(label, tuple(runs), statistic) for label, runs in by_label.items()]
