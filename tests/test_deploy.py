@@ -24,6 +24,7 @@ from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.prototypes import secure_sums as sums
+from pbfl_flwr.prototypes.stages import RULES
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import RoundRecord
@@ -276,7 +277,7 @@ def test_masked_sum_of_devices_is_the_sum_in_clear(place: Path) -> None:
     plain = federation.in_process()
     expected = plain.state.to_tensors()
     assert set(result) == set(expected)
-    step = sums.step(sums.RANGES["mean"], 3)
+    step = sums.step(RULES["mean"].secure_range, 3)
     for name, tensor in expected.items():
         if name.endswith(".rows"):
             # A sum of three is wrong by less than three steps, their mean by less than one.

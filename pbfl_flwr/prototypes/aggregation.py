@@ -27,7 +27,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import secure_sums as sums
-from pbfl_flwr.prototypes.stages import APS_RULES, Stages, default_aps_scale
+from pbfl_flwr.prototypes.stages import Stages, default_aps_scale
 from pbfl_flwr.task import Task
 
 Uploads = Mapping[int, Prototypes]
@@ -387,7 +387,7 @@ class Combination:
         """Return the factor that, times |N_j|, rescales an upload to the features' scale: K/n or μ; None for 1."""
         if self.stages.aggregation == "ppa":
             return round_info.task.num_classes / self._total(uploads, round_info)
-        if self.stages.aggregation not in APS_RULES:
+        if not self.stages.rule.aps:
             return None
         if self.stages.aps_scale == "auto":
             return self.mu(round_info.task, self._total(uploads, round_info))

@@ -35,7 +35,7 @@ from pbfl_flwr.prototypes.class_means import Collector, released_means
 from pbfl_flwr.prototypes.masks import Sparsity
 from pbfl_flwr.prototypes.norm_bounds import bounded
 from pbfl_flwr.prototypes.privacy import Release, release
-from pbfl_flwr.prototypes.stages import APS_RULES, ROBUST_RULES, TRAINED_RULES, Stages, resolved, upscale
+from pbfl_flwr.prototypes.stages import RULES, Stages, resolved, upscale
 from pbfl_flwr.prototypes.trainable import (
     ServerTraining,
     initial_state,
@@ -163,7 +163,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         upload = Prototypes(
             released.rows,
             released.present,
-            released.counts if stages.sends_counts else None,
+            released.counts if stages.rule.counts else None,
             released.num_examples if stages.sends_total else None,
         )
         memory = {"prototypes": values, "present": present_here, **report.optimizer, **released.memory}
@@ -186,7 +186,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Return global prototypes in d dimensions, scaled for the regularisation: γ·c_j (PU), μ·c_j (APS) or c_j."""
         values = self.dense(down, client.task).values
         factor = self.stages.upscale
-        summed = self.stages.aggregation in APS_RULES and self.server_training is None
+        summed = self.stages.rule.aps and self.server_training is None
         if summed and self.stages.alignment == "off" and down.num_present:
             factor *= self.combination.mu(client.task, down.num_examples)
         return upscale(values, factor).to(client.device)
@@ -258,7 +258,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def bound(self) -> float:
         """R, the range of entries under secure aggregation with this rule."""
         bound = self.release.settings.secure_range
-        return sums.RANGES[self.stages.aggregation] if bound == "auto" else bound
+        return self.stages.rule.secure_range if bound == "auto" else bound
 
     def summed(self, total: sums.Total, num_clients: int) -> Prototypes:
         """Return the one upload for which the rule gives the same as for all uploads in a sum."""
@@ -266,7 +266,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def streams(self) -> bool:
         """True for sums; medians, trimmed means and FedTGP's training need all uploads at once."""
-        return self.server_training is None and self.stages.aggregation not in ROBUST_RULES
+        return self.server_training is None and self.stages.rule.streams
 
     def validate(self, upload: Prototypes, state: PipelineState, task: Task) -> None:
         """Check the rows' width, and that exactly the rows and counts that the rule needs were sent."""
@@ -275,7 +275,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             raise RejectedPayload(f"{upload.num_present} rows, expected {task.num_classes} in a dense upload")
         if upload.values.shape[1] != width:
             raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, expected {width}")
-        if (upload.counts is not None) != self.stages.sends_counts:
+        if (upload.counts is not None) != self.stages.rule.counts:
             raise RejectedPayload(
                 f"counts are {'missing' if upload.counts is None else 'not part'} of rule '{rule}'"
             )
@@ -368,10 +368,11 @@ def pipeline(
         PbflError: if two stages do not fit together.
     """
     stages = resolved(settings, named)
-    if server_training is not None and stages.aggregation not in TRAINED_RULES:
+    if server_training is not None and not stages.rule.trains:
+        rules = ", ".join(name for name, rule in RULES.items() if rule.trains)
         raise PbflError(
             f"aggregation = '{stages.aggregation}': {name} trains its prototypes on every upload instead of "
-            f"combining them; must be one of {', '.join(TRAINED_RULES)}, which scale the uploads in different ways"
+            f"combining them; must be one of {rules}, which scale the uploads in different ways"
         )
     stage = release(
         settings.privacy,

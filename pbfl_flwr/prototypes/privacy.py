@@ -40,13 +40,12 @@ import torch
 from torch import Tensor
 
 from pbfl_flwr.config import PROTOCOLS, PrivacySettings
+from pbfl_flwr.config.keys import Aggregation
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.payloads.reveals import COUNTS, HOLDER, MEANS, PRESENCE, SINGLE, TOTAL, Reveal
-from pbfl_flwr.prototypes import secure_sums as sums
-from pbfl_flwr.prototypes.stages import SCALED_RULES, WEIGHTED_RULES, scale_by_counts
+from pbfl_flwr.prototypes.stages import RULES, scale_by_counts
 
-SUMS = ("ppa", "aps-sum")  # rules in which a zero row adds nothing
 MASKED = "masked by SecAgg+ (its strength: docs/privacy.md); the server learns only"
 RELEASES = "releases"  # name in the client's memory of its number of noisy releases
 
@@ -210,7 +209,7 @@ class Release:
             return max(change, clip) if dense else change
         return clip * self.minimum if dense else clip
 
-    def reveals(self, rule: str, *, sends_total: bool) -> tuple[Reveal, ...]:
+    def reveals(self, rule: Aggregation, *, sends_total: bool) -> tuple[Reveal, ...]:
         """Return what an upload reveals to the server, with the effect of the settings.
 
         Args:
@@ -247,7 +246,7 @@ class Release:
             how = "not sent, but the norm of n_ij·c̄_ij reveals most of them within 10 % (docs/privacy.md)"
             how = f"{how}; {noisy}" if noisy else how
             counts = replace(counts.but("blurred", how), hide="dp-noise, secure-aggregation, or count-bucket")
-        elif rule not in WEIGHTED_RULES:
+        elif not RULES[rule].counts:
             counts = counts.but("hidden", f"rule '{rule}' sends none")
         total = TOTAL if sends_total else TOTAL.but("hidden", "not part of the upload")
         if keys.count_bucket != "off":
@@ -271,7 +270,9 @@ class Release:
         return presence, rows, single, counts, total, HOLDER
 
 
-def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total: bool, once: bool) -> Release:
+def release(
+    settings: PrivacySettings, rule: Aggregation, *, trained: bool, sends_total: bool, once: bool
+) -> Release:
     """Return the stages for a method with the given aggregation rule.
 
     Args:
@@ -284,7 +285,7 @@ def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total:
     Raises:
         PbflError: if a setting cannot give its guarantee with this rule.
     """
-    if settings.dense_uploads and (trained or rule not in SUMS):
+    if settings.dense_uploads and (trained or not RULES[rule].sums):
         why = (
             "the server trains on every row"
             if trained
@@ -299,19 +300,19 @@ def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total:
             "dp-unit = 'sample' needs every sample exactly once in the class means; collect must be 'post' "
             "and drop-last other than 'always'"
         )
-    if settings.secure_aggregation and (trained or rule not in sums.RULES):
+    if settings.secure_aggregation and (trained or not RULES[rule].secure_range):
         why = "the server trains on single rows" if trained else f"rule '{rule}' is not a sum of uploads"
-        rules = " or ".join(f"'{name}'" for name in sums.RULES)
+        rules = " or ".join(f"'{name}'" for name, entry in RULES.items() if entry.secure_range)
         raise PbflError(
             f"secure-aggregation = true: {why}; aggregation must be {rules}, without server training"
         )
     if not settings.dp_noise:
-        return Release(settings, rule in SCALED_RULES)
+        return Release(settings, RULES[rule].scaled)
     if not settings.dp_clip:
         raise PbflError(
             "dp-noise needs a clipping norm, which bounds the sensitivity; dp-clip must be above 0"
         )
-    if rule in WEIGHTED_RULES:
+    if RULES[rule].counts:
         raise PbflError(f"dp-noise: rule '{rule}' sends exact counts with the rows; must be another rule")
     if sends_total:
         remedy = "total-examples" if rule == "ppa" else "aps-scale to a number"
@@ -320,7 +321,7 @@ def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total:
         raise PbflError(
             "dp-noise: one sample can change a rounded count by more than 1; set count-bucket = 'off'"
         )
-    return Release(settings, rule in SCALED_RULES)
+    return Release(settings, RULES[rule].scaled)
 
 
 def unprotected(settings: PrivacySettings) -> list[str]:

@@ -20,13 +20,6 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 
-RULES = ("mean", "ppa", "aps-sum", "aps-mean")
-RANGES = {
-    "mean": 100.0,
-    "ppa": 1e5,
-    "aps-sum": 1e5,
-    "aps-mean": 1e5,
-}  # R: range of class means, and of sums of features
 MOST_SAMPLES = 2**20  # of a client; encoded as the end of the range
 MOST_CLIENTS = 2**12  # more would leave fewer than 19 bits per entry
 

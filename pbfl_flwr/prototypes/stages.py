@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
@@ -21,11 +22,40 @@ from pbfl_flwr.config.keys import (
 )
 from pbfl_flwr.errors import PbflError
 
-APS_RULES = ("aps-sum", "aps-mean")
-SCALED_RULES = ("ppa", *APS_RULES)
-WEIGHTED_RULES = ("weighted", "weighted-shrunk")
-TRAINED_RULES = ("mean", "ppa", "aps-sum")  # rules that make a difference to FedTGP's training
-ROBUST_RULES = ("median", "trimmed-mean")
+
+@dataclass(frozen=True)
+class Rule:
+    """What an aggregation rule means for the other stages.
+
+    Attributes:
+        counts: whether it needs n_ij.
+        scaled: whether clients send n_ij·c̄_ij, not means.
+        aps: whether its scale is APS's μ.
+        sums: whether a zero row adds nothing.
+        streams: whether it reads one upload at a time.
+        trains: whether it makes a difference to FedTGP's training.
+        secure_range: R of secure aggregation, the range of rows; 0: it is no sum of uploads.
+    """
+
+    counts: bool = False
+    scaled: bool = False
+    aps: bool = False
+    sums: bool = False
+    streams: bool = True
+    trains: bool = False
+    secure_range: float = 0.0
+
+
+RULES: dict[Aggregation, Rule] = {
+    "mean": Rule(trains=True, secure_range=100.0),
+    "weighted": Rule(counts=True),
+    "weighted-shrunk": Rule(counts=True),
+    "ppa": Rule(scaled=True, sums=True, trains=True, secure_range=1e5),
+    "aps-sum": Rule(scaled=True, aps=True, sums=True, trains=True, secure_range=1e5),
+    "aps-mean": Rule(scaled=True, aps=True, secure_range=1e5),
+    "median": Rule(streams=False),
+    "trimmed-mean": Rule(streams=False),
+}
 
 
 class Stages(PrototypeSettings):
@@ -46,22 +76,22 @@ class Stages(PrototypeSettings):
     upscale: NonNegative = 1.0
 
     @property
-    def sends_counts(self) -> bool:
-        """Whether uploads have n_ij."""
-        return self.aggregation in WEIGHTED_RULES
+    def rule(self) -> Rule:
+        """The aggregation rule's entry in RULES."""
+        return RULES[self.aggregation]
 
     @property
     def sends_total(self) -> bool:
         """Whether uploads have n_i."""
         if self.aggregation == "ppa":
             return self.total_examples == 0
-        return self.aggregation in APS_RULES and self.aps_scale == "auto"
+        return self.rule.aps and self.aps_scale == "auto"
 
     def idle(self) -> list[str]:
         """Return a line for every setting that has no effect because of another one."""
         needs = {
             "trim_share": ("aggregation = 'trimmed-mean'", self.aggregation == "trimmed-mean"),
-            "aps_scale": ("aggregation = 'aps-sum' or 'aps-mean'", self.aggregation in APS_RULES),
+            "aps_scale": ("aggregation = 'aps-sum' or 'aps-mean'", self.rule.aps),
             "total_examples": ("aggregation = 'ppa'", self.aggregation == "ppa"),
             "cps_scheme": ("cps-dim above 0", self.cps_dim > 0),
             "cps_regularizer": ("cps-dim above 0", self.cps_dim > 0),
@@ -86,7 +116,7 @@ def resolved(settings: Settings, named: Stages) -> Stages:
     """
     chosen = {name: value for name, value in settings.prototypes if value != "auto"}
     stages = Stages.model_validate({**named.model_dump(), **chosen})
-    if stages.norm_bound and stages.aggregation in SCALED_RULES:
+    if stages.norm_bound and stages.rule.scaled:
         raise PbflError(
             f"norm-bound = {stages.norm_bound}: with aggregation = '{stages.aggregation}' rows are scaled by sample "
             "counts, so their norms differ between honest clients; must be a rule for means: 'mean', "

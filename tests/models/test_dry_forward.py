@@ -20,11 +20,6 @@ def test_dry_forward_passes_where_everything_fits(spec: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_dry_forward_names_a_model_that_cannot_take_the_input() -> None:
-    with pytest.raises(PbflError, match=r"'cnn4', layer stages\.1 .* found 2x2 \(input shape \(1, 8, 8\)\)"):
-        check_models("resnet8,cnn4", Task(num_classes=10, feature_dim=24, input_shape=(1, 8, 8)))
-
-
 @pytest.mark.parametrize(
     ("layer", "replacement", "settings", "shape"),
     [

@@ -20,6 +20,7 @@ from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.prototypes.stages import RULES
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import (
     NUM_CLIENTS,
@@ -61,7 +62,7 @@ def test_sum_is_right_within_quantisation(tmp_path: Path, name: str) -> None:
         of_n = expected.num_examples / result.num_examples  # of aps-mean n is a mean, rounded, times M
     assert name == "aps-mean" or result.num_examples == expected.num_examples
     assert isinstance(secure.strategy.method, Pipeline)
-    bound = sums.RANGES[secure.strategy.method.stages.aggregation]
+    bound = RULES[secure.strategy.method.stages.aggregation].secure_range
     # Five clients, each wrong by less than one step; PPA multiplies the sum by K/n.
     factor = 10 / 90 if name.startswith("ppa") else 1.0
     error = float((of_n * result.values - expected.values).abs().max())
@@ -100,7 +101,7 @@ def test_server_never_receives_prototypes_of_one_client(tmp_path: Path) -> None:
     for client in range(NUM_CLIENTS):
         (upload,) = [m for m in in_clear.replies[client] if wire.PAYLOAD in m.content.array_records]
         table = wire.decode(upload.content.array_records[wire.PAYLOAD], Prototypes, TASK)
-        vector, _ = sums.to_vector(table, sums.RANGES["ppa"])
+        vector, _ = sums.to_vector(table, RULES["ppa"].secure_range)
         _, *stages = seen.replies[client]
         assert len(stages) == 4
         # Nothing but the masked vector is long enough to hold a row.
