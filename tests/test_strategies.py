@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-import torch
 
 from pbfl_flwr.config import GROUPS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.strategies import (
     GFPL,
     FedCPD,
@@ -22,7 +20,6 @@ from pbfl_flwr.strategies import (
     TinyProto,
     strategy_of,
 )
-from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, InProcessGrid, tiny_data
 
 
@@ -94,15 +91,6 @@ def test_keywords_have_types_and_defaults_of_their_keys(strategy: type[MethodStr
     for name, parameter in keywords.items():
         assert alternatives(types[name]) == alternatives(fields[name].annotation), name
         assert parameter.default == (Parameter.empty if name == "num_clients" else fields[name].default), name
-
-
-def test_aggregate_fit_needs_no_grid() -> None:
-    strategy = FedProto(num_clients=2, feature_dim=2)
-    strategy.begin(Task(2, 2, (1, 16, 16)))
-    one = Prototypes(torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.tensor([True, False]))
-    two = Prototypes(torch.tensor([[3.0, 5.0], [7.0, 7.0]]), torch.tensor([True, True]))
-    state = strategy.aggregate_fit(1, {0: one, 1: two})
-    assert state.broadcast.values.tolist() == [[2.0, 4.0], [7.0, 7.0]]  # (1+3)/2, (3+5)/2; one holder
 
 
 def test_all_invalid_keywords_are_reported_at_once() -> None:

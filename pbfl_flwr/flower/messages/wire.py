@@ -26,7 +26,7 @@ P = TypeVar("P", bound=Payload)
 
 PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names; short, because every message contains them
 KEEP_BEST = "best"  # in CONFIG: the best round so far, whose client states are kept
-MAX_BYTES = 2**31  # of one payload; Flower's own frame limit
+MAX_BYTES = 2**31  # of one reply; Flower's own frame limit
 FORMAT = "safetensors crc32="  # stype of the array, followed by the checksum; Flower passes on unknown stypes unchanged
 MAX_HEADER = (
     2**20
@@ -90,21 +90,18 @@ def _cast(name: str, tensor: Tensor, dtype: Literal["float32", "float16", "bfloa
     return cast
 
 
-def decode(
-    record: ArrayRecord, payload: type[P], task: Task, max_bytes: int = MAX_BYTES, again: bool = False
-) -> P:
-    """Decode a payload; size and checksum are checked before parsing.
+def decode(record: ArrayRecord, payload: type[P], task: Task, again: bool = False) -> P:
+    """Decode a payload; its checksum is checked before parsing.
 
     Args:
         record: as received.
         payload: the expected type.
         task: K, d and input shape, for validation.
-        max_bytes: larger payloads are rejected before parsing.
-        again: the same record was decoded before, so its size, its checksum and the numbers of a prototype table are
-            not checked again.
+        again: the same record was decoded before, so its checksum and the numbers of a prototype table are not checked
+            again.
 
     Raises:
-        RejectedPayload: if the bytes are not a safetensors file, too many, or not valid for the payload's type.
+        RejectedPayload: if the bytes are not a safetensors file, or not valid for the payload's type.
     """
     arrays = list(record.values())
     if len(arrays) > 1:
@@ -112,7 +109,7 @@ def decode(
     if not arrays:
         return payload.from_tensors({}, task)
     if not again:
-        _check(arrays[0], max_bytes)
+        _check(arrays[0])
     try:
         tensors = load(arrays[0].data)
     # Besides its own error, the reader raises torch's errors for invalid shapes and unknown types.
@@ -131,13 +128,11 @@ def largest_number(record: ArrayRecord) -> float:
     return float(max(sizes, default=0.0))
 
 
-def _check(array: Array, max_bytes: int) -> None:
-    """Check an array's format, size, checksum and header size."""
+def _check(array: Array) -> None:
+    """Check an array's format, checksum and header size."""
     data = array.data
     if not array.stype.startswith(FORMAT):
         raise RejectedPayload(f"an array of format '{array.stype[:40]}', expected 'safetensors'")
-    if len(data) > max_bytes:
-        raise RejectedPayload(f"{len(data)} bytes, must be at most {max_bytes} (max-upload-mb)")
     if array.stype != f"{FORMAT}{zlib.crc32(data):08x}":
         raise RejectedPayload("its bytes do not match their checksum")
     if (header := int.from_bytes(data[:8], "little")) > MAX_HEADER:

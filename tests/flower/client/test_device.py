@@ -46,9 +46,6 @@ def test_partition_id_alone_makes_no_simulation(monkeypatch: pytest.MonkeyPatch)
     identity = identify(context(node), RUN, "e")
     assert (identity.client, identity.simulated) == (2, False)
     assert identity.state_dir == Path("/device/home/state/e")
-    external = parse({"models": "os:getcwd"}, SECTIONS)
-    with pytest.raises(PbflError, match="names code to import"):
-        own_settings(external, node)
 
 
 @pytest.mark.long

@@ -96,12 +96,6 @@ def test_refuses_directory_of_another_run(tmp_path: Path) -> None:
         federate(tmp_path, KEYS, 3, Resources(workers=1))
 
 
-def test_reports_clients_that_cannot_start(tmp_path: Path) -> None:
-    with pytest.raises(PbflError, match=r"3 of 3 clients: .*mps"):
-        federate(tmp_path, {**KEYS, "device": "mps"}, 3, Resources(workers=1))
-    assert "mps" in (tmp_path / "error.txt").read_text()
-
-
 def test_message_not_started_before_the_deadline_is_dropped() -> None:
     grid = LocalGrid(echo, run_immediately, {}, 3)
     assert said(grid.send_and_receive(ask(grid, [2, 0]))) == [2, 0]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.flower.deploy.superlink import Engine
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, idle_cards, places, slots
 from tests.small_runs import pbfl
@@ -175,14 +174,6 @@ def test_commands_reject_too_many_gpus_in_one_line(tmp_path: Path, monkeypatch: 
         result = pbfl(*command, tmp_path / "out", "--gpus-per-client", "2")
         assert (result.exit_code, result.stderr) == (2, message)
     assert not (tmp_path / "out").exists()
-
-
-def test_counts_cpus_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    monkeypatch.setattr("joblib.cpu_count", lambda: 2)
-    settings = configuration.check(configuration.RequestedKeys({}))
-    with pytest.raises(PbflError, match="--cpus-per-client 4: must be at most 2, the CPUs here"):
-        configuration.preflight(settings, Resources(4))
 
 
 def test_engine_of_flower_starts_no_worker_without_room_on_a_gpu(

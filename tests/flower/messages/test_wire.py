@@ -199,11 +199,6 @@ def test_rejects_a_second_array() -> None:
         decode(ArrayRecord({"s": array, "t": array}), Prototypes, TASK)
 
 
-def test_rejects_more_bytes_than_allowed() -> None:
-    with pytest.raises(RejectedPayload, match=f"{len(GOOD)} bytes, must be at most {len(GOOD) - 1}"):
-        decode(raw(GOOD), Prototypes, TASK, len(GOOD) - 1)
-
-
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 7))
 @settings(deadline=None, max_examples=50)
 def test_checksum_detects_flipped_bits(place: int, bit: int) -> None:

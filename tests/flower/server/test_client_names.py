@@ -18,11 +18,10 @@ from pbfl_flwr.experiments.show import failure_lines, show_run
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.roster import Roster, client_from_reply
-from pbfl_flwr.method import Client
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import FIRST_NODE, federation, flower_error, handshake_reply, plain, tiny_data
+from tests.flower.inprocess import federation, flower_error, handshake_reply, plain, tiny_data
 from tests.flower.sites import run, sites, write_site
 
 
@@ -110,23 +109,6 @@ def test_records_and_tables_hold_names(tmp_path: Path) -> None:
     ]
 
 
-def test_rejects_two_nodes_with_one_name(tmp_path: Path) -> None:
-    nodes = sites(tmp_path, "a", "b")
-    fed = run(tmp_path, [*nodes, nodes[0]])
-    with pytest.raises(
-        PbflError, match=f"client-id a is used by two nodes, {FIRST_NODE} and {FIRST_NODE + 26}"
-    ):
-        fed.run()
-
-
-def test_missing_data_are_reported_with_the_device_name(tmp_path: Path) -> None:
-    """The server does not know yet who answers, and five sites have five operators."""
-    nodes = sites(tmp_path, "a", "b")
-    Path(str(nodes[1]["data-path"])).unlink()
-    with pytest.raises(PbflError, match=r"^1 of 2 clients: client-id = 'b': [^\n]*data\.npz[^\n]*$"):
-        run(tmp_path, nodes).run()
-
-
 def test_name_needs_own_data(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b")
     del nodes[1]["data-path"]
@@ -159,12 +141,6 @@ def test_random_draws_depend_on_the_name_alone(tmp_path: Path) -> None:
     one, two, three = ({k: v for k, v in r.items() if k.startswith("model.")} for r in results)
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not all(torch.equal(one[name], three[name]) for name in one)
-
-
-def test_seed_key_is_name_or_number(tmp_path: Path) -> None:
-    nothing: Any = None  # neither network nor data
-    client = Client(3, 1, Task(2, 2, (1,)), nothing, nothing)
-    assert (client.key, Client(3, 1, client.task, nothing, nothing, name="a").key) == (3, "a")
 
 
 def test_resumed_run_keeps_the_numbers(tmp_path: Path) -> None:
@@ -234,18 +210,6 @@ def test_missing_new_client_of_a_resumed_run_is_not_asked(tmp_path: Path) -> Non
     (failure,) = line.failures
     assert (failure.client, failure.name) == (2, "d")
     assert failure.reason == "its node is not connected"
-
-
-def test_run_of_another_version_is_refused_in_one_line(tmp_path: Path) -> None:
-    nodes = sites(tmp_path, "a", "c")
-    run(tmp_path, nodes, num_server_rounds=1).run()
-    about = tmp_path / "run" / "run.json"
-    about.write_text(about.read_text().replace('"num_test"', '"num_tests"'))
-    with pytest.raises(
-        PbflError,
-        match=r"run\.json is damaged, or was written by another version: clients\.0\.num_test: Field required$",
-    ):
-        run(tmp_path, nodes, num_server_rounds=2, resume=True).run()
 
 
 def test_run_of_devices_resumes_only_with_the_same_devices(tmp_path: Path) -> None:

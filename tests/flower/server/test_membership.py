@@ -170,18 +170,6 @@ def test_resumed_run_keeps_joined_clients(tmp_path: Path) -> None:
     assert [failure.name for failure in alone.strategy.history[2].failures] == ["b", "m"]
 
 
-def test_complete_run_admits_no_client(tmp_path: Path) -> None:
-    nodes = sites(tmp_path, "a", "b", "c")
-    fed = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, num_clients=2, num_server_rounds=2)
-    assert [line.trained for line in fed.strategy.history] == [[0, 1], [0, 1]]
-    closed = begun(
-        tmp_path, nodes, {1: [0, 1, 2]}, num_clients=2, num_server_rounds=3, resume=True, min_clients=0
-    )
-    (line,) = closed.strategy.history[2:]
-    assert line.trained == [0, 1]
-    assert any(note.endswith("is not part of this run") for note in line.warnings)
-
-
 def test_unfit_client_is_reported_once_and_not_admitted(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     nodes[2]["model"] = "cnn2"
@@ -229,18 +217,6 @@ def test_new_node_is_asked_at_once_after_a_failure(tmp_path: Path) -> None:
     assert [line.trained for line in lines] == [[0, 1], [0, 1], [0], [0, 1]]
     assert fed.strategy.roster is not None
     assert fed.strategy.roster.clients[1].node == fed.grid.nodes[2]
-
-
-def test_joining_client_is_recorded_before_it_is_asked(tmp_path: Path) -> None:
-    nodes = sites(tmp_path, "a", "b", "c")
-    known: list[int] = []
-
-    def look(message: Message, answer: Answer) -> Message:
-        known.append(len(RunDirectory(tmp_path / "run").record().clients))
-        return answer()
-
-    begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, num_server_rounds=2, faults={(2, 2): look})
-    assert known == [3]
 
 
 @pytest.mark.parametrize("at", [1, 2])
