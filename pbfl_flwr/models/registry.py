@@ -36,7 +36,7 @@ class Architecture:
 
     Attributes:
         module: module of this package with its builder, a function of the architecture's name (with underscores).
-        summary: one line for ``pbfl list models``, the first of the builder's docstring.
+        summary: one line for ``pbfl list models``, the first of the builder's docstring if it has one.
         sizes: the integers in its name, if it takes some.
     """
 
@@ -295,11 +295,6 @@ def _whole_numbers(name: str, before: str, text: str, takes: Sizes) -> tuple[int
             f"({takes.meaning}), e.g. {takes.example}"
         )
     return tuple(map(int, numbers))
-
-
-def examples() -> list[str]:
-    """Return one valid name for every entry of ARCHITECTURES."""
-    return [entry.sizes.example if entry.sizes else name for name, entry in ARCHITECTURES.items()]
 
 
 def architectures(spec: str) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ resnet4 to resnet10 have one BasicBlock per width: 64; 64-128; 64-128-256; 64-12
 HtFLlib's heterogeneous family. Features are averages after a ReLU, hence never negative.
 """
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from pbfl_flwr.models.contract import SplitModel
@@ -16,51 +18,6 @@ from pbfl_flwr.models.layers import (
     replaced_classifier,
 )
 from pbfl_flwr.task import Task
-
-
-def resnet4(task: Task) -> SplitModel:
-    """ResNet-4: stem and one residual block of width 64; last layer 64."""
-    return _one_block_each("resnet4", (64,), task)
-
-
-def resnet6(task: Task) -> SplitModel:
-    """ResNet-6: stem and residual blocks of width 64 and 128; last layer 128."""
-    return _one_block_each("resnet6", (64, 128), task)
-
-
-def resnet8(task: Task) -> SplitModel:
-    """ResNet-8: stem and residual blocks of width 64, 128 and 256; last layer 256, 1,232,704 body parameters."""
-    return _one_block_each("resnet8", (64, 128, 256), task)
-
-
-def resnet10(task: Task) -> SplitModel:
-    """ResNet-10: stem and residual blocks of width 64, 128, 256 and 512; last layer 512, 4,905,792 body parameters."""
-    return _one_block_each("resnet10", (64, 128, 256, 512), task)
-
-
-def resnet18(task: Task) -> SplitModel:
-    """ResNet-18 of torchvision, no pretrained weights; last layer 512, 11,176,512 body parameters."""
-    return _of_torchvision("resnet18", task)
-
-
-def resnet34(task: Task) -> SplitModel:
-    """ResNet-34 of torchvision, no pretrained weights; last layer 512, 21,284,672 body parameters."""
-    return _of_torchvision("resnet34", task)
-
-
-def resnet50(task: Task) -> SplitModel:
-    """ResNet-50 of torchvision, no pretrained weights; last layer 2048, 23,508,032 body parameters."""
-    return _of_torchvision("resnet50", task)
-
-
-def resnet101(task: Task) -> SplitModel:
-    """ResNet-101 of torchvision, no pretrained weights; last layer 2048, 42,500,160 body parameters."""
-    return _of_torchvision("resnet101", task)
-
-
-def resnet152(task: Task) -> SplitModel:
-    """ResNet-152 of torchvision, no pretrained weights; last layer 2048, 58,143,808 body parameters."""
-    return _of_torchvision("resnet152", task)
 
 
 def _of_torchvision(name: str, task: Task) -> SplitModel:
@@ -116,3 +73,14 @@ class _BasicBlock(nn.Module):
         inner += maps if self.downsample is None else self.downsample(maps)
         output: Tensor = self.relu(inner)
         return output
+
+
+resnet4 = partial(_one_block_each, "resnet4", (64,))
+resnet6 = partial(_one_block_each, "resnet6", (64, 128))
+resnet8 = partial(_one_block_each, "resnet8", (64, 128, 256))
+resnet10 = partial(_one_block_each, "resnet10", (64, 128, 256, 512))
+resnet18 = partial(_of_torchvision, "resnet18")
+resnet34 = partial(_of_torchvision, "resnet34")
+resnet50 = partial(_of_torchvision, "resnet50")
+resnet101 = partial(_of_torchvision, "resnet101")
+resnet152 = partial(_of_torchvision, "resnet152")

@@ -6,6 +6,7 @@ one linear layer, as everywhere.
 """
 
 import math
+from functools import partial
 
 from torch import nn
 
@@ -13,24 +14,6 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.layers import image_shape, impose_width, linear_head
 from pbfl_flwr.task import Task
-
-
-def vit_b_16(task: Task) -> SplitModel:
-    """ViT-B/16 of torchvision: square images of 16x16 patches; last layer 768, 85,651,200 body parameters at 32x32.
-
-    Raises:
-        PbflError: if inputs are no such images.
-    """
-    return _of_torchvision("vit-b-16", 16, task)
-
-
-def vit_b_32(task: Task) -> SplitModel:
-    """ViT-B/32 of torchvision: square images of 32x32 patches; last layer 768, 87,418,368 body parameters at 32x32.
-
-    Raises:
-        PbflError: if inputs are no such images.
-    """
-    return _of_torchvision("vit-b-32", 32, task)
 
 
 def _of_torchvision(name: str, patch: int, task: Task) -> SplitModel:
@@ -50,3 +33,7 @@ def _of_torchvision(name: str, patch: int, task: Task) -> SplitModel:
         nn.init.zeros_(net.conv_proj.bias)
     net.heads = nn.Sequential(*impose_width(net.hidden_dim, task.feature_dim))
     return SplitModel(task, [], net, linear_head(task))
+
+
+vit_b_16 = partial(_of_torchvision, "vit-b-16", 16)
+vit_b_32 = partial(_of_torchvision, "vit-b-32", 32)

@@ -1,9 +1,9 @@
 """A name for every architecture, and the inputs that it takes."""
 
-from pbfl_flwr.models.registry import base_and_sizes, examples
+from pbfl_flwr.models.registry import ARCHITECTURES, base_and_sizes
 from pbfl_flwr.task import Task
 
-EXAMPLES = examples()
+EXAMPLES = [entry.sizes.example if entry.sizes else name for name, entry in ARCHITECTURES.items()]
 WINDOWS = {"har-cnn", "har-gru", "har-resnet", "harcnn"}
 TEXTS = {"bilstm", "fasttext", "gru", "lstm", "text-logistic", "textcnn", "transformer"}
 WITHOUT_PLACES = {"bilstm", "gru", "har-gru", "lstm", "transformer"}  # a stage makes one state of a sequence
