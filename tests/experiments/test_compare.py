@@ -417,17 +417,6 @@ def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_pa
     assert {name: cells[name] for name in expected} == expected
 
 
-def test_seeds_are_those_over_which_the_figures_are(file: Path, tmp_path: Path) -> None:
-    planned = rows(file, tmp_path, seeds=[0, 1], only=["A"])
-    write_run(planned[0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
-    write_run(planned[1].directory, [entry(1, 0.5, None), entry(2, 0.5, None)], seed=1)
-    (row,) = planned_runs.finished_groups(planned)
-    assert (summary.LAST.values(row), summary.SEEDS.cell(row), len(row.runs)) == ([25.0], "1", 2)
-    assert "Not scored for every seed: A, 1 of 2 seeds." in summary.comparison_sheet("", [row]).notes
-    (whole,) = planned_runs.finished_groups(planned[:1])
-    assert not any("every seed" in note for note in summary.comparison_sheet("", [whole]).notes)
-
-
 def test_scores_with_every_class_the_same_weight_have_columns_where_a_run_has_them(
     file: Path, tmp_path: Path
 ) -> None:
@@ -580,17 +569,12 @@ def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
     assert {path: path.read_bytes() for path in out.glob("*.*")} == before
 
 
-def test_rows_that_were_not_asked_for_this_time_stay_in_the_tables(file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    words, before = compared(file, out)
-    assert pbfl(*words, "--only", "B").exit_code == 0
-    assert {path: path.read_bytes() for path in out.glob("*.*")} == before
-    (out / "A-seed0" / "rounds.jsonl").unlink()  # begun, not finished
-    assert pbfl(*words, "--only", "B").exit_code == 0
-    assert [line.split(",")[0] for line in (out / "table.csv").read_text().splitlines()] == ["run", "B"]
+def test_runs_with_other_keys_are_not_finished(file: Path, tmp_path: Path) -> None:
+    compared(file, tmp_path)
     runs = compare.read(str(file))[1]
-    for change in ("learning-rate=0.2", "cps-dim=3", "cps-dim=x"):  # B has other keys; they are invalid
-        assert not any(map(planned_runs.finished, planned_runs.plan(runs, [change], [], out)))
+    assert all(map(planned_runs.finished, planned_runs.plan(runs, [], [], tmp_path)))
+    for change in ("learning-rate=0.2", "cps-dim=3", "cps-dim=x"):  # the last is invalid
+        assert not any(map(planned_runs.finished, planned_runs.plan(runs, [change], [], tmp_path)))
 
 
 def test_without_a_finished_run_there_is_no_table(file: Path, tmp_path: Path) -> None:

@@ -275,22 +275,6 @@ def test_the_table_says_when_rows_were_scored_and_over_how_many_clients(
     assert "| B | global | before | 60.00 |" in text
 
 
-def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
-    paper: reproduce.Reproduction, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    for run in planned(paper, out, blocks=["one"]):
-        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.requested.values)
-    words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--out", out, "--engine", "processes"]
-    assert pbfl(*words).exit_code == 0
-    before = {path: path.read_bytes() for path in out.glob("table.*")}
-    assert len(before) == 2
-    result = pbfl(*words, "--set", "learning-rate=0.2")
-    assert result.exit_code == 1
-    assert "not written, because a run is refused; existing files are unchanged" in result.stdout
-    assert {path: path.read_bytes() for path in out.glob("table.*")} == before
-
-
 def test_blocks_and_rows_that_were_not_asked_for_this_time_stay_in_the_tables(tmp_path: Path) -> None:
     (tmp_path / "nine.toml").write_text(FILE.replace('"fashion-mnist"', '"digits"'))  # on every machine
     paper = reproduce.read(str(tmp_path / "nine.toml"))

@@ -13,7 +13,7 @@ from pbfl_flwr.experiments.pairs import paired_sheet, probability
 from pbfl_flwr.experiments.report import fairness_sheet
 from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.experiments.run_tables import client_sheet
-from tests.small_runs import columns, entry, over, rounds_of, write_run
+from tests.small_runs import columns, entry, rounds_of, write_run
 
 ROUNDS = {"num-server-rounds": 2}
 
@@ -330,15 +330,6 @@ def test_who_lies_and_who_has_no_test_samples_is_in_no_accuracy(tmp_path: Path) 
     record = results.FinishedRun.load(path)
     assert (record.accuracies(), record.client_curves()) == ({0: 0.25}, {0: [(1, 0.25)]})
     assert record.scored == {0}
-
-
-def test_a_summary_says_over_how_many_clients_it_is(tmp_path: Path) -> None:
-    places = [run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto")]
-    assert not any("not cover all" in note for note in fairness_sheet(results.load(places)).notes)
-    write_run(tmp_path / "few", [over(1, entry(1, 0.25, 0.5))], method="tinyproto", seed=1)
-    sheet = fairness_sheet(results.load([*places, tmp_path / "few"]))
-    said = "Accuracies that do not cover all participating clients: tinyproto: global over 1–2 of 2."
-    assert said in sheet.notes
 
 
 def test_labels_say_what_differs(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pbfl_flwr.experiments.plan.planned_runs import PlannedRun
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot
 from pbfl_flwr.util.memory import available_memory
 from tests.real_runs import MARK, left_behind
-from tests.small_runs import entry, pbfl, planned_of, write_run
+from tests.small_runs import entry, planned_of, write_run
 
 
 def runs_of(swept: sweep.Sweep, out: Path) -> list[PlannedRun]:
@@ -290,8 +290,9 @@ several.run_in_parallel(runs, [Slot(1)] * 2, command, Console())
 
 
 def test_a_run_that_cannot_begin_keeps_no_other_from_it(tmp_path: Path) -> None:
-    runs = planned(tmp_path, 3)
+    runs = planned(tmp_path, 4)
     runs[0].directory.touch()
+    write_run(runs[3].directory, [entry(1, 0.5, 0.5)])  # with other keys
     made: list[int] = []
     failed = several.run_in_parallel(
         runs,
@@ -300,16 +301,11 @@ def test_a_run_that_cannot_begin_keeps_no_other_from_it(tmp_path: Path) -> None:
         quiet(),
         lambda run: made.append(run.seed),
     )
-    assert failed == [f"all, seed 0: {runs[0].directory} cannot be written (File exists)"]
+    refused, unwritable = failed
+    assert refused.startswith("all, seed 3: ")
+    assert "all-seed3 was run with num-clients = 2, seed = 0, feature-dim = 4; give" in refused
+    assert unwritable == f"all, seed 0: {runs[0].directory} cannot be written (File exists)"
     assert sorted(made) == [1, 2]
-
-
-def test_a_finished_run_with_other_keys_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    (run, _) = runs_of(sweep.read(None, ["seed=0,1", "num-server-rounds=1"]), tmp_path)
-    write_run(run.directory, [entry(1, 0.5, 0.5)])  # two clients, d = 4
-    (failed,) = several.run_in_parallel([run], [Slot(1)], lambda run, slot: ["false"], quiet())
-    assert failed.startswith("all, seed 0: ")
-    assert "all-seed0 was run with num-clients = 2, feature-dim = 4; give" in failed
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -326,57 +322,8 @@ def test_the_table(tmp_path: Path) -> None:
     assert "| std over clients | worst decile | head | global | payload up |" in text
     assert "| 12.50 ± 0.00 | 37.50 ± 35.36 | 50.00 ± 0.00 | 50.00 ± 35.36 |" in text
     assert "1 of 4 runs are not finished." in text
+    by_head = sweep.tables(found, runs, "head").files["table.md"]
+    assert by_head.startswith("**Sweep over cps-dim, by head**\n\n| cps-dim | by | seeds | rounds | last |")
     lines = files["table.csv"].splitlines()
     assert lines[0].startswith("cps-dim,predictor,scored,clients,seeds,rounds,last,last_sd,best,")
     assert lines[1].startswith("1,global,after,2,2,2,50.0000,35.3553,75.0000,")
-
-
-def test_the_table_by_one_predictor(tmp_path: Path) -> None:
-    words = ["cps-dim=1,2", "num-clients=2", "feature-dim=4", "num-server-rounds=1"]
-    runs = runs_of(sweep.read(None, words), tmp_path)
-    for run, globals_ in zip(runs, (0.75, None), strict=True):
-        write_run(run.directory, [entry(1, 0.5, globals_)], **run.requested.values)
-    options = [option for word in words for option in ("--set", word)]
-    command = ["sweep", *options, "--engine", "processes", "--workers", 1, "--out", tmp_path]
-    assert pbfl(*command, "--by", "head").exit_code == 0
-    text = (tmp_path / "table.md").read_text()
-    assert text.startswith("**Sweep over cps-dim, by head**\n\n| cps-dim | by | seeds | rounds | last |")
-    assert "| 1 | head | 1 | 1 | 50.00 |" in text
-    assert "| 2 | head | 1 | 1 | 50.00 |" in text
-    assert pbfl(*command).exit_code == 0
-    text = (tmp_path / "table.md").read_text()
-    assert "| 1 | global | 1 | 1 | 75.00 |" in text
-    assert "| 2 | global | 0 | 1 | - |" in text
-    assert "Never scored by global: cps-dim=2." in text
-
-
-def test_the_tables_of_an_earlier_sweep_stay_where_a_run_is_refused(tmp_path: Path) -> None:
-    words = ["--set", "cps-dim=1,2", "--set", "num-clients=2", "--set", "feature-dim=4"]
-    words += [
-        "--set",
-        "num-server-rounds=1",
-        "--engine",
-        "processes",
-        "--workers",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
-    keys = {"num-clients": 2, "feature-dim": 4}
-    for dim in (1, 2):
-        write_run(tmp_path / f"cps-dim={dim}-seed0", [entry(1, 0.5, 0.5)], **keys, **{"cps-dim": dim})
-    assert pbfl("sweep", *words).exit_code == 0
-    before = {path: path.read_bytes() for path in tmp_path.glob("table.*")}
-    assert len(before) == 3
-    result = pbfl("sweep", *words, "--set", "learning-rate=0.2")
-    assert result.exit_code == 1
-    assert "not written, because a run is refused; existing files are unchanged" in result.stdout
-    assert "Sweep over" not in result.stdout
-    assert {path: path.read_bytes() for path in tmp_path.glob("table.*")} == before
-
-
-def test_the_command_refuses_before_it_starts(tmp_path: Path) -> None:
-    result = pbfl("sweep", "--set", "cps-dim=1,nonsense", "--out", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "cps-dim=nonsense: cps-dim = 'nonsense'" in result.output
-    assert not (tmp_path / "out").exists()
