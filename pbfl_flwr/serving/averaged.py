@@ -11,15 +11,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.methods.averaging import copies, copy_into, shared_parameters
-from pbfl_flwr.payloads import RejectedPayload
+from pbfl_flwr.methods.averaging import average, copies, copy_into, shared_parameters
+from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import BEST, CHECKPOINT, RunDirectory
 from pbfl_flwr.runs.records import ClientRecord
@@ -128,30 +127,26 @@ def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> It
         yield state
 
 
-def _samples(clients: Mapping[str, ClientRecord]) -> dict[str, float]:
+def _samples(clients: Mapping[str, ClientRecord]) -> dict[str, int]:
     """Return client -> training samples, 1 each in runs whose clients do not report them."""
-    samples = {label: float(client.num_train) for label, client in clients.items()}
-    return samples if any(samples.values()) else dict.fromkeys(samples, 1.0)
+    samples = {label: client.num_train for label, client in clients.items()}
+    return samples if any(samples.values()) else dict.fromkeys(samples, 1)
 
 
 def _mean(
-    clients: Iterable[SavedModel], names: Sequence[str], samples: Mapping[str, float]
-) -> dict[str, Tensor]:
+    clients: Iterable[SavedModel], names: Sequence[str], samples: Mapping[str, int]
+) -> Mapping[str, Tensor]:
     """Return the weighted mean of the floating-point buffers (no counters).
 
     Raises:
         PbflError: if none of the clients has training samples.
     """
-    sums: dict[str, Tensor] = {}
-    total = 0.0
-    for state in clients:
-        means = [name for name in names if state.weights[name].is_floating_point()]
-        total += (weight := samples[state.card.client])
-        for name in means:
-            sums.setdefault(name, torch.zeros_like(state.weights[name], dtype=torch.float64))
-            sums[name].add_(state.weights[name], alpha=weight)
-    if sums and not total:
+    buffers = {}
+    for number, state in enumerate(clients):
+        means = {name: state.weights[name] for name in names if state.weights[name].is_floating_point()}
+        buffers[number] = Weights(means, samples[state.card.client])
+    if buffers[0].tensors and not any(each.num_examples for each in buffers.values()):
         raise PbflError(
             "--global: none of the clients has training samples, so their running statistics cannot be averaged"
         )
-    return {name: summed / total for name, summed in sums.items()}
+    return average(buffers[0], buffers, "samples").tensors
