@@ -29,9 +29,9 @@ from pbfl_flwr.models.contract import has_batch_norm
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, part_of
 from pbfl_flwr.prototypes import aggregation, regularizer
 from pbfl_flwr.prototypes import secure_sums as sums
-from pbfl_flwr.prototypes.aggregation import Combination
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.class_means import Collector, released_means
+from pbfl_flwr.prototypes.combination import Combination
 from pbfl_flwr.prototypes.masks import Sparsity
 from pbfl_flwr.prototypes.norm_bounds import bounded
 from pbfl_flwr.prototypes.privacy import Release, release

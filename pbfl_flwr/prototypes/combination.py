@@ -1,0 +1,150 @@
+"""The aggregation rule of a run, and the scale of its sums.
+
+PPA divides by n and APS multiplies by μ; both assume all clients. If only some answer, or a class is kept from
+an earlier round, the scale is that of the samples actually in a sum. An n or μ in the configuration refers to its
+num-clients, even before all of them have joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pbfl_flwr.method import Round
+from pbfl_flwr.payloads import Prototypes, RejectedPayload
+from pbfl_flwr.prototypes import secure_sums as sums
+from pbfl_flwr.prototypes.aggregation import (
+    aps,
+    coordinate_median,
+    mean,
+    ppa,
+    trimmed_mean,
+    weighted,
+    weighted_shrunk,
+)
+from pbfl_flwr.prototypes.stages import Stages, default_aps_scale
+from pbfl_flwr.task import Task
+
+Uploads = Mapping[int, Prototypes]
+
+
+@dataclass(frozen=True)
+class Combination:
+    """The server's aggregation rule.
+
+    Attributes:
+        stages: of the pipeline.
+        dense: whether uploads have a row for every class, zero if the client does not hold it.
+    """
+
+    stages: Stages
+    dense: bool = False
+
+    def combine(self, uploads: Uploads, round_info: Round) -> Prototypes:
+        """Return the aggregate of at least one upload; its num_examples is n_t if the clients scale by it."""
+        combined = self._rule(uploads, round_info)
+        if self.dense:  # a row that is zero everywhere was sent by nobody
+            combined = replace(combined, present=(combined.values != 0).any(dim=1))
+        return combined
+
+    def _rule(self, uploads: Uploads, round_info: Round) -> Prototypes:
+        K, rule, sent = round_info.task.num_classes, self.stages.aggregation, uploads.values()
+        shares = round_info.shares_of(uploads)
+        if rule == "mean":
+            return mean(sent, shares)
+        if rule == "weighted":
+            return weighted(sent, shares)
+        if rule == "weighted-shrunk":
+            return weighted_shrunk(sent, shares)
+        if rule == "median":
+            return coordinate_median(sent)
+        if rule == "trimmed-mean":
+            return trimmed_mean(sent, self.stages.trim_share)
+        if rule == "ppa":
+            known = None if self.stages.sends_total else self._expected_total(uploads, round_info)
+            return ppa(sent, K, known, shares)
+        if rule == "aps-mean":
+            combined = aps(sent, 1.0, "mean", shares)  # μ is applied by the client
+            # A mean over holders does not grow with the number of answers, so μ is based on the samples of all clients.
+            everybody = round(
+                (combined.num_examples or 0) * round_info.num_clients / self._answered(uploads, round_info)
+            )
+            return replace(combined, num_examples=everybody or None)
+        return aps(sent, self._whole(uploads, round_info), "sum", shares)
+
+    def at_scale_of(self, n_t: int | None, previous: Prototypes) -> Prototypes:
+        """Rescale earlier sums over n samples to n_t samples, since clients multiply all rows by 0.9·K/n_t."""
+        if not n_t or not previous.num_examples:
+            return previous
+        return replace(previous, values=previous.values * (n_t / previous.num_examples), num_examples=n_t)
+
+    def training_scale(self, uploads: Uploads, round_info: Round) -> float | None:
+        """Return the factor that, times |N_j|, rescales an upload to the features' scale: K/n or μ; None for 1."""
+        if self.stages.aggregation == "ppa":
+            return round_info.task.num_classes / self._total(uploads, round_info)
+        if not self.stages.rule.aps:
+            return None
+        if self.stages.aps_scale == "auto":
+            return self.mu(round_info.task, self._total(uploads, round_info))
+        return self.stages.aps_scale * self._whole(uploads, round_info)
+
+    def mu(self, task: Task, num_examples: int | None) -> float:
+        """Return APS's μ.
+
+        Raises:
+            RejectedPayload: if it is derived from n and n was not sent.
+        """
+        if self.stages.aps_scale != "auto":
+            return self.stages.aps_scale
+        if not num_examples:
+            raise RejectedPayload(
+                "aps-scale = 'auto' needs the number of examples n with the uploads, but none was sent"
+            )
+        return default_aps_scale(task.num_classes, num_examples)
+
+    def summed(self, total: sums.Total, num_clients: int) -> Prototypes:
+        """Return the one upload for which the rule gives the same as for all uploads in a sum.
+
+        Means need no factor; nor do sums, except that PPA with a known n and APS with a known μ expect one upload in M.
+        """
+        present = total.holders > 0
+        factor: Tensor | float = 1.0
+        if self.stages.aggregation in ("mean", "aps-mean"):
+            factor = 1 / total.holders.clamp_min(1).unsqueeze(1)
+        elif self.stages.aggregation == "ppa" and not self.stages.sends_total:
+            n = self.stages.total_examples
+            factor = max(1, round(n / num_clients)) / max(1, round(n * total.clients / num_clients))
+        elif self.stages.aggregation == "aps-sum" and not self.stages.sends_total:
+            factor = 1 / max(1, total.clients)
+        n_t = total.num_examples if self.stages.sends_total else None
+        if n_t and self.stages.aggregation == "aps-mean":
+            everybody = round(n_t * num_clients / total.clients)
+            n_t = max(1, round(n_t / total.clients))  # as if the sum were one client
+            factor *= n_t * num_clients / everybody  # compensates the rounding of the n in μ
+        rows = torch.where(present[:, None], total.rows * factor, torch.zeros_like(total.rows))
+        return Prototypes(rows.to(torch.float32), present, None, n_t)
+
+    def _total(self, uploads: Uploads, round_info: Round) -> int:
+        """Return n_t, the number of training samples in this round's uploads."""
+        if not self.stages.sends_total:
+            return self._expected_total(uploads, round_info)
+        return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
+
+    def _expected_total(self, uploads: Uploads, round_info: Round) -> int:
+        answered = self._answered(uploads, round_info)
+        return max(1, round(self.stages.total_examples * answered / round_info.configured_clients))
+
+    def _whole(self, uploads: Uploads, round_info: Round) -> float:
+        """Return the factor n/n_t from this round's sum to one over all clients, for a numeric μ: M / answers."""
+        return (
+            1.0
+            if self.stages.aps_scale == "auto"
+            else round_info.configured_clients / self._answered(uploads, round_info)
+        )
+
+    @staticmethod
+    def _answered(uploads: Uploads, round_info: Round) -> float:
+        return sum(round_info.shares_of(uploads) or [1.0] * len(uploads))
