@@ -16,7 +16,7 @@ from pbfl_flwr.methods.generative.fedpa import (
     teaching_weights,
 )
 from pbfl_flwr.methods.generative.generators import sampler, tensors_of
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes
+from pbfl_flwr.payloads import Prototypes, Weights, WeightsAndPrototypes
 from tests.methods.conftest import dealt
 
 SMALL = {"noise_dim": 3, "hidden_dim": 8, "server_steps": 5}
@@ -149,13 +149,6 @@ def test_local_steps_replace_epochs_and_the_rate_decays(make_method, make_client
 def _weights_of(client, method, task):
     taught = method.init(task, 0).taught
     return replace(taught, weights=Weights(parameters_of(client.model)))
-
-
-def test_prototypes_without_counts_are_rejected(make_method, task):
-    method = make_method("fedpa", own=SMALL)
-    state = method.init(task, 0)
-    with pytest.raises(RejectedPayload, match="lack their counts"):
-        method.validate(WeightsAndPrototypes(state.taught.weights, Prototypes.empty(4, 6)), state, task)
 
 
 def test_means_weigh_by_the_samples_seen(make_method, task):

@@ -90,6 +90,7 @@ CHOICES: dict[str, tuple[str, list[Any], dict[str, Any], Any]] = {
     "feddistill": ("form", ["paper", "ce-soft", "ce-soft", "ce-soft"], {"own": {"loss": "mse"}}, "mse"),
     "fedper": ("share", ["body", "body", "body", "stages"], {"own": {"shared": "body"}}, "body"),
     "fedrep": ("share", ["body", "body", "body", "stages"], {"own": {"shared": "stages"}}, "stages"),
+    "lg-fedavg": ("weighting", ["samples"] * 3 + ["uniform"], {"weighting": "uniform"}, "uniform"),
     "fml": (
         "conventions",
         [OWN, THEIRS, THEIRS, OWN],
