@@ -21,6 +21,7 @@ from typing import Any
 import joblib
 import torch
 from flwr.app import Context
+from threadpoolctl import threadpool_limits
 
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import kind_of, read_names
@@ -130,10 +131,11 @@ _CORES: ContextVar[int | None] = ContextVar("cores of a worker", default=None)
 
 @contextmanager
 def as_worker(cores: int) -> Iterator[None]:
-    """Declare this process a worker of the simulation with this many cores; called by the process's entry point."""
+    """Declare this process a worker of the simulation that uses this many cores; called by its entry point."""
     token = _CORES.set(cores)
     try:
-        yield
+        with threadpool_limits(cores):
+            yield
     finally:
         _CORES.reset(token)
 

@@ -15,7 +15,6 @@ from multiprocessing import current_process, get_context, resource_tracker
 from pathlib import Path
 
 from flwr.app import Context, Error, Message, RecordDict
-from threadpoolctl import threadpool_limits
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import CLIENT_FAULT, make_client_app
@@ -248,7 +247,7 @@ def _work(parent: Channel, spec: WorkerSpec) -> None:
     with spec.log.open("ab") as log:
         for output in (1, 2):  # descriptors, since sys.stdout may be None
             os.dup2(log.fileno(), output)
-    with as_worker(spec.cores), threadpool_limits(spec.cores):
+    with as_worker(spec.cores):
         _handle_all(parent, make_client_app())
 
 

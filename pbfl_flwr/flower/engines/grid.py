@@ -25,7 +25,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
-from threadpoolctl import threadpool_limits
 from torch.random import fork_rng
 
 from pbfl_flwr.config import Scalar
@@ -261,7 +260,6 @@ def run_here(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, reso
         else:
             stack.enter_context(_environment(specs[0]))
             stack.enter_context(as_worker(specs[0].cores))
-            stack.enter_context(threadpool_limits(specs[0].cores))
             grid = LocalGrid(in_this_process(), run_immediately, keys, num_clients)
         serve(grid, keys, RUN_ID)
 
@@ -288,7 +286,7 @@ def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:
         PbflError: as :meth:`pbfl_flwr.flower.server.strategy.MethodStrategy.start`.
     """
     settings = strategy.settings
-    with _isolated(), as_worker(1), threadpool_limits(1):
+    with _isolated(), as_worker(1):
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID
         torch.set_num_threads(1 if settings.training.threads == "auto" else settings.training.threads)
         return strategy.start(LocalGrid(in_this_process(app), run_immediately, {}, settings.run.num_clients))

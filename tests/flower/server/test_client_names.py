@@ -53,18 +53,12 @@ def test_rejects_more_names_than_numbers(tmp_path: Path) -> None:
         run(tmp_path, sites(tmp_path, *"abcd"), num_clients=3).run()
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ({"modle": "cnn4"}, "1 of 3 clients: client-id = 'b': --node-config: unknown key 'modle'; "),
-        ({"client-id": 1.5}, "1 of 3 clients: client-id = 1.5 in --node-config: must be a whole number"),
-    ],
-)
-def test_refused_device_is_named(tmp_path: Path, fault: dict[str, Any], message: str) -> None:
+def test_refused_device_is_named(tmp_path: Path) -> None:
     a, b, c = sites(tmp_path, "a", "b", "c")
-    with pytest.raises(PbflError) as error:
-        run(tmp_path, [a, {**b, **fault}, c]).run()
-    assert str(error.value).startswith(message)
+    with pytest.raises(
+        PbflError, match=r"^1 of 3 clients: client-id = 1\.5 in --node-config: must be a whole"
+    ):
+        run(tmp_path, [a, {**b, "client-id": 1.5}, c]).run()
 
 
 def test_device_without_id_is_named_by_its_node(tmp_path: Path) -> None:
@@ -187,16 +181,6 @@ def test_run_that_needs_all_clients_does_not_resume_without_one(tmp_path: Path, 
         PbflError, match=r"at least 3 of its 3 clients; missing: c; other clients connected: b$"
     ):
         run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True, join_timeout=1.0, **keys).run()
-
-
-def test_resume_with_too_few_nodes_names_missing_clients(tmp_path: Path) -> None:
-    nodes = sites(tmp_path, "a", "c", "d")
-    keys: dict[str, Any] = {"min_replies": 2, "join_timeout": 0.01}
-    run(tmp_path, nodes, num_server_rounds=1, **keys).run()
-    with pytest.raises(
-        PbflError, match=r"^resuming this run needs at least 2 of its 3 clients; missing: a, d$"
-    ):
-        run(tmp_path, nodes[1:2], num_server_rounds=2, num_clients=3, resume=True, **keys).run()
 
 
 def test_missing_new_client_of_a_resumed_run_is_not_asked(tmp_path: Path) -> None:

@@ -58,13 +58,11 @@ def tampered(value: float) -> Tensor:
 
 POISON: dict[str, tuple[str, dict[str, Tensor], str]] = {
     "nan": ("mean", {"labels": LABELS, "rows": tampered(float("nan"))}, "'rows' holds NaN or infinity"),
-    "inf": ("mean", {"labels": LABELS, "rows": tampered(float("inf"))}, "'rows' holds NaN or infinity"),
     "huge": (
         "mean",
         {"labels": LABELS, "rows": tampered(1e30)},
         "'rows' holds 1e+30, must be at most 1e+08",
     ),
-    "narrow": ("mean", {"labels": LABELS, "rows": ROWS[:, :5]}, "rows are 5 wide, expected 6"),
     "wide": ("mean", {"labels": LABELS, "rows": torch.ones(2, 7)}, "rows are 7 wide, must be 1..6"),
     "flat": ("mean", {"labels": LABELS, "rows": ROWS.flatten()}, "'rows' has 1 dimensions, expected 2"),
     "class out of range": (
@@ -90,7 +88,6 @@ POISON: dict[str, tuple[str, dict[str, Tensor], str]] = {
         {"labels": LABELS[:1], "rows": ROWS[:1], "counts": COUNTS},
         "2 counts for 1 rows",
     ),
-    "no counts": ("weighted", {"labels": LABELS, "rows": ROWS}, "counts are missing of rule 'weighted'"),
     "enormous count": (
         "weighted",
         {"labels": LABELS, "rows": ROWS, "counts": torch.tensor([3, 2**62])},
@@ -107,7 +104,6 @@ POISON: dict[str, tuple[str, dict[str, Tensor], str]] = {
         "'counts' must be a list of whole numbers",
     ),
     "complex": ("mean", {"labels": LABELS, "rows": ROWS.to(torch.complex64)}, "'rows' is torch.complex64"),
-    "float8": ("mean", {"labels": LABELS, "rows": ROWS.to(torch.float8_e4m3fn)}, "'rows' is torch.float8"),
     "something else": (
         "mean",
         {"labels": LABELS, "rows": ROWS, "extra": COUNTS},
@@ -137,7 +133,7 @@ def poisoned_round(rule: str, poison: RecordDict | Message | None) -> MethodStra
 def test_rejects_invalid_uploads_with_the_reason_and_aggregates_the_others(name: str) -> None:
     rule, tensors, reason = POISON[name]
     report = Report(10, 4, 1, {"head": 2}, 0.5).to_record()
-    record = wire.with_checksum(_saved(tensors))  # float8 and complex cannot be encoded by our side
+    record = wire.with_checksum(_saved(tensors))  # complex cannot be encoded by our side
 
     poisoned, without = poisoned_round(rule, wire.content(record, report)), poisoned_round(rule, None)
 
