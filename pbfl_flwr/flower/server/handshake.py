@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
@@ -35,41 +35,27 @@ CLIENT_ID = "client-id = "  # contained in a reason if it already identifies the
 
 
 def wait_for_nodes(
-    grid: Grid, target: int, timeout: float, on_wait: OnWait = ignore, least: int | None = None
+    grid: Grid, target: int, timeout: float, on_wait: OnWait = ignore, without: Collection[int] = ()
 ) -> list[int]:
-    """Return the node ids once enough of them have joined; in a simulation they join during the first seconds.
+    """Return the ids of the connected nodes once there are enough of them, or when the timeout has passed.
 
     Args:
         grid: Flower's.
         target: nodes to wait for.
         timeout: seconds to wait for them.
-        on_wait: called with a line on how many have joined.
-        least: nodes that suffice when the timeout has passed; by default ``target``.
-
-    Raises:
-        PbflError: if too few have joined when the timeout has passed.
+        on_wait: called with a line on how many there are.
+        without: nodes that do not count.
     """
-
-    def joined() -> list[int]:
-        return sorted(grid.get_node_ids())
+    nodes: list[int] = []
 
     def status() -> str:
-        return f"waiting for nodes: {len(joined())} of {target} have joined"
+        return f"waiting for nodes: {len(nodes)} of {target} have joined"
 
     for _ in poll(timeout, status, on_wait):
-        if len(nodes := joined()) >= target:
-            return nodes
-    if least is not None:
-        if len(nodes) >= least:
-            return nodes
-        raise PbflError(
-            f"min-clients = {least}, but only {len(joined())} nodes joined within {timeout:.0f} s"
-        )
-    raise PbflError(
-        f"num-clients = {target}, but only {len(joined())} nodes joined within {timeout:.0f} s; a simulation "
-        f"needs --federation-config 'num-supernodes={target}' (pbfl run passes it), a deployment needs "
-        f"{target} running SuperNodes"
-    )
+        nodes = sorted(set(grid.get_node_ids()).difference(without))
+        if len(nodes) >= target:
+            break
+    return nodes
 
 
 def count_simulated_nodes(grid: Grid, timeout: float) -> int:
@@ -82,8 +68,10 @@ def count_simulated_nodes(grid: Grid, timeout: float) -> int:
     Raises:
         PbflError: if none has joined when the timeout has passed.
     """
-    first = wait_for_nodes(grid, 1, timeout)
-    deadline, count = time.monotonic() + JOIN_PAUSE, len(first)
+    count = len(wait_for_nodes(grid, 1, timeout))
+    if not count:
+        raise PbflError(f"num-clients = 0, but no node joined within {timeout:.0f} s")
+    deadline = time.monotonic() + JOIN_PAUSE
     while time.monotonic() < deadline:
         time.sleep(0.1)
         if (now := len(list(grid.get_node_ids()))) != count:

@@ -18,7 +18,7 @@ from pbfl_flwr.config import RunSettings
 from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.code_version import differing_code_versions
 from pbfl_flwr.flower.server.exchange import OverdueReplies
-from pbfl_flwr.flower.server.grid import OnWait, poll
+from pbfl_flwr.flower.server.grid import OnWait
 from pbfl_flwr.flower.server.handshake import refusals, send_handshake, wait_for_nodes
 from pbfl_flwr.flower.server.roster import NO_NODE, Roster, other_weights
 from pbfl_flwr.runs.directory import RunRefused
@@ -110,7 +110,15 @@ class Membership:
     def _start(self, grid: Grid, run: RunSettings, on_wait: OnWait) -> list[str]:
         """Ask every node of a new run and return a line for every node without a valid reply."""
         M, least = self.num_clients, run.min_clients
-        nodes = wait_for_nodes(grid, M, run.join_timeout, on_wait, least or None)
+        nodes = wait_for_nodes(grid, M, run.join_timeout, on_wait)
+        if len(nodes) < (least or M):
+            few = f"but only {len(nodes)} nodes joined within {run.join_timeout:.0f} s"
+            if least:
+                raise PbflError(f"min-clients = {least}, {few}")
+            raise PbflError(
+                f"num-clients = {M}, {few}; a simulation needs --federation-config 'num-supernodes={M}' (pbfl run "
+                f"passes it), a deployment needs {M} running SuperNodes"
+            )
         clients, refused = send_handshake(grid, nodes, self.experiment, self.timeout)
         if refused and not 0 < least <= len(clients):
             raise PbflError("\n".join(refusals(refused, len(nodes))))
@@ -168,7 +176,7 @@ class Membership:
         while True:
             others = len(silent) + sum(client.label not in labels for client in clients)
             left = max(0.0, end - time.monotonic())
-            nodes = wait_for_nodes(grid, len(labels) + others, left, on_wait, least=0)
+            nodes = wait_for_nodes(grid, len(labels) + others, left, on_wait)
             new = sorted(set(nodes) - {client.node for client in clients} - set(silent))
             if not new:
                 return clients, silent
@@ -307,26 +315,11 @@ class Membership:
         known = other_weights(before.clients.values())
         self.warnings += [line for line in other_weights(self.roster.clients.values()) if line not in known]
 
-    def wait_for_nodes(self, grid: Grid, sent: int, least: int, timeout: float, on_wait: OnWait) -> bool:
-        """Wait until as many nodes are connected as messages were sent, and return whether at least ``least`` are.
-
-        Args:
-            grid: Flower's.
-            sent: messages of the phase in which nodes or replies were lost.
-            least: nodes that suffice when the timeout has passed.
-            timeout: seconds.
-            on_wait: called with a line on how many are connected, and with an empty one at the end.
-        """
-        target, online = max(sent, least), 0
-
-        def status() -> str:
-            return f"{online} of {target} nodes are connected"
-
-        for _ in poll(timeout, status, on_wait):
-            if (online := len(set(grid.get_node_ids()) - set(self._refused_nodes))) >= target:
-                break
+    def wait_for_nodes(self, grid: Grid, target: int, timeout: float, on_wait: OnWait) -> int:
+        """Return how many nodes are connected and not refused, once it is the target or the timeout has passed."""
+        nodes = wait_for_nodes(grid, target, timeout, on_wait, self._refused_nodes)
         on_wait("")
-        return online >= least
+        return len(nodes)
 
     def add_joined(self, labels: Collection[str]) -> None:
         """Add clients that have joined; in a resumed run also those that joined in the unfinished round."""

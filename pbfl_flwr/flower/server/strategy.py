@@ -280,10 +280,9 @@ class MethodStrategy(Strategy):
                 if repeats > MAX_REPEATS or self._secure is not None:  # a SecAgg+ mask is valid for one sum
                     raise
                 log(WARNING, "%s. Waiting up to %.0f s for nodes", error, run.join_timeout)
-                sent = len(exchange.phase.messages)
-                if not self._clients.wait_for_nodes(
-                    grid, sent, run.min_replies, run.join_timeout, self._set_waiting
-                ):
+                target = max(len(exchange.phase.messages), run.min_replies)
+                online = self._clients.wait_for_nodes(grid, target, run.join_timeout, self._set_waiting)
+                if online < run.min_replies:
                     raise
                 if REPEATED not in self._clients.warnings:
                     self._clients.warnings.append(REPEATED)

@@ -12,7 +12,6 @@ from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
-from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server import grid as waiting
@@ -202,8 +201,7 @@ def test_logs_number_of_joined_nodes(clock: Clock, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, "flwr"):
         assert wait_for_nodes(grid, 2, 100, heard.append) == [5, 6]
     assert caplog.messages == heard == ["waiting for nodes: 1 of 2 have joined, 61 s so far"]
-    with pytest.raises(PbflError, match="num-clients = 3, but only 2 nodes joined within 10 s"):
-        wait_for_nodes(grid, 3, 10)
+    assert wait_for_nodes(grid, 3, 10, without=[6]) == [5]
 
 
 class HalfComeGrid(SlowGrid):

@@ -195,6 +195,10 @@ def test_device_without_data_does_not_prevent_the_start(tmp_path: Path) -> None:
 def test_too_few_clients_name_min_clients(tmp_path: Path) -> None:
     with pytest.raises(PbflError, match=r"^min-clients = 2, but only 1 nodes joined within 0 s$"):
         begun(tmp_path, sites(tmp_path, "a", "b", "c"), {1: [0]})
+    with pytest.raises(
+        PbflError, match=r"^num-clients = 3, but only 1 nodes joined within 0 s; a simulation needs"
+    ):
+        begun(tmp_path, sites(tmp_path, "a", "b", "c"), {1: [0]}, min_clients=0)
 
 
 def test_simulation_refuses_min_clients_below_all(tmp_path: Path) -> None:
