@@ -31,7 +31,7 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.averaging import copies, load_parameters, weighting_of
-from pbfl_flwr.methods.sharing import SharedWeights, answer, plain
+from pbfl_flwr.methods.sharing import SharedWeights, answer
 from pbfl_flwr.models.contract import body_names, has_batch_norm, head_names
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Weights, part_of
@@ -77,7 +77,7 @@ class FedALA(SharedWeights):
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
         """Initialise and train; keep A and the client's own last tensors."""
         amounts, metrics = self._initialise(client, down)
-        report = plain(client, down)
+        report = self.train(client, down)
         upload = answer(client, self.share)
         local = {name: upload.tensors[name] for name in self._mixed(client)}
         memory = {**{f"own.{name}": tensor for name, tensor in local.items()}, **report.optimizer}

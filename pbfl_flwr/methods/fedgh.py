@@ -27,13 +27,14 @@ from torch import nn
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
-from pbfl_flwr.methods.sharing import check_heads, initial, plain, receive
+from pbfl_flwr.methods.sharing import check_heads, initial, receive
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, Weights
 from pbfl_flwr.prototypes.class_means import class_sums_of, released_means
 from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.trainable import stack_uploads
 from pbfl_flwr.task import Task
+from pbfl_flwr.training.loop import classification, fit
 from pbfl_flwr.training.optimizers import SGD, ParamGroup
 
 
@@ -75,7 +76,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
     def local_update(self, client: Client, down: Weights) -> Update[Prototypes]:
         """Head <- φ, train on cross-entropy, send class means of the trained network."""
         self.install(client, down)
-        report = plain(client, down)
+        report = fit(client, classification(client.model))
         values, _, seen = class_sums_of(client).means()
         sent = self.release.table(client, released_means(client, self.release, values), seen)
         metrics = {**report.metrics(), **sent.metrics}

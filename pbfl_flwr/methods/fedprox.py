@@ -36,12 +36,12 @@ class Config(Group):
 
 
 @dataclass(frozen=True)
-class Proximal:
-    """FedProx's training."""
+class FedProx(SharedWeights):
+    """See the module."""
 
-    mu: float
+    mu: float = 0.001
 
-    def __call__(self, client: Client, received: Weights) -> FitReport:
+    def train(self, client: Client, received: Weights) -> FitReport:
         """Cross-entropy + (μ/2)·‖w - w_t‖²."""
         ce = classification(client.model)
         anchored = [
@@ -56,12 +56,12 @@ class Proximal:
         return fit(client, loss)
 
 
-def build(settings: Settings) -> SharedWeights:
+def build(settings: Settings) -> FedProx:
     """Return the method."""
-    return SharedWeights(
+    return FedProx(
         "fedprox",
         architectures(settings.models.models)[0],
         "all",
-        Proximal(parse_section(Config, settings).mu),
         weighting_of(settings, "samples"),
+        mu=parse_section(Config, settings).mu,
     )

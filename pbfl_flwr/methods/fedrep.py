@@ -16,7 +16,7 @@ phases. Flower's baseline averages them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -56,11 +56,6 @@ class HeadThenBody:
     head_epochs: int = 1
     share: Share = "body"
 
-    def __call__(self, client: Client, received: Weights) -> FitReport:
-        """Train both phases on cross-entropy."""
-        head = self.head_phase(client)
-        return head.then(self.body_phase(client, classification(client.model)))
-
     def head_phase(self, client: Client) -> FitReport:
         """Train the private part with the shared one frozen; the loss is logged as ``head-ce``.
 
@@ -97,14 +92,26 @@ class HeadThenBody:
         return fit(client, loss, param_groups=param_groups, extra_modules=extra_modules, phase="body")
 
 
-def build(settings: Settings) -> SharedWeights:
+@dataclass(frozen=True)
+class FedRep(SharedWeights):
+    """See the module."""
+
+    phases: HeadThenBody = field(default_factory=HeadThenBody)
+
+    def train(self, client: Client, received: Weights) -> FitReport:
+        """Train both phases on cross-entropy."""
+        head = self.phases.head_phase(client)
+        return head.then(self.phases.body_phase(client, classification(client.model)))
+
+
+def build(settings: Settings) -> FedRep:
     """Return the method."""
     config = parse_section(Config, settings)
     share = shared_part(config.shared, settings)
-    return SharedWeights(
+    return FedRep(
         "fedrep",
         architectures(settings.models.models)[0],
         share,
-        HeadThenBody(config.head_epochs, share),
         weighting_of(settings, "samples"),
+        phases=HeadThenBody(config.head_epochs, share),
     )

@@ -18,7 +18,7 @@ neither term, a batch of equal features no U, where the code would give NaN.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from pydantic import Field
@@ -60,12 +60,12 @@ def uniformity(features: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """FedUV's training."""
+class FedUV(SharedWeights):
+    """See the module."""
 
-    config: Config
+    config: Config = field(default_factory=Config)
 
-    def __call__(self, client: Client, received: Weights) -> FitReport:
+    def train(self, client: Client, received: Weights) -> FitReport:
         """CE + a·V + b·U."""
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -79,13 +79,13 @@ class Spread:
         return fit(client, loss)
 
 
-def build(settings: Settings) -> SharedWeights:
+def build(settings: Settings) -> FedUV:
     """Return the method."""
-    return SharedWeights(
+    return FedUV(
         "feduv",
         architectures(settings.models.models)[0],
         "all",
-        Spread(parse_section(Config, settings)),
         weighting_of(settings, "samples"),
         moment="after",
+        config=parse_section(Config, settings),
     )

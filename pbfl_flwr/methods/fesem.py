@@ -29,11 +29,12 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.averaging import Weighting, average, same_shapes, weighting_of
-from pbfl_flwr.methods.sharing import answer, initial, plain, receive, shared_scalars
+from pbfl_flwr.methods.sharing import answer, initial, receive, shared_scalars
 from pbfl_flwr.models.contract import HEAD_PREFIX
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import RejectedPayload, Weights, joined, part_of
 from pbfl_flwr.task import Task
+from pbfl_flwr.training.loop import classification, fit
 
 NOBODY = -1  # in Centres.assigned: a client that never answered
 SAME = 1e-12  # squared distance of equal updates through rounding, relative to their squared lengths
@@ -122,7 +123,7 @@ class FeSEM(Method[Centres, Weights, Weights]):
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
         """w_i <- c_{r_i}, then cross-entropy."""
         self.install(client, down)
-        report = plain(client, down)
+        report = fit(client, classification(client.model))
         return Update(answer(client, "all"), report.optimizer, report.metrics())
 
     def aggregate(self, state: Centres, uploads: Mapping[int, Weights], round_info: Round) -> Centres:

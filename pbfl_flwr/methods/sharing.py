@@ -7,13 +7,13 @@
     server   w <- Σ_i (n_i/Σn)·w_i   (or the unweighted mean)
 
 Such a method is defined by the part of the network that is shared (all, body, stages or head) and by how a client
-trains; its module passes both to :class:`SharedWeights`. The rest of a client's network, including BatchNorm's buffers,
+trains, :meth:`SharedWeights.train`. The rest of a client's network, including BatchNorm's buffers,
 stays on the client and persists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -37,14 +37,6 @@ from pbfl_flwr.payloads import RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import FitReport, classification, fit
 from pbfl_flwr.util.user_code import is_external
-
-Train = Callable[[Client, Weights], FitReport]
-"""(client whose network already holds the broadcast weights, the broadcast) -> report of the training."""
-
-
-def plain(client: Client, received: Weights) -> FitReport:
-    """Train the whole network on cross-entropy."""
-    return fit(client, classification(client.model))
 
 
 def receive(client: Client, received: Weights, share: Share) -> None:
@@ -201,7 +193,6 @@ class SharedWeights(AveragedWeights):
         name: its name in METHODS.
         architecture: the network whose initial weights the server starts from.
         share: the part that travels.
-        train: the client's training.
         weighting: how the average is weighted.
         moment: when the reference scores a client; "before" is with the weights just broadcast.
         same_architecture: False only if the shared part is the same in different networks.
@@ -210,7 +201,6 @@ class SharedWeights(AveragedWeights):
     name: str
     architecture: str
     share: Share
-    train: Train = plain
     weighting: Weighting = "samples"
     moment: Moment = "before"
     same_architecture: bool = True
@@ -226,6 +216,10 @@ class SharedWeights(AveragedWeights):
     def network(self, state: Weights) -> Mapping[str, Tensor]:
         """Return w if the whole network is shared."""
         return state.tensors if self.share == "all" else {}
+
+    def train(self, client: Client, received: Weights) -> FitReport:
+        """Train the client's network, which already holds the broadcast weights; by default on cross-entropy."""
+        return fit(client, classification(client.model))
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
         """Shared part <- w, train, send the shared part."""

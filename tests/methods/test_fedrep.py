@@ -13,13 +13,13 @@ def snapshot(model):
 def test_each_phase_leaves_the_other_half_alone(make_method, make_client, task):
     method, client = make_method("fedrep"), make_client(architecture="resnet4")
     start = snapshot(client.model)
-    method.train.head_phase(client)
+    method.phases.head_phase(client)
     after_head = snapshot(client.model)
     for name in body_names(client.model):
         assert torch.equal(after_head[name], start[name])
     assert any(not torch.equal(after_head[name], start[name]) for name in head_names(client.model))
     assert not torch.equal(after_head["stages.0.1.running_mean"], start["stages.0.1.running_mean"])
-    method.train.body_phase(client, classification(client.model))
+    method.phases.body_phase(client, classification(client.model))
     after_body = snapshot(client.model)
     for name in head_names(client.model):
         assert torch.equal(after_body[name], after_head[name])
@@ -52,7 +52,7 @@ def test_other_modules_are_trained_with_the_body(make_method, make_client):
     def loss(inputs, labels):
         return {"ce": torch.nn.functional.cross_entropy(companion(client.model.features(inputs)), labels)}
 
-    make_method("fedrep").train.body_phase(client, loss, [companion])
+    make_method("fedrep").phases.body_phase(client, loss, [companion])
     assert companion.training
     assert not torch.equal(companion.weight, before)
 
@@ -63,7 +63,7 @@ def test_stages_keep_the_hidden_layer_private(make_method, make_client, task):
     assert {name.split(".")[0] for name in state.tensors} == {"stages"}
     method.install(client, state)
     start = snapshot(client.model)
-    method.train.head_phase(client)
+    method.phases.head_phase(client)
     changed = {name for name in start if not torch.equal(client.model.state_dict()[name], start[name])}
     assert changed == {"neck.1.weight", "neck.1.bias", "head.weight", "head.bias"}
 
@@ -88,10 +88,10 @@ def test_a_head_learns_the_same_from_features_computed_once(make_method, make_cl
         return features(inputs)
 
     monkeypatch.setattr(once.model, "features", counted)
-    report = method.train.head_phase(once)
+    report = method.phases.head_phase(once)
     assert calls == [8]
     monkeypatch.setattr(fedrep, "fixed_features", lambda client: None)
-    expected = method.train.head_phase(each)
+    expected = method.phases.head_phase(each)
     assert report.steps == expected.steps > 3
     assert report.losses == pytest.approx(expected.losses, rel=1e-5)
     for name, parameter in once.model.named_parameters():
