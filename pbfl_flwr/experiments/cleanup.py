@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.results import new_client_rounds
+from pbfl_flwr.experiments.status import snapshot
 from pbfl_flwr.runs.directory import SERVER_LOCK, STATES_REMOVED, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK
 from pbfl_flwr.util.atomic_files import UnsavedState, write_atomically
@@ -153,13 +153,8 @@ def _scan(directory: Path, depth: int) -> Iterator[States]:
 
 
 def _of_run(path: Path) -> Iterator[States]:
-    run = RunDirectory(path)
     try:
-        about = run.record()
-        new_clients = run.new_client_records(about.last_round)
-        complete = len(run.round_records()) >= about.last_round and len(new_clients) >= new_client_rounds(
-            about
-        )
+        about, finished = RunDirectory(path).record(), snapshot(path).state == "finished"
     except (PbflError, KeyError) as error:
         yield States(path, (), reason=str(error))
         return
@@ -170,7 +165,7 @@ def _of_run(path: Path) -> Iterator[States]:
     folders = [folder for root in roots for folder in _folders(root) if name.fullmatch(folder.name)]
     if folders:
         parents = sorted({folder.parent for folder in folders} | {path / "clients"}, reverse=True)
-        reason = "" if complete else "the run can be resumed"
+        reason = "" if finished else "the run can be resumed"
         yield States(path, (*folders, *parents), True, reason)
 
 

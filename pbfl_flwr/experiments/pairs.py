@@ -115,12 +115,13 @@ def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tu
 
 def _coverage(run: FinishedRun) -> list[set[str]]:
     """Return the clients that a run's accuracies can cover, and those that the last one covers, by name."""
-    return [{run.client_name(client) for client in clients} for clients in (run.honest, run.scored)]
+    return [{run.client_name(client) for client in clients} for clients in (run.about.honest, run.scored)]
 
 
 def _differences(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
     """Return remarks on what else differs in two groups: predictor, moment of scoring, rounds."""
-    heads, moments = ([getattr(g.first, name) for g in (one, other)] for name in ("predictor", "moment"))
+    heads = [group.first.predictor for group in (one, other)]
+    moments = [group.first.about.moment for group in (one, other)]
     rounds = [[len(group.by_seed()[seed].rounds) for seed in seeds] for group in (one, other)]
     remarks = [" vs. ".join(heads)] if len({*heads}) > 1 else []
     remarks += [f"scored {moments[0]} vs. {moments[1]} local training"] if len({*moments}) > 1 else []

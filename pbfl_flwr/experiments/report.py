@@ -33,7 +33,7 @@ from pbfl_flwr.experiments.summary import (
     summary_sheet,
 )
 from pbfl_flwr.experiments.tables import Sheet
-from pbfl_flwr.runs.directory import ERROR
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.util.atomic_files import write_atomically
 
 TEMPLATES = "experiments/templates"
@@ -146,8 +146,8 @@ def overviews(groups: Sequence[Group]) -> list[Overview]:
             wanted, done = run.about.last_round, len(run.rounds)
             if done < wanted:
                 warnings.append(f"{done} of {wanted} rounds are finished")
-            if (error := run.path / ERROR).exists():
-                warnings.append(f"ended with: {error.read_text(encoding='utf-8', errors='replace').strip()}")
+            if error := RunDirectory(run.path).error():
+                warnings.append(f"ended with: {error}")
             warnings += [f"last round: {warning}" for warning in run.rounds[-1].warnings]
             warnings += joined_lines(run.rounds)
             warnings += failure_lines([*run.rounds, *run.new_clients])

@@ -136,34 +136,6 @@ def _at_other_moment(rounds: Sequence[RoundRecord], name: str) -> list[tuple[int
     ]
 
 
-def other_moment(about: RunRecord) -> str:
-    """Return the moment at which a run's primary predictor's accuracy is not scored."""
-    return "after training" if about.moment == "before" else "before training"
-
-
-def label_names(about: RunRecord) -> tuple[str, ...]:
-    """Return the K class names of a run; class numbers if clients gave no names."""
-    first = about.clients[0]
-    names = first.labels or range(first.task.num_classes)
-    return tuple(" ".join(str(name).split()) for name in names)
-
-
-def participants(about: RunRecord) -> int:
-    """Return the number of clients in a run's rounds, without new clients."""
-    return len(about.clients) - int(about.configuration.get("new-clients", 0))
-
-
-def new_client_rounds(about: RunRecord) -> int:
-    """Return the number of rounds that new clients train after the run's last round; 0 without new clients."""
-    config = about.configuration
-    return int(config["new-client-rounds"]) if config.get("new-clients") else 0
-
-
-def simulated(about: RunRecord) -> bool:
-    """Whether a run is a simulation; devices have data that the simulation engine has not."""
-    return all(client.simulated for client in about.clients)
-
-
 def resume_command(run_dir: Path, about: RunRecord) -> str:
     """Return the command that resumes a run.
 
@@ -171,17 +143,11 @@ def resume_command(run_dir: Path, about: RunRecord) -> str:
         run_dir: its directory.
         about: content of run.json.
     """
-    if simulated(about):
+    if about.simulated:
         return f"pbfl run --resume {quote(str(run_dir))}"
     if (run_dir / NODES).exists():
         return f"pbfl deploy local --resume {quote(str(run_dir))}"
     return f"flwr run, with the same configuration, run-dir='{run_dir}' and resume=true"
-
-
-def honest(about: RunRecord) -> frozenset[int]:
-    """Return the ids of the clients that a run's accuracies can cover: participants that are not malicious."""
-    numbers = sorted(client.client for client in about.clients)
-    return frozenset(numbers[: participants(about)]) - frozenset(about.malicious)
 
 
 def partial_coverage(runs: Iterable[tuple[RunRecord, Mapping[str, Scores]]]) -> dict[str, str]:
@@ -193,7 +159,7 @@ def partial_coverage(runs: Iterable[tuple[RunRecord, Mapping[str, Scores]]]) -> 
     covered: dict[str, set[int]] = {}
     total = 0
     for about, scored in runs:
-        total = max(total, len(honest(about)))
+        total = max(total, len(about.honest))
         for name, score in scored.items():
             points = [point[1] for point in (score.last, score.best, score.chosen) if point is not None]
             covered.setdefault(name, set()).update(accuracy.clients for accuracy in points)
@@ -211,7 +177,7 @@ class FinishedRun:
     """A run with at least one finished round.
 
     Attributes:
-        directory: the run directory.
+        path: the run directory.
         about: content of run.json.
         rounds: finished rounds.
         clients: the clients' counters up to the last of these rounds.
@@ -221,7 +187,7 @@ class FinishedRun:
         by: the requested predictor; empty means the primary predictor.
     """
 
-    directory: RunDirectory
+    path: Path
     about: RunRecord
     rounds: Sequence[RoundRecord]
     clients: Sequence[ClientsRecord]
@@ -245,12 +211,7 @@ class FinishedRun:
         # clients.jsonl is written before rounds.jsonl, so it may have one round more.
         clients = [record for record in directory.client_records() if record.round <= rounds[-1].round]
         partition = directory.partition()
-        return cls(directory, about, rounds, clients, partition, new_clients, frozenset(allowed), by)
-
-    @property
-    def path(self) -> Path:
-        """The run directory."""
-        return self.directory.path
+        return cls(path, about, rounds, clients, partition, new_clients, frozenset(allowed), by)
 
     @property
     def config(self) -> Mapping[str, Scalar]:
@@ -264,29 +225,14 @@ class FinishedRun:
         return None if counts is None else np.array(counts, dtype=np.int64)
 
     @property
-    def primary_predictor(self) -> str:
-        """The predictor that the method reports."""
-        return self.about.primary_predictor
-
-    @property
     def predictor(self) -> str:
         """The predictor whose accuracies are shown: the requested one, or the primary predictor."""
-        return self.by or self.primary_predictor
-
-    @property
-    def moment(self) -> str:
-        """When clients were scored, "before" or "after" their training."""
-        return self.about.moment
+        return self.by or self.about.primary_predictor
 
     @property
     def seed(self) -> int:
         """The run's seed."""
         return int(self.config["seed"])
-
-    @cached_property
-    def label_names(self) -> tuple[str, ...]:
-        """The K class names; class numbers if clients gave no names."""
-        return label_names(self.about)
 
     @cached_property
     def _names(self) -> dict[int, str]:
@@ -343,11 +289,6 @@ class FinishedRun:
         """Return the new clients' sample-weighted accuracy after all their own rounds; None if there is none."""
         scored = series(self.new_clients)[-1][1] if self.new_clients else {}
         return scored[self.predictor].weighted if self.predictor in scored else None
-
-    @property
-    def honest(self) -> frozenset[int]:
-        """Ids of the clients that the accuracies can cover: participants that are not malicious."""
-        return honest(self.about)
 
     def curve(self, predictor: str | None = None) -> list[tuple[int, float]]:
         """Return (round, sample-weighted accuracy) for the rounds in which the predictor was scored."""

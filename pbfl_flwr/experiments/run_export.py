@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.config import PREDICTORS
-from pbfl_flwr.experiments.results import client_series, new_client_rounds, participants, scores, series
+from pbfl_flwr.experiments.results import client_series, scores, series
 from pbfl_flwr.experiments.tables import Sheet
-from pbfl_flwr.runs.directory import ERROR, RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Accuracy, ClientsRecord, NewClientsRecord, RoundRecord, RunRecord
 
 CLIENTS = (
@@ -37,8 +37,6 @@ def as_json(run_dir: Path) -> str:
     run = RunDirectory(run_dir)
     about, rounds = run.record(), run.round_records()
     new_clients, partition = run.new_client_records(len(rounds)), run.partition()
-    error = run_dir / ERROR
-    reason = error.read_text(encoding="utf-8", errors="replace").strip() if error.exists() else None
     document = {
         "run": str(run_dir),
         "result-hash": run.result() or None,
@@ -46,7 +44,7 @@ def as_json(run_dir: Path) -> str:
             mode="json", include={"configuration", "primary_predictor", "moment", "versions"}
         ),
         "rounds": {"done": len(rounds), "wanted": about.last_round},
-        "ended-with": reason,
+        "ended-with": run.error() or None,
         "accuracies": _accuracies(rounds),
         "new-clients": _of_new_clients(about, new_clients),
         "majority": {"clients": partition.majority, "new-clients": partition.new_client_majority},
@@ -88,7 +86,7 @@ def _point(point: tuple[int, Accuracy] | None) -> dict[str, Any] | None:
 
 def _of_new_clients(about: RunRecord, new_clients: Sequence[NewClientsRecord]) -> dict[str, Any] | None:
     """Return the new clients' rounds, and their accuracies by their own round number; None without new clients."""
-    if not (wanted := new_client_rounds(about)):
+    if not (wanted := about.new_client_rounds):
         return None
     after = new_clients[0].after if new_clients else 0
     points: dict[str, list[dict[str, Any] | None]] = {}
@@ -109,7 +107,7 @@ def _costs(about: RunRecord, rounds: Sequence[RoundRecord], paper: float | None)
     }
     kinds = {"payload": "payload", "with-reports": "application", "with-flower": "total"}
     return {
-        "clients": participants(about),
+        "clients": about.num_participants,
         "bytes": {
             way: {kind: fmean(getattr(count, name) for count in counts) for kind, name in kinds.items()}
             for way, counts in ways.items()

@@ -12,9 +12,7 @@ from pbfl_flwr.experiments.notes import accuracy_name, coverage_lines
 from pbfl_flwr.experiments.results import (
     FinishedRun,
     Group,
-    other_moment,
     partial_coverage,
-    participants,
     scores,
     series,
 )
@@ -74,7 +72,7 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
 
 
 def _marked(predictor: str, run: FinishedRun) -> str:
-    return f"{predictor} (primary)" if predictor == run.primary_predictor else predictor
+    return f"{predictor} (primary)" if predictor == run.about.primary_predictor else predictor
 
 
 def new_client_sheet(run: FinishedRun) -> Sheet:
@@ -97,7 +95,7 @@ def new_client_sheet(run: FinishedRun) -> Sheet:
 
 def cost_sheet(run: FinishedRun) -> Sheet:
     """Return the table of a run's costs per round: bytes, scalars, seconds, memory."""
-    rounds, clients = run.rounds, participants(run.about)
+    rounds, clients = run.rounds, run.about.num_participants
     rows = []
     labels = {
         "payload": "bytes, mean over all clients: payload",
@@ -182,7 +180,7 @@ def balance_sheet(groups: Sequence[Group]) -> Sheet | None:
         moments = [(_marked(name, run), point) for name, point in last_by_class(run).items()]
         for name, score in scores(run.rounds).items():
             if score.other is not None and score.other[1].by_class is not None:
-                moments.append((f"{name}, {other_moment(run.about)}", score.other))
+                moments.append((f"{name}, {run.about.other_moment}", score.other))
         for label, (number, accuracy) in moments:
             rows.append(
                 (group.label, label, str(number), *(f"{100 * getattr(accuracy, key):.2f}" for key in BALANCE))
@@ -216,7 +214,7 @@ def class_sheet(groups: Sequence[Group]) -> Sheet | None:
     for group in counted:
         run, last = group.first, last_by_class(group.first)
         tested = last[predictor_by_class(run)][1].tested or []
-        for label, name in enumerate(run.label_names):
+        for label, name in enumerate(run.about.label_names):
             if not any((accuracy.tested or [])[label] for _, accuracy in last.values()):
                 untested.append(f"{group.label}: {name}" if group.label else name)
                 continue

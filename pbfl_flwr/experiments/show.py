@@ -12,7 +12,7 @@ from pbfl_flwr.config import AttackSettings, Scalar
 from pbfl_flwr.errors import FEW
 from pbfl_flwr.experiments.console import clients_named, say
 from pbfl_flwr.experiments.notes import majority_lines
-from pbfl_flwr.experiments.results import FinishedRun, Group, new_client_rounds, resume_command, scores
+from pbfl_flwr.experiments.results import FinishedRun, Group, resume_command, scores
 from pbfl_flwr.experiments.run_tables import (
     accuracy_sheet,
     class_sheets,
@@ -20,7 +20,7 @@ from pbfl_flwr.experiments.run_tables import (
     cost_sheet,
     new_client_sheet,
 )
-from pbfl_flwr.runs.directory import ERROR, RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import ClientsRecord, NewClientsRecord, RoundRecord, RunRecord
 
 
@@ -45,13 +45,13 @@ def show_run(run_dir: Path, console: Console) -> None:
         _show_results(run, console)
     if done < about.last_round:
         say(console, f"{done} of {about.last_round} rounds; resume with: {resume_command(run_dir, about)}")
-    elif new_clients < (wanted := new_client_rounds(about)):
+    elif new_clients < (wanted := about.new_client_rounds):
         rounds = f"{new_clients} of {wanted} rounds of the new clients"
         say(console, f"{rounds}; resume with: {resume_command(run_dir, about)}")
     if result := directory.result():
         say(console, f"result hash {result}")
-    if (error := run_dir / ERROR).exists():
-        say(console, f"ended with: {error.read_text(encoding='utf-8').strip()}", "red")
+    if error := directory.error():
+        say(console, f"ended with: {error}", "red")
 
 
 def _show_results(run: FinishedRun, console: Console) -> None:
@@ -94,10 +94,10 @@ def settings_line(about: RunRecord, num_rounds: int) -> str:
         "way-shot": f"({config['ways']} ways, {config['shots']} shots)",
     }.get(str(config["partition"]), "")
     data = f"{config['dataset']}, {config['partition']}{detail}"
-    if not any(client.configured_data for client in about.clients):
+    if about.own_data:
         data = "the clients' own data"
     models = config["models"]
-    if not all(client.simulated for client in about.clients):  # a device may use another one
+    if not about.simulated:  # a device may use another one
         models = ", ".join(dict.fromkeys(client.architecture for client in about.clients))
     malicious = about.malicious
     attack = f"; {AttackSettings.from_flat(config).notice(malicious)}" if malicious else ""

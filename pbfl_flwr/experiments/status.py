@@ -17,9 +17,9 @@ from rich.console import Console
 
 from pbfl_flwr.errors import PbflError, reading
 from pbfl_flwr.experiments.console import clock, print_blocks
-from pbfl_flwr.experiments.results import new_client_rounds, resume_command, scores
+from pbfl_flwr.experiments.results import resume_command, scores
 from pbfl_flwr.experiments.tables import Sheet
-from pbfl_flwr.runs.directory import ERROR, RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.locks import in_use, was_used
 from pbfl_flwr.runs.records import NewClientsRecord, RoundRecord, RunRecord
 
@@ -56,11 +56,6 @@ class RunStatus:
         return self.about.last_round if self.about else 0
 
     @property
-    def wanted_new_client_rounds(self) -> int:
-        """Number of rounds that the new clients train after the last one; 0 without new clients."""
-        return new_client_rounds(self.about) if self.about else 0
-
-    @property
     def pace(self) -> float | None:
         """Seconds per round, median of the last five; None before the first."""
         return median(record.seconds.total for record in self.rounds[-5:]) if self.rounds else None
@@ -68,8 +63,11 @@ class RunStatus:
     @property
     def state(self) -> State:
         """Status of the run: "stopped" if no process works on it; "waiting" before it begins."""
-        done = len(self.rounds) >= self.wanted and len(self.new_clients) >= self.wanted_new_client_rounds
-        if self.about is not None and done:
+        if (
+            self.about is not None
+            and len(self.rounds) >= self.wanted
+            and len(self.new_clients) >= self.about.new_client_rounds
+        ):
             return "finished"
         if self.error:
             return "failed"
@@ -87,9 +85,10 @@ def snapshot(path: Path) -> RunStatus:
     active = in_use(path)  # before the files are read: what a run writes before it ends is then among them
     run = RunDirectory(path)
     about = run.record() if run.taken else None
-    error = (path / ERROR).read_text(encoding="utf-8").strip() if (path / ERROR).exists() else ""
     rounds = run.round_records()
-    return RunStatus(path, about, rounds, error, run.new_client_records(len(rounds)), run.waiting(), active)
+    return RunStatus(
+        path, about, rounds, run.error(), run.new_client_records(len(rounds)), run.waiting(), active
+    )
 
 
 def status_lines(status: RunStatus) -> Iterator[tuple[str, str]]:
@@ -108,7 +107,7 @@ def status_lines(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield f"waiting for a run: {status.path} {missing}", "yellow"
     else:
         yield _progress_line(status), ""
-        if wanted := status.wanted_new_client_rounds:
+        if wanted := status.about.new_client_rounds:
             yield f"new clients: {len(status.new_clients)} of {wanted} own rounds", ""
     if status.waiting and status.state in ("waiting", "running"):
         yield status.waiting, "yellow"
@@ -282,12 +281,11 @@ def _listed(status: RunStatus) -> Listed:
     if status.about is None:
         return Listed(status.path)
     config, primary_predictor = status.about.configuration, status.about.primary_predictor
-    own_data = not any(client.configured_data for client in status.about.clients)
     score = scores(status.rounds).get(primary_predictor)
     return Listed(
         status.path,
         str(config["method"]),
-        "own" if own_data else str(config["dataset"]),
+        "own" if status.about.own_data else str(config["dataset"]),
         int(config["seed"]),
         len(status.rounds),
         status.wanted,

@@ -20,7 +20,7 @@ from pbfl_flwr.experiments.notes import (
     majority_lines,
     unscored_lines,
 )
-from pbfl_flwr.experiments.results import Group, honest, participants, same_data, span
+from pbfl_flwr.experiments.results import Group, same_data, span
 from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
 from pbfl_flwr.runs.records import RoundRecord
@@ -132,7 +132,7 @@ def _per_round(
     """Return the function that reads every run's mean over rounds, divided by the number of participants if asked."""
 
     def values(group: Group) -> list[float]:
-        means = [(fmean(map(value, run.rounds)), participants(run.about)) for run in group.runs]
+        means = [(fmean(map(value, run.rounds)), run.about.num_participants) for run in group.runs]
         return [mean / clients if per_client else mean for mean, clients in means]
 
     return values
@@ -166,12 +166,12 @@ def _peak_memory(group: Group) -> list[float]:
 
 def _scored_clients(group: Group) -> str:
     """Return the number of clients that the accuracies cover: all honest participants, or "n of M"."""
-    known = str(len(honest(group.first.about))) if group.scores else ""
+    known = str(len(group.first.about.honest)) if group.scores else ""
     return group.coverage.get(group.first.predictor, known)
 
 
 RUN = Text("run", "run", lambda group: group.label)
-SCORED = Text("scored", "scored", lambda group: group.first.moment)
+SCORED = Text("scored", "scored", lambda group: group.first.about.moment)
 SEEDS = Text("seeds", "seeds", lambda group: str(len(group.scores)))
 ROUNDS = Text("rounds", "rounds", lambda group: span(len(run.rounds) for run in group.runs))
 CLIENTS = Text("clients", "clients", _scored_clients)
@@ -248,7 +248,7 @@ def predictor_column(groups: Sequence[Group]) -> Text:
 
 def moment_column(groups: Sequence[Group]) -> list[Column]:
     """Return the column that says when a row was scored, if the rows differ in it."""
-    return [SCORED] if len({group.first.moment for group in groups}) > 1 else []
+    return [SCORED] if len({group.first.about.moment for group in groups}) > 1 else []
 
 
 def summary_sheet(

@@ -147,9 +147,7 @@ class RunDirectory:
 
     def result(self) -> str:
         """Return the hash of the results, "" while the run is not finished."""
-        with suppress(OSError):
-            return printable((self.path / RESULT).read_text(encoding="utf-8", errors="replace").strip())
-        return ""
+        return self._line(RESULT)
 
     def set_waiting(self, line: str) -> None:
         """Write what the server waits for, or remove the file if the line is empty; errors are ignored."""
@@ -161,8 +159,15 @@ class RunDirectory:
 
     def waiting(self) -> str:
         """Return what the server waits for, "" if nothing."""
+        return self._line(WAITING)
+
+    def error(self) -> str:
+        """Return why the run ended early, "" if it did not."""
+        return self._line(ERROR)
+
+    def _line(self, name: str) -> str:
         with suppress(OSError):
-            return printable((self.path / WAITING).read_text(encoding="utf-8", errors="replace").strip())
+            return printable((self.path / name).read_text(encoding="utf-8", errors="replace").strip())
         return ""
 
     def start(self, **fields: Any) -> None:
@@ -212,9 +217,7 @@ class RunDirectory:
         """
         file = self.path / "run.json"
         if not file.exists():
-            error = self.path / ERROR
-            reason = error.read_text(encoding="utf-8").strip() if error.exists() else ""
-            why = f"; a run that was started there failed: {reason}" if reason else ""
+            why = f"; a run that was started there failed: {reason}" if (reason := self.error()) else ""
             raise PbflError(f"'{self.path}' is not a run directory: it has no run.json{why}")
         return RunRecord.from_json(file.read_bytes(), file)
 

@@ -337,6 +337,44 @@ class RunRecord(Record):
             return self.ended_after
         return int(self.configuration["num-server-rounds"])
 
+    @property
+    def new_client_rounds(self) -> int:
+        """Number of rounds that new clients train after the last round; 0 without new clients."""
+        return int(self.configuration["new-client-rounds"]) if self.configuration.get("new-clients") else 0
+
+    @property
+    def num_participants(self) -> int:
+        """Number of clients in the run's rounds, without new clients."""
+        return len(self.clients) - int(self.configuration.get("new-clients", 0))
+
+    @property
+    def honest(self) -> frozenset[int]:
+        """Ids of the clients that the accuracies can cover: participants that are not malicious."""
+        return frozenset([c.client for c in self.clients][: self.num_participants]) - frozenset(
+            self.malicious
+        )
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the run is a simulation; devices have data that the simulation engine has not."""
+        return all(client.simulated for client in self.clients)
+
+    @property
+    def own_data(self) -> bool:
+        """Whether the clients brought their own data instead of the configured dataset."""
+        return not any(client.configured_data for client in self.clients)
+
+    @property
+    def other_moment(self) -> str:
+        """The moment at which the primary predictor's accuracy is not scored."""
+        return "after training" if self.moment == "before" else "before training"
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The K class names; class numbers if clients gave no names."""
+        names = self.clients[0].labels or range(self.clients[0].task.num_classes)
+        return tuple(" ".join(str(name).split()) for name in names)
+
 
 class PartitionRecord(Record):
     """The content of partition.json: the samples of each class on each client, and values that follow from them.

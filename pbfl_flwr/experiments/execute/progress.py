@@ -12,7 +12,6 @@ from rich.console import Console
 
 from pbfl_flwr.config import AttackSettings
 from pbfl_flwr.experiments.console import clients_named, clock, kilobytes, percent, say
-from pbfl_flwr.experiments.results import honest
 from pbfl_flwr.experiments.status import RunStatus, State, snapshot, status_lines
 from pbfl_flwr.runs.directory import NEW_CLIENTS, RunDirectory
 from pbfl_flwr.runs.records import NewClientsRecord, RoundRecord, RunRecord
@@ -56,7 +55,7 @@ class Follower:
         """Print the rounds written since the last call."""
         if not self._predictor and self._run.taken:
             about = self._run.record()
-            self._predictor, self._num_honest = about.primary_predictor, len(honest(about))
+            self._predictor, self._num_honest = about.primary_predictor, len(about.honest)
             # When a run is resumed for more rounds, the record has their old number until the server begins.
             self._num_rounds = self._num_rounds or about.last_round
             self._say(introduction(about))
@@ -97,7 +96,7 @@ class Follower:
     def _round(self, record: RoundRecord) -> None:
         self._seconds.append(record.seconds.total)
         if record.joined:
-            self._num_honest = len(honest(self._run.record()))
+            self._num_honest = len(self._run.record().honest)
         left = median(self._seconds[-5:]) * (self._num_rounds - record.round)
         self._say(
             f"{round_line(record, self._num_rounds, self._predictor, self._num_honest)}  left {clock(left)}",

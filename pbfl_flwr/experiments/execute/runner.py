@@ -196,9 +196,8 @@ def _written(file: Path) -> int | None:
 
 
 def _reason(run_dir: Path, before: int | None, link: ManagedSuperLink, status: str, details: str) -> str:
-    error = run_dir / ERROR
-    if _written(error) not in (None, before):
-        return error.read_text(encoding="utf-8").strip()
+    if _written(run_dir / ERROR) not in (None, before):
+        return RunDirectory(run_dir).error()
     about = f"{status}, {details}" if details not in ("", "N/A") else status
     return f"{about}; the last lines of {link.log}:\n{link.tail()}"
 

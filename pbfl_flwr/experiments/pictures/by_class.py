@@ -45,7 +45,7 @@ def accuracy_by_class(group: Group) -> Iterator[Picture]:
         curve_axes(part, "class", what)
         part.grid(visible=False, axis="x")
         part.set_xlim(-0.6, len(tested) - 0.4)
-        class_axis(part, run.label_names)
+        class_axis(part, run.about.label_names)
     axes.set_ylim(-6, 106)
     legend_below(figure, axes)
     yield titled_picture(
@@ -74,7 +74,7 @@ def clients_by_class(group: Group) -> Iterator[Picture]:
         xlabel="client",
         ylabel="class",
         unit="accuracy (%)",
-        rows=run.label_names,
+        rows=run.about.label_names,
         columns=[str(client) for client in clients],
         limits=(0, 100),
     )
@@ -103,7 +103,7 @@ def _by_client(run: FinishedRun) -> tuple[list[int], NDArray[np.float64]] | None
         }
         if named:
             clients = sorted(named)
-            matrix = np.full((len(clients), len(run.label_names)), np.nan)
+            matrix = np.full((len(clients), len(run.about.label_names)), np.nan)
             for row, client in enumerate(clients):
                 counts = named[client]
                 tested, right = np.array(counts["tested"]), np.array(counts["right"][run.predictor])

@@ -33,7 +33,7 @@ def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotAvailab
             xlabel="client",
             ylabel="class",
             unit="samples",
-            rows=run.label_names,
+            rows=run.about.label_names,
         )
         config = run.config
         yield titled_picture(

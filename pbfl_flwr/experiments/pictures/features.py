@@ -56,8 +56,8 @@ def _data_points(group: Group) -> Iterator[Picture]:
     shards = [data_of(run, client.client).test for client in run.about.clients]
     inputs, labels = torch.cat([s.inputs for s in shards]), torch.cat([s.labels for s in shards])
     figure, (axes,) = canvas(3.6)
-    _points(axes, inputs, labels, run.label_names)
-    _plane(figure, axes, "x", "y", run.label_names)
+    _points(axes, inputs, labels, run.about.label_names)
+    _plane(figure, axes, "x", "y", run.about.label_names)
     yield titled_picture(
         "data-points",
         f"Test samples: {run.config['dataset']}",
@@ -88,9 +88,9 @@ def _prototype_plane(run: FinishedRun, label: str) -> Picture:
     labels = torch.cat([present.nonzero().flatten() for _, present in means])
     near = max(_reach([points]), 1.2 * float((scale * prototypes.values).norm(dim=1).max()))
     inside = points.norm(dim=1) <= near
-    _points(axes, points[inside], labels[inside], run.label_names, size=16)
+    _points(axes, points[inside], labels[inside], run.about.label_names, size=16)
     title = f"Prototypes in the plane of features: {label}"
-    _plane(figure, axes, "feature 1", "feature 2", run.label_names)
+    _plane(figure, axes, "feature 1", "feature 2", run.about.label_names)
     outside = f" {int((~inside).sum())} outliers are not shown." if not bool(inside.all()) else ""
     times = f", scaled by {scale:g} (upscaling)" if scale != 1 else ""
     return titled_picture(
@@ -115,9 +115,9 @@ def _client_planes(run: FinishedRun, label: str) -> Iterator[Picture]:
         figure, (axes,) = canvas(3.6)
         for k in present.nonzero().flatten().tolist():
             axes.plot([0, float(values[k, 0])], [0, float(values[k, 1])], color=_colour(k), linewidth=1.4)
-        _points(axes, features, data.test.labels[samples], run.label_names)
+        _points(axes, features, data.test.labels[samples], run.about.label_names)
         title = f"Features of client {client}: {label}"
-        _plane(figure, axes, "feature 1", "feature 2", run.label_names)
+        _plane(figure, axes, "feature 1", "feature 2", run.about.label_names)
         yield titled_picture(
             f"features-{client}",
             title,

@@ -41,7 +41,7 @@ def head_norms(group: Group) -> Iterator[Picture]:
             xlabel="client",
             ylabel="class",
             unit=f"{unit}, normalised",
-            rows=run.label_names,
+            rows=run.about.label_names,
             columns=[str(client) for client in clients],
             limits=(0.0, 1.0),
         )
@@ -103,7 +103,7 @@ def _head_rows(run: FinishedRun) -> tuple[NDArray[np.float64], list[int]]:
     for client, state in client_states(run):
         heads = [tensor for name, tensor in _matrices(state.model).items() if name.startswith(HEAD_PREFIX)]
         known = len(heads) == 1 or (heads and not is_external(_architecture(run, client)))
-        if not known or heads[-1].dim() != 2 or len(heads[-1]) != len(run.label_names):
+        if not known or heads[-1].dim() != 2 or len(heads[-1]) != len(run.about.label_names):
             raise NotAvailable("a client's classifier is not one matrix with a row per class")
         rows.append(torch.linalg.vector_norm(heads[-1], dim=1).numpy())
         clients.append(client)

@@ -34,7 +34,7 @@ def local_heatmaps(group: Group) -> Iterator[Picture]:
         unit="relative magnitude",
         rows=names,
     )
-    title = f"Prototypes of class {run.label_names[chosen]}: {group.label}"
+    title = f"Prototypes of class {run.about.label_names[chosen]}: {group.label}"
     yield titled_picture(
         "prototypes-of-a-class",
         title,
@@ -54,7 +54,7 @@ def global_heatmaps(group: Group) -> Iterator[Picture]:
         xlabel="dimension",
         ylabel="class",
         unit="relative magnitude",
-        rows=group.first.label_names,
+        rows=group.first.about.label_names,
     )
     title = f"Global prototypes: {group.label}"
     yield titled_picture(

@@ -134,5 +134,5 @@ def _present(group: Group) -> tuple[NDArray[np.float64], list[str]]:
     if prototypes.num_present < 2:
         raise NotAvailable("fewer than two classes have a prototype")
     present = prototypes.present.numpy()
-    names = [name for name, there in zip(group.first.label_names, present, strict=True) if there]
+    names = [name for name, there in zip(group.first.about.label_names, present, strict=True) if there]
     return prototypes.values.numpy()[present].astype(float), names

@@ -19,7 +19,7 @@ from pbfl_flwr.config import CHANGEABLE, HUB, DataSettings, Scalar, Settings, pa
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
 from pbfl_flwr.data.own.inspection import swapped_axes_warning
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
-from pbfl_flwr.experiments.results import resume_command, simulated
+from pbfl_flwr.experiments.results import resume_command
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method, privacy_notes
 from pbfl_flwr.models.registry import architecture_of, architectures, check_named
@@ -186,7 +186,7 @@ def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> Re
     """
     about = RunDirectory(run).record()
     RunDirectory(run).check_states()
-    if not devices and not simulated(about):
+    if not devices and not about.simulated:
         raise PbflError(
             f"'{run}' is a run of devices with data of their own; resume it with {resume_command(run, about)}"
         )
