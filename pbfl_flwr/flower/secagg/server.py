@@ -17,7 +17,7 @@ the results.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -52,7 +52,7 @@ from pbfl_flwr.flower.secagg.messages import parameters_of, report_of, summing
 from pbfl_flwr.flower.server.exchange import Phase
 from pbfl_flwr.flower.server.replies import Exchange, error_reason, read, rejection_reason
 from pbfl_flwr.method import Method
-from pbfl_flwr.payloads import Payload, Prototypes, Serializable
+from pbfl_flwr.payloads import Prototypes, Serializable
 from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.task import Task
 
@@ -116,16 +116,12 @@ class SecureRounds:
                 workflow(cast(Grid, self._grid), context)  # uses only send_and_receive
         return list(grid.send_and_receive(others, timeout=timeout)) if others else []
 
-    def as_sum(self, uploads: Mapping[int, Payload]) -> dict[int, Payload]:
-        """Return the upload that represents the sum, under the lowest client number."""
-        return {min(uploads): uploads[min(uploads)]} if uploads else {}
-
     def read(
         self, replies: list[Message], phase: Phase, state: Serializable, task: Task, max_bytes: int
     ) -> Exchange:
         """Return the result of a phase; the arguments are those of :func:`~pbfl_flwr.flower.server.replies.read`.
 
-        Each client whose upload is in the sum has the same upload, which represents the sum.
+        It has one upload, which represents the sum, under the lowest number of the clients in it.
 
         Raises:
             PbflError: if the sum is invalid.
@@ -154,7 +150,7 @@ class SecureRounds:
             M = self.settings.run.num_clients
             with _errors_as_one_line(phase.number):
                 total = summed(self.method, mean, len(results), task, M)
-            exchange.uploads = dict.fromkeys(sorted(reports), total)
+            exchange.uploads = {min(reports): total} if reports else {}
             exchange.scalars_up += len(results) * total.values.numel()
         exchange.reports = dict(sorted({**exchange.reports, **reports}.items()))
         exchange.failures = dict(sorted(exchange.failures.items()))

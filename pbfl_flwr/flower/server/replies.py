@@ -72,7 +72,7 @@ class Exchange:
     @property
     def trained(self) -> list[int]:
         """The clients that trained in this round and whose uploads are aggregated."""
-        return [client for client in self.uploads if client in self.reports]
+        return sorted(self.phase.training.intersection(self.reports))
 
     @property
     def shares(self) -> dict[int, float]:

@@ -395,10 +395,9 @@ class MethodStrategy(Strategy):
     def _aggregate(self, exchange: Exchange) -> tuple[Serializable, float]:
         """Return the next state and the seconds that it took."""
         started = time.perf_counter()
-        uploads = exchange.uploads if self._secure is None else self._secure.as_sum(exchange.uploads)
         # A subclass may override aggregate_fit without the parameter for late uploads.
         shares = (exchange.shares,) if exchange.shares else ()
-        state = self.aggregate_fit(exchange.phase.number, uploads, *shares)
+        state = self.aggregate_fit(exchange.phase.number, exchange.uploads, *shares)
         return state, time.perf_counter() - started
 
     def aggregate_fit(
