@@ -101,18 +101,6 @@ class Recorder:
         )
         self._open_sinks()
 
-    def joined(self, clients: Iterable[ClientRecord], labels: Sequence[str]) -> None:
-        """Write the new list of clients, before the joined clients get a message.
-
-        Args:
-            clients: all clients.
-            labels: of the clients that have just joined.
-
-        Raises:
-            UnsavedState: if writing fails.
-        """
-        self.run.update_clients(list(clients), labels)
-
     def resume(
         self, kind: type[Serializable], task: Task, num_rounds: int
     ) -> tuple[Serializable, int, list[RoundRecord]] | None:
@@ -152,11 +140,12 @@ class Recorder:
         log(INFO, "resumed after round %s", done)
         return *resumed, history
 
-    def add(self, finished: FinishedRound, broadcast: Payload) -> None:
+    def add(self, finished: FinishedRound, scored: Serializable, broadcast: Payload) -> None:
         """Write a finished round; it is on disk when this returns.
 
         Args:
             finished: the round.
+            scored: the state that clients were sent, and scored.
             broadcast: the next broadcast, for other programs to read.
 
         Raises:
@@ -168,7 +157,7 @@ class Recorder:
         for score, final in self._scores(record):
             if score > self._best:
                 self._best = score
-                state, after = (finished.state, number) if final else (finished.scored_state, number - 1)
+                state, after = (finished.state, number) if final else (scored, number - 1)
                 checkpoint.save_best(self.run, state, after, score[1], self._primary_predictor)
         checkpoint.save(self.run, finished.state, broadcast, number, self._fingerprint)
         if self._sinks is not None:

@@ -39,14 +39,12 @@ class FinishedRound:
         record: its line of rounds.jsonl.
         clients: its line of clients.jsonl.
         state: of the server after aggregation.
-        scored_state: the state that clients were sent, and scored.
         late: late replies that are part of it.
     """
 
     record: RoundRecord
     clients: ClientsRecord
     state: Serializable
-    scored_state: Serializable
     late: Sequence[LateReply] = ()
 
 

@@ -307,9 +307,9 @@ class MethodStrategy(Strategy):
         before = self._clients.roster.clients
         absent = self._clients.absent(grid, number)
         clients = self._clients.roster.clients
-        if self._recorder is not None and len(clients) > len(before):
+        if self.run is not None and len(clients) > len(before):  # written before they get a message
             labels = [client.label for key, client in clients.items() if key not in before]
-            self._recorder.joined(clients.values(), labels)
+            self.run.update_clients(list(clients.values()), labels)
         participants = self.participants.clients
         return {client: why for client, why in absent.items() if client in participants}
 
@@ -468,7 +468,7 @@ class MethodStrategy(Strategy):
             joined=list(clients.joined),
         )
         counters = rounds.clients_record(exchange, final)
-        return FinishedRound(record, counters, state, self.state, exchange.late_replies)
+        return FinishedRound(record, counters, state, exchange.late_replies)
 
     def _warnings(self, exchange: Exchange, state: Serializable, ages: Sequence[int] | None) -> list[str]:
         """Return the warnings on a round: of the method, on its uploads, and on what it means for the run."""
@@ -504,7 +504,7 @@ class MethodStrategy(Strategy):
         self._set_waiting("")
         if self._recorder is not None:
             first = min(self._clients.roster.clients)
-            self._recorder.add(finished, self.method.broadcast(finished.state, first))
+            self._recorder.add(finished, self.state, self.method.broadcast(finished.state, first))
         self.state, self.done = finished.state, record.round
         self.history.append(record)
         self._count_participations(finished.clients)
