@@ -179,6 +179,7 @@ def export(
 ) -> None:
     """Export a client's personalised model: safetensors, torch.export program, ONNX, prototypes, model card."""
     from pbfl_flwr.serving import export as exporting
+    from pbfl_flwr.serving import states
     from pbfl_flwr.serving.averaged import averaged
 
     console = screen()
@@ -195,9 +196,9 @@ def export(
             expanded(path), [expanded(file) for file in like or ()], best=best, allowed_code=model
         )
     else:
-        file = exporting.state_file(expanded(path), client)
-        server_round = exporting.best_of(expanded(path)) if best else number
-        saved = exporting.read_state(file if server_round is None else exporting.of_round(file, server_round))
+        file = states.state_file(expanded(path), client)
+        server_round = states.best_of(expanded(path)) if best else number
+        saved = states.read_state(file if server_round is None else states.of_round(file, server_round))
     with writing(out):
         files = exporting.export(saved, expanded(out), model)
     card, shape = saved.card, "x".join(map(str, saved.card.input_shape))

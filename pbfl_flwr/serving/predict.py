@@ -36,8 +36,9 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Nearest
 from pbfl_flwr.payloads import part_of
 from pbfl_flwr.runs.saved_model import Card, fault
-from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS, SavedModel
+from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS
 from pbfl_flwr.serving.network import Served, rebuild
+from pbfl_flwr.serving.states import SavedModel
 
 HEAD = "head"
 MAX_CARD_BYTES = 2**26

@@ -24,9 +24,10 @@ from pbfl_flwr.methods import build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.runs.records import VERSION, RunRecord
 from pbfl_flwr.runs.saved_model import Card
-from pbfl_flwr.serving.export import SavedModel, export, has_onnx, read_state, state_file
+from pbfl_flwr.serving.export import export, has_onnx
 from pbfl_flwr.serving.network import Served, rebuild
 from pbfl_flwr.serving.predict import BATCH, Exported, Prediction, open_exported, predict, written
+from pbfl_flwr.serving.states import SavedModel, read_state, state_file
 from tests.flower.inprocess import federation
 
 DIGITS = "0,1,2,3,4,5,6,7,8,9"

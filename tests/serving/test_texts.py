@@ -18,8 +18,9 @@ from pbfl_flwr.data.own.inspection import settings_for
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import random_inputs
-from pbfl_flwr.serving.export import SavedModel, export, has_onnx, read_state, state_file
+from pbfl_flwr.serving.export import export, has_onnx
 from pbfl_flwr.serving.predict import open_exported, predict
+from pbfl_flwr.serving.states import SavedModel, read_state, state_file
 from tests.flower.inprocess import federation
 
 TOPICS = ("treaty embassy border", "goal coach league", "profit merger shares", "satellite chip browser")

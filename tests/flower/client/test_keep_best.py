@@ -19,7 +19,7 @@ from pbfl_flwr.payloads import part_of
 from pbfl_flwr.runs.client_store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.runs.early_stopping import Score
 from pbfl_flwr.runs.records import RoundRecord
-from pbfl_flwr.serving.export import best_of, of_round, read_state, state_file
+from pbfl_flwr.serving.states import best_of, of_round, read_state, state_file
 from tests.flower.inprocess import Federation, federation
 from tests.small_runs import pbfl
 
@@ -129,7 +129,7 @@ def test_exports_the_best_round(best_of_three: Federation, tmp_path: Path) -> No
     done = pbfl("export", path, "--client", 1, "--round", 1, "--out", tmp_path / "one")
     assert done.exit_code == 0, done.stderr
     assert "after round 1:" in done.stdout
-    with patch("pbfl_flwr.serving.export.best_round", lambda scores: 1):
+    with patch("pbfl_flwr.serving.states.best_round", lambda scores: 1):
         done = pbfl("export", path, "--client", 1, "--best", "--out", tmp_path / "best")
     assert "after round 1:" in done.stdout
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "best")]

@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.summary import UP, comparison_sheet
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.serving.export import state_file
+from pbfl_flwr.serving.states import state_file
 from tests.flower.inprocess import KINDS, Answer, Federation, federation, raises, same_tensors
 from tests.small_runs import entry, write_run
 

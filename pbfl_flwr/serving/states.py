@@ -1,0 +1,173 @@
+"""The models that clients keep: finds a client's state file, and reads the model in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.payloads import part_of
+from pbfl_flwr.runs.client_store import ClientStore, kept_best, load_tensors
+from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.early_stopping import best_round, scores_by_round
+from pbfl_flwr.runs.saved_model import Card
+from pbfl_flwr.util.atomic_files import NODE
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A client's stored model: the card, the network's state, and the prototypes by predictor's name."""
+
+    card: Card
+    weights: dict[str, Tensor]
+    prototypes: dict[str, Tensor]
+
+
+def state_file(path: Path, client: str) -> Path:
+    """Return the state file of a client.
+
+    Args:
+        path: the file itself, a run directory, a device's state directory, or one experiment in it.
+        client: its number or name; "" takes the only client.
+
+    Raises:
+        PbflError: if none or several match.
+    """
+    if path.is_file():
+        return path
+    folder = _experiment(path)
+    if client:
+        who: int | str = int(client) if client.isdecimal() else client
+        roots = (folder.parent, *folder.parent.glob(f"{NODE}*"))
+        late = [home for root in roots for home in root.glob(f"{folder.name}-new-*")]  # after the last round
+        newest = sorted(late, key=lambda home: (len(home.name), home.name), reverse=True)
+        homes = [folder, *newest, *_of_nodes(folder)]
+        files = [file for home in homes if (file := ClientStore(home, "", who, "").path).is_file()]
+        if not files:
+            raise PbflError(f"{folder} holds no client {client}; it holds {_shown(_in(folder))}")
+        return files[0]
+    files = _in(folder)
+    if len(files) != 1:
+        raise PbflError(f"{folder} holds {_shown(files)}; select one with --client")
+    return files[0]
+
+
+def states_of(run: Path) -> list[Path]:
+    """Return the last states of all clients in a run directory, without new clients after the last round."""
+    return _in(_experiment(run))
+
+
+def _in(folder: Path) -> list[Path]:
+    return sorted(file for home in (folder, *_of_nodes(folder)) for file in home.glob("*.safetensors"))
+
+
+def _of_nodes(folder: Path) -> list[Path]:
+    """Return the state directories of the devices of ``pbfl deploy local``, one each."""
+    return sorted(folder.parent.glob(f"{NODE}*/{folder.name}"))
+
+
+def of_round(file: Path, number: int) -> Path:
+    """Return the file with a client's state after a round: its last state, or one kept by ``keep-best``.
+
+    Args:
+        file: of the last state.
+        number: of the round.
+
+    Raises:
+        PbflError: if neither is of that round, or one is damaged.
+    """
+    last = read_state(file).card.round
+    if last <= number:
+        return file
+    best_files = kept_best(file)
+    for until, other in best_files.items():
+        if read_state(other).card.round <= number <= until:
+            return other
+    rounds = ", ".join(f"round {until}" for until in sorted(best_files)) or "none"
+    raise PbflError(
+        f"{file}: the client last trained in round {last}, after round {number}; of earlier rounds it has {rounds} "
+        "(with keep-best = true the best one is kept)"
+    )
+
+
+def best_of(run: Path) -> int:
+    """Return the best round of a run by the primary predictor's score, on validation data if there is some.
+
+    Raises:
+        PbflError: if it is not a run directory, no round was scored, or clients were scored before training.
+    """
+    if not (run / "run.json").is_file():
+        raise PbflError(
+            f"--best: {run} is not a run directory, which records the best round; select a round with "
+            "--round N"
+        )
+    directory = RunDirectory(run)
+    record = directory.record()
+    if record.moment == "before":
+        raise PbflError(
+            f"--best: clients of {run} were scored before local training, but keep the trained networks; use "
+            "--global --best for what the server had sent, or select a round with --round N"
+        )
+    best = best_round(scores_by_round(directory.round_records(), record.primary_predictor))
+    if best is None:
+        raise PbflError(f"--best: no round of {run} was scored")
+    return best
+
+
+def _experiment(path: Path) -> Path:
+    if (path / "run.json").is_file():
+        record = RunDirectory(path).record()
+        RunDirectory(path).check_states()
+        root = Path(str(record.configuration.get("state-dir") or path / "clients"))
+        return root / record.experiment
+    if not path.is_dir():
+        raise PbflError(
+            f"{path} does not exist; expected is a run directory, a state directory or a state file"
+        )
+    if any(path.glob("*.safetensors")):
+        return path
+    folders = [folder for folder in path.iterdir() if any(folder.glob("*.safetensors"))]
+    if not folders:
+        raise PbflError(f"{path} holds neither a run nor client states")
+    if len(folders) > 1:
+        newest = sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
+        names = ", ".join(str(folder) for folder in newest)
+        raise PbflError(f"{path} holds the states of several runs; choose one of them, newest first: {names}")
+    return folders[0]
+
+
+def _shown(files: Sequence[Path]) -> str:
+    names = []
+    for file in files:
+        kind, _, rest = file.stem.partition("-")
+        names.append(str(int(rest)) if kind == "client" and rest.isdecimal() else rest)
+    return f"the clients {', '.join(names)}" if names else "no client"
+
+
+def read_state(file: Path) -> SavedModel:
+    """Read a client's state file.
+
+    Raises:
+        PbflError: if it is damaged, or lacks the card (e.g. from an older version).
+    """
+    tensors, metadata = load_tensors(file)
+    if not metadata.get("card"):
+        raise PbflError(
+            f"{file} does not describe its model's inputs: it is no client state, is from an older version, or from "
+            "an app whose data lacks class names or normalisation by channel, or exceeds the limits of a card"
+        )
+    try:
+        card = Card.model_validate_json(metadata["card"])
+    except ValidationError as error:
+        raise PbflError(f"{file}: its card is damaged ({error.errors()[0]['msg']})") from None
+    prototypes = part_of(tensors, "prototypes")
+    for name in [key.removesuffix(".candidates") for key in prototypes if key.endswith(".candidates")]:
+        if f"{name}.rows" not in prototypes:  # rows equal to the global ones are stored once
+            if "global.rows" not in prototypes:
+                raise PbflError(f"{file}: its prototypes '{name}' are missing")
+            prototypes[f"{name}.rows"] = prototypes["global.rows"]
+    return SavedModel(card, part_of(tensors, "model"), prototypes)
