@@ -229,8 +229,9 @@ def predict(
     text_column: TextColumn = "",
 ) -> None:
     """Print class and probability of every image, row or line of text."""
-    from pbfl_flwr.serving.predict import open_exported, written
+    from pbfl_flwr.serving.exported import open_exported
     from pbfl_flwr.serving.predict import predict as ask
+    from pbfl_flwr.serving.predict import written
 
     exported = open_exported(expanded(model_dir), model)
     predictions = list(ask(exported, files, by, text_column))

@@ -24,8 +24,8 @@ from pbfl_flwr.runs.directory import BEST, CHECKPOINT, RunDirectory
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.export import CARD
+from pbfl_flwr.serving.exported import read_exported
 from pbfl_flwr.serving.network import rebuild
-from pbfl_flwr.serving.predict import read_exported
 from pbfl_flwr.serving.states import SavedModel, read_state, state_file, states_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import is_external

@@ -1,28 +1,18 @@
-"""Apply an exported model to files: images, arrays, tables, texts.
-
-The network is rebuilt from ``model.safetensors`` and the name of its architecture. ``model.pt2`` is for other programs
-and never read here: loading it may unpickle, which can execute arbitrary code.
-"""
+"""Apply an exported model to files: images, arrays, tables, texts."""
 
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load
-from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from pbfl_flwr.data.own import tokens
@@ -33,16 +23,8 @@ from pbfl_flwr.data.own.table import features
 from pbfl_flwr.data.own.texts import LINES, texts_of
 from pbfl_flwr.data.sources.files import files_under
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.method import Nearest
-from pbfl_flwr.payloads import part_of
-from pbfl_flwr.runs.saved_model import Card, fault
-from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS
-from pbfl_flwr.serving.network import Served, rebuild
-from pbfl_flwr.serving.states import SavedModel
-
-HEAD = "head"
-MAX_CARD_BYTES = 2**26
-BATCH = 256
+from pbfl_flwr.runs.saved_model import Card
+from pbfl_flwr.serving.exported import HEAD, Exported
 
 
 @dataclass(frozen=True)
@@ -56,129 +38,15 @@ class Prediction:
     probabilities: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Exported:
-    """An exported model, ready for prediction.
-
-    Attributes:
-        card: its description.
-        served: the network.
-        prototypes: predictor -> (rows (K, d), candidates (K,)).
-    """
-
-    card: Card
-    served: Served
-    prototypes: Mapping[str, tuple[Tensor, Tensor]]
-
-    @torch.inference_mode()
-    def probabilities(self, inputs: NDArray[Any], by: str = HEAD) -> Tensor:
-        """Return the probability of every class, (N, K).
-
-        Args:
-            inputs: (N, *input_shape) as stored: images 0 to 255, token ids and other numbers as they are.
-            by: ``head``, the softmax of the logits, or a predictor that has prototypes: the softmax of negative squared
-                distances to them; a class without a prototype has probability 0.
-
-        Raises:
-            PbflError: if there is no such predictor, or the outputs are not finite.
-        """
-        if by != HEAD and by not in self.prototypes:
-            raise PbflError(f"--by {by}: this model has {', '.join([HEAD, *self.prototypes])}")
-        scored = Nearest(*self.prototypes[by]) if by != HEAD else None
-        batches, dtype = [], np.int64 if self.card.vocabulary else np.float32
-        for start in range(0, len(inputs), BATCH):
-            batch = torch.from_numpy(np.ascontiguousarray(inputs[start : start + BATCH], dtype=dtype))
-            logits, features = self.served(batch)
-            batches.append((logits if scored is None else scored(features, logits)).double().softmax(dim=1))
-        table = torch.cat(batches) if batches else torch.empty(0, self.card.num_classes)
-        if not bool(torch.isfinite(table).all()):
-            raise PbflError("the model's outputs are not finite for these inputs")
-        return table
-
-
-def open_exported(directory: Path, allowed_code: str = "") -> Exported:
-    """Load an exported model.
-
-    Args:
-        directory: see :mod:`pbfl_flwr.serving.export`.
-        allowed_code: see :func:`pbfl_flwr.serving.network.rebuild`.
-
-    Raises:
-        PbflError: if something is missing, damaged or inconsistent.
-    """
-    card, weights, hashes = _read(directory)
-    served = rebuild(card, weights, allowed_code, str(directory))
-    tables = _tensors(directory / PROTOTYPES, hashes) if PROTOTYPES in hashes else {}
-    prototypes = {}
-    for name in sorted(key.removesuffix(".candidates") for key in tables if key.endswith(".candidates")):
-        part = part_of(tables, name)
-        rows, candidates = part.get("rows"), part["candidates"]
-        expected = (card.num_classes, card.feature_dim)
-        fits = rows is not None and tuple(rows.shape) == expected and candidates.shape == expected[:1]
-        if (
-            rows is None
-            or not fits
-            or candidates.dtype is not torch.bool
-            or not bool(torch.isfinite(rows).all())
-        ):
-            raise PbflError(
-                f"{directory / PROTOTYPES}: the prototypes '{name}' are not finite numbers of shape {expected}"
-            )
-        prototypes[name] = rows, candidates
-    return Exported(card, served, prototypes)
-
-
-def read_exported(directory: Path) -> SavedModel:
-    """Return card and weights of an exported model, without its prototypes.
-
-    Raises:
-        PbflError: if something is missing or damaged.
-    """
-    card, weights, _ = _read(directory)
-    return SavedModel(card, weights, {})
-
-
-def _read(directory: Path) -> tuple[Card, dict[str, Tensor], dict[str, str]]:
-    card, hashes = _card(directory / CARD)
-    return card, _tensors(directory / WEIGHTS, hashes), hashes
-
-
-def _card(path: Path) -> tuple[Card, dict[str, str]]:
-    try:
-        if path.stat().st_size > MAX_CARD_BYTES:
-            raise ValueError(f"more than {MAX_CARD_BYTES} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}, expected {FORMAT}")
-        card = Card.model_validate_json(json.dumps(content["card"]))
-        return card, {str(name): str(value) for name, value in content["sha256"].items()}
-    except FileNotFoundError:
-        raise PbflError(f"{path.parent} is not an exported model: it has no {CARD}") from None
-    except ValidationError as error:
-        raise PbflError(f"{path}: {fault(error)}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise PbflError(f"{path} cannot be read ({error})") from None
-
-
-def _tensors(path: Path, hashes: Mapping[str, str]) -> dict[str, Tensor]:
-    try:
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != hashes.get(path.name):
-            raise ValueError(f"its sha256 is not the one in {CARD}")
-        return load(data)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise PbflError(f"{path} cannot be read ({error})") from None
-
-
 def predict(
     model: Exported, files: Sequence[Path], by: str = HEAD, text_column: str = ""
 ) -> Iterator[Prediction]:
     """Yield a prediction for every image and every row, in the order of the files.
 
     Args:
-        model: see :func:`open_exported`.
+        model: see :func:`pbfl_flwr.serving.exported.open_exported`.
         files: images, folders of images, ``.npz`` files with ``x``, CSV or Parquet files, ``.txt``, one text per line.
-        by: see :meth:`Exported.probabilities`.
+        by: see :meth:`pbfl_flwr.serving.exported.Exported.probabilities`.
         text_column: for tables of texts, the column with the texts; by default the one used in training.
 
     Raises:

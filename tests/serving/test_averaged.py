@@ -22,7 +22,7 @@ from pbfl_flwr.payloads import part_of
 from pbfl_flwr.runs.client_store import load_tensors, save_tensors
 from pbfl_flwr.serving.averaged import averaged
 from pbfl_flwr.serving.export import export
-from pbfl_flwr.serving.predict import open_exported
+from pbfl_flwr.serving.exported import open_exported
 from pbfl_flwr.serving.states import read_state, state_file, states_of
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, Federation, configuration, federation, tiny_client

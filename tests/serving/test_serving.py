@@ -25,8 +25,9 @@ from pbfl_flwr.models.build import build_model
 from pbfl_flwr.runs.records import VERSION, RunRecord
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.export import export, has_onnx
+from pbfl_flwr.serving.exported import BATCH, Exported, open_exported
 from pbfl_flwr.serving.network import Served, rebuild
-from pbfl_flwr.serving.predict import BATCH, Exported, Prediction, open_exported, predict, written
+from pbfl_flwr.serving.predict import Prediction, predict, written
 from pbfl_flwr.serving.states import SavedModel, read_state, state_file
 from tests.flower.inprocess import federation
 

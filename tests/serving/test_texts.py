@@ -19,7 +19,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import random_inputs
 from pbfl_flwr.serving.export import export, has_onnx
-from pbfl_flwr.serving.predict import open_exported, predict
+from pbfl_flwr.serving.exported import open_exported
+from pbfl_flwr.serving.predict import predict
 from pbfl_flwr.serving.states import SavedModel, read_state, state_file
 from tests.flower.inprocess import federation
 
