@@ -1,21 +1,17 @@
-"""Types of the data layer: a pool of samples, its partition, and the shards of one client."""
+"""A pool of samples, and its partition."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import DataSettings
-from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import Task
 
 if TYPE_CHECKING:  # listing the datasets must not import torch
-    import torch
     from torch import Tensor
 
 Rows = NDArray[np.int64]
@@ -126,152 +122,3 @@ class Partition:
         scored = (split for split in self.splits if len(split.train) and len(split.test))
         hits = (np.sum(labels[s.test] == np.bincount(labels[s.train]).argmax()) for s in scored)
         return float(sum(hits)) / tested if tested else None
-
-
-@dataclass(frozen=True, eq=False)
-class Shard:
-    """Samples in memory: ``inputs`` (n, *input_shape), see :class:`Pool`, contiguous; ``labels`` (n,) int64."""
-
-    inputs: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return int(self.labels.shape[0])
-
-    def check(self, name: str, num_classes: int) -> None:
-        """Check types, shapes and values of the samples.
-
-        Args:
-            name: name of the shard, for messages.
-            num_classes: K.
-
-        Raises:
-            PbflError: stating what was found and what is allowed.
-        """
-        import torch
-
-        for what, tensor in (("inputs", self.inputs), ("labels", self.labels)):
-            if not isinstance(tensor, torch.Tensor):
-                raise PbflError(
-                    f"{what} of {name} are of type {type(tensor).__name__}: must be a torch.Tensor"
-                )
-        inputs, labels = self.inputs, self.labels
-        if not inputs.dim():
-            raise PbflError(f"inputs of {name} are a single number: must be a tensor of shape (N, ...)")
-        if labels.dtype != torch.int64 or labels.dim() != 1 or len(labels) != len(inputs):
-            raise PbflError(
-                f"labels of {name} are {labels.dtype} of shape {tuple(labels.shape)}: must be torch.int64 of "
-                f"shape ({len(inputs)},), one per input"
-            )
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
-            raise PbflError(
-                f"labels of {name} range from {int(labels.min())} to {int(labels.max())}: must be 0 to "
-                f"{num_classes - 1} (num_classes - 1)"
-            )
-        if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
-            raise PbflError(f"inputs of {name} hold numbers that are not finite")
-
-    def on(self, device: torch.device) -> Shard:
-        """Return the same samples in a device's memory."""
-        return Shard(self.inputs.to(device), self.labels.to(device))
-
-
-@dataclass(frozen=True, eq=False)
-class ClientData:
-    """One client's data.
-
-    Attributes:
-        train: training samples.
-        test: test samples; may be empty.
-        num_classes: K of the whole federation.
-        label_names: the K names.
-        scale: (C, 1, 1, ...) float32.
-        shift: (C, 1, 1, ...) float32.
-        validation: training samples held out to select a round by; None if there are none.
-        columns: feature names, if the source has names.
-        vocabulary: for text, the tokens in the order of their ids.
-    """
-
-    train: Shard
-    test: Shard
-    num_classes: int
-    label_names: tuple[str, ...]
-    scale: Tensor
-    shift: Tensor
-    validation: Shard | None = None
-    columns: tuple[str, ...] = ()
-    vocabulary: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """Check the invariants above; for data that an app supplies.
-
-        Raises:
-            PbflError: naming the first violation.
-        """
-        import torch
-
-        if len(self.label_names) != self.num_classes:
-            raise PbflError(
-                f"label_names has {len(self.label_names)} names: must be one for each of {self.num_classes} classes"
-            )
-        parts = {"train": self.train, "test": self.test, "validation": self.validation}
-        for name, shard in parts.items():
-            if shard is None:
-                continue
-            shard.check(name, self.num_classes)
-            if (shape := tuple(shard.inputs.shape[1:])) != self.input_shape:
-                raise PbflError(f"inputs of {name} have shape {shape}, those of train {self.input_shape}")
-            if self.vocabulary and (dtype := shard.inputs.dtype) not in (torch.int32, torch.int64):
-                raise PbflError(f"token ids of {name} are {dtype}: must be torch.int32 or torch.int64")
-            if self.vocabulary and shard.inputs.numel():
-                # On a GPU an id out of range makes CUDA unusable for the whole process.
-                least, most = int(shard.inputs.min()), int(shard.inputs.max())
-                if not 0 <= least <= most < len(self.vocabulary):
-                    raise PbflError(
-                        f"token ids of {name} range from {least} to {most}: must be 0 to "
-                        f"{len(self.vocabulary) - 1}, the indices of vocabulary"
-                    )
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of one input without the batch axis."""
-        return tuple(self.train.inputs.shape[1:])
-
-    def task(self, feature_dim: int) -> Task:
-        """Return this client's task, with d features."""
-        return Task(self.num_classes, feature_dim, self.input_shape, len(self.vocabulary))
-
-    def on(self, device: torch.device) -> ClientData:
-        """Return the same data in a device's own memory, so that batches need no transfer."""
-        if device == self.train.inputs.device:
-            return self
-        return replace(
-            self,
-            train=self.train.on(device),
-            test=self.test.on(device),
-            validation=None if self.validation is None else self.validation.on(device),
-            scale=self.scale.to(device),
-            shift=self.shift.to(device),
-        )
-
-    @property
-    def counts(self) -> Tensor:
-        """n_ij: training samples of every class, int64 (K,), on the CPU."""
-        import torch
-
-        return torch.bincount(self.train.labels.cpu(), minlength=self.num_classes)
-
-    def prepare(self, batch_inputs: Tensor) -> Tensor:
-        """Return a batch as model input: float32, normalised, on the batch's own device; token ids are unchanged."""
-        if self.vocabulary:
-            return batch_inputs
-        device = batch_inputs.device
-        return batch_inputs.float() * self.scale.to(device) + self.shift.to(device)
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """An entry of the table of datasets: its loader and a one-line description."""
-
-    load: Callable[[DataSettings], Pool]
-    description: str
