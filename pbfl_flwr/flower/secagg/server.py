@@ -91,51 +91,48 @@ class SecureRounds:
     def __init__(self, settings: Settings, method: Method[Any, Any, Any]) -> None:
         self.settings, self.method = settings, method
         self.bound = summing(method).bound
-        self._grid: _MeteredGrid | None = None
-        self._strategy: _WorkflowStrategy | None = None
 
-    def exchange(self, grid: Grid, phase: Phase, timeout: float) -> list[Message]:
-        """Run the protocol for the training messages of a phase, and return the replies to its other messages.
+    def exchange(
+        self, grid: Grid, phase: Phase, timeout: float, state: Serializable, task: Task, max_bytes: int
+    ) -> Exchange:
+        """Run the protocol for the training messages of a phase, send its other messages, and read the replies.
+
+        The result has one upload, which represents the sum, under the lowest number of the clients in it.
+
+        Args:
+            grid: Flower's.
+            phase: the messages; how many bytes the protocol sends is added to it.
+            timeout: seconds, for each of the protocol's stages and for the other messages.
+            state: of the server.
+            task: what all clients agree on.
+            max_bytes: limit for one reply to the other messages.
 
         Raises:
-            PbflError: if Flower's workflow fails, which one client's malformed reply can cause.
+            PbflError: if Flower's workflow fails, which one client's malformed reply can cause, or the sum is invalid.
         """
-        training = [message for message, client in phase.messages if client in phase.training]
-        others = [message for message, client in phase.messages if client not in phase.training]
-        self._strategy = None
+        training = [(message, client) for message, client in phase.messages if client in phase.training]
+        others = [(message, client) for message, client in phase.messages if client not in phase.training]
+        metered, strategy = _MeteredGrid(grid), _WorkflowStrategy([message for message, _ in training], grid)
         if training:
-            self._grid, self._strategy = _MeteredGrid(grid), _WorkflowStrategy(training, grid)
             workflow = workflow_of(self.settings.privacy, self.bound, len(training), timeout)
             empty = Context(0, 0, {}, RecordDict(), {})
-            strategy = cast(Strategy, self._strategy)
-            context = LegacyContext(empty, ServerConfig(1), strategy, SimpleClientManager())
+            context = LegacyContext(empty, ServerConfig(1), cast(Strategy, strategy), SimpleClientManager())
             current = ConfigRecord({WorkflowKey.CURRENT_ROUND: phase.number})
             context.state.config_records[MAIN_CONFIGS_RECORD] = current
             context.state.array_records[MAIN_PARAMS_RECORD] = ArrayRecord()
             with _errors_as_one_line(phase.number):
-                workflow(cast(Grid, self._grid), context)  # uses only send_and_receive
-        return list(grid.send_and_receive(others, timeout=timeout)) if others else []
-
-    def read(
-        self, replies: list[Message], phase: Phase, state: Serializable, task: Task, max_bytes: int
-    ) -> Exchange:
-        """Return the result of a phase; the arguments are those of :func:`~pbfl_flwr.flower.server.replies.read`.
-
-        It has one upload, which represents the sum, under the lowest number of the clients in it.
-
-        Raises:
-            PbflError: if the sum is invalid.
-        """
-        rest = replace(phase, messages=[pair for pair in phase.messages if pair[1] not in phase.training])
+                workflow(cast(Grid, metered), context)  # uses only send_and_receive
+        replies = list(grid.send_and_receive([m for m, _ in others], timeout=timeout)) if others else []
         wanted = requested(self.settings.evaluation, task)
-        exchange = read(replies, rest, self.method, state, task, max_bytes, requested=wanted)
+        scored = replace(phase, messages=others)
+        exchange = read(replies, scored, self.method, state, task, max_bytes, requested=wanted)
         exchange.phase = phase
-        if not phase.training or self._strategy is None or self._grid is None:
+        if not training:
             return exchange  # the final scoring is not encrypted
-        clients = {message.metadata.dst_node_id: c for message, c in phase.messages if c in phase.training}
+        clients = {message.metadata.dst_node_id: client for message, client in training}
         waited = time.perf_counter() - phase.started
         reports: dict[int, Report] = {}
-        results, mean = self._strategy.results, self._strategy.mean
+        results, mean = strategy.results, strategy.mean
         for node, result in results.items():
             try:
                 reports[clients[node]] = report_of(result.metrics, wanted)
@@ -144,7 +141,7 @@ class SecureRounds:
         for node, client in clients.items():
             if node not in results:
                 no_answer = f"no answer within {waited:.0f} s, or the protocol was halted"
-                exchange.failures[client] = self._grid.errors.get(node) or no_answer
+                exchange.failures[client] = metered.errors.get(node) or no_answer
         if mean is not None:
             # The sum includes every client that sent a masked vector, even if its report is invalid.
             M = self.settings.run.num_clients
@@ -155,8 +152,8 @@ class SecureRounds:
         exchange.reports = dict(sorted({**exchange.reports, **reports}.items()))
         exchange.failures = dict(sorted(exchange.failures.items()))
         for node, client in clients.items():
-            phase.down[client] = self._grid.down.get(node, Traffic())
-            exchange.up[client] = self._grid.up.get(node, Traffic())
+            phase.down[client] = metered.down.get(node, Traffic())
+            exchange.up[client] = metered.up.get(node, Traffic())
         return exchange
 
 

@@ -245,7 +245,7 @@ class Membership:
                 raise PbflError(
                     f"client-ids must be 0 to {self.num_clients - 1}, since num-clients = {self.num_clients}"
                 )
-            check_agreement(members, client)
+            _check_agreement(members, client)
             if self.check_roster is not None and not new_run:
                 self.check_roster(Roster(dict(sorted({**members, client.client: client}.items()))))
         except PbflError as error:
@@ -350,7 +350,7 @@ def _check_unchanged(new: ClientRecord, old: ClientRecord) -> None:
             )
 
 
-def check_agreement(members: Mapping[int, ClientRecord], client: ClientRecord) -> None:
+def _check_agreement(members: Mapping[int, ClientRecord], client: ClientRecord) -> None:
     """Check that a client is compatible with those of a run.
 
     Args:

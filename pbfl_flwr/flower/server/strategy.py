@@ -326,12 +326,16 @@ class MethodStrategy(Strategy):
         """
         state = self.state if state is None else state
         phase = self._messages(plan, state)
-        if self._secure is not None:
-            replies = self._secure.exchange(grid, phase, timeout)
-        else:
-            replies = list(grid.send_and_receive([message for message, _ in phase.messages], timeout=timeout))
+        if self._secure is not None:  # SecAgg+ has no late replies
+            exchange = self._secure.exchange(grid, phase, timeout, state, self._task, self._max_bytes)
+            return self._noted(exchange)
+        replies = list(grid.send_and_receive([message for message, _ in phase.messages], timeout=timeout))
         self._clients.overdue.collect(grid)
         return self._read(phase, replies, state)
+
+    @property
+    def _max_bytes(self) -> int:
+        return self.settings.run.max_upload_mb * 2**20
 
     def _messages(self, plan: RoundPlan, state: Serializable) -> Phase:
         settings, experiment = self.settings, self.experiment
@@ -351,19 +355,18 @@ class MethodStrategy(Strategy):
 
     def _read(self, phase: Phase, replies: list[Message], state: Serializable) -> Exchange:
         """Decode and validate replies, and remember which clients failed or are late."""
-        run, task, clients = self.settings.run, self._task, self._clients
-        max_bytes = run.max_upload_mb * 2**20
-        if self._secure is not None:  # SecAgg+ has no late replies
-            exchange = self._secure.read(replies, phase, state, task, max_bytes)
-        else:
-            late, weight, limits = [], 0.0, NO_LIMITS
-            if not phase.plan.new_clients:
-                late = clients.overdue.received if phase.training else []
-                weight, limits = run.stale_weight, self._plausibility()
-            clients.overdue.add(phase.unanswered(replies))
-            wanted = requested(self.settings.evaluation, task)
-            exchange = read(replies, phase, self.method, state, task, max_bytes, late, weight, wanted, limits)
-        clients.failed = frozenset(exchange.failures)
+        run, task, overdue = self.settings.run, self._task, self._clients.overdue
+        late, weight, limits = [], 0.0, NO_LIMITS
+        if not phase.plan.new_clients:
+            late = overdue.received if phase.training else []
+            weight, limits = run.stale_weight, self._plausibility()
+        overdue.add(phase.unanswered(replies))
+        wanted, size = requested(self.settings.evaluation, task), self._max_bytes
+        return self._noted(read(replies, phase, self.method, state, task, size, late, weight, wanted, limits))
+
+    def _noted(self, exchange: Exchange) -> Exchange:
+        """Remember and log who failed."""
+        self._clients.failed = frozenset(exchange.failures)
         recorder.log_exchange(exchange)
         return exchange
 
