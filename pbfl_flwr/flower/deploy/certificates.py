@@ -14,6 +14,7 @@ import ssl
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -275,21 +276,15 @@ def _write(directory: Path, files: Mapping[str, bytes], private: Collection[str]
         raise PbflError(
             f"{', '.join(directories)}: is a directory; must be a file, which is replaced, or not exist"
         )
-    temporary = {name: directory / f".{name}.tmp" for name in files}
-    try:
+    with TemporaryDirectory(prefix=".pbfl-", dir=directory) as scratch:
         for name, data in files.items():
-            temporary[name].unlink(missing_ok=True)
             mode = 0o600 if name in private else 0o666
-            opened = os.open(temporary[name], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            with os.fdopen(opened, "wb") as file:
+            with os.fdopen(os.open(Path(scratch, name), os.O_WRONLY | os.O_CREAT, mode), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        for name, written in temporary.items():
-            written.replace(directory / name)
-    finally:
-        for left in temporary.values():
-            left.unlink(missing_ok=True)
+        for name in files:
+            Path(scratch, name).replace(directory / name)
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
