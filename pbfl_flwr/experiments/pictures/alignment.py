@@ -10,11 +10,9 @@ from pbfl_flwr.experiments.pictures.style import (
     GRID,
     Picture,
     canvas,
+    curve,
     curve_axes,
-    curve_style,
-    legend_below,
     logarithmic,
-    marker_interval,
     titled_picture,
 )
 from pbfl_flwr.experiments.results import Group
@@ -50,16 +48,14 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     for number, (group, trajectory) in enumerate(trajectories):
         steps = range(len(trajectory.steps))
         mean = [at.mean_distance for at in trajectory.steps]
-        axes.plot(steps, mean, label=group.label, markevery=marker_interval(len(mean)), **curve_style(number))
         low, high = (
             [getattr(at, name) for at in trajectory.steps] for name in ("min_distance", "max_distance")
         )
-        axes.fill_between(steps, low, high, color=curve_style(number)["color"], alpha=0.18, linewidth=0)
+        curve(axes, steps, mean, group.label, number, (low, high))
         best = optimum(trajectory.num_rows, task_of(group.first).feature_dim)
         if best is not None:
             axes.axhline(best[1], color=GRID, linewidth=1.2, zorder=0)
     curve_axes(axes, "iteration", "pairwise distance (unit sphere)", whole=True)
-    legend_below(figure, axes)
     yield titled_picture(
         "alignment-distances",
         "Distances of prototypes during alignment",
@@ -73,16 +69,9 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         floor = best[0] if best is not None else min(at.energy for at in trajectory.steps)
         gaps = [at.energy - floor for at in trajectory.steps]
         gaps = [gap for gap in gaps if gap > SMALLEST_GAP] or [SMALLEST_GAP]
-        axes.plot(
-            range(len(gaps)),
-            gaps,
-            label=group.label,
-            markevery=marker_interval(len(gaps)),
-            **curve_style(number),
-        )
+        curve(axes, range(len(gaps)), gaps, group.label, number)
     curve_axes(axes, "iteration", "energy above the optimum", whole=True)
     logarithmic(axes.yaxis)
-    legend_below(figure, axes)
     yield titled_picture(
         "alignment-energy",
         "Thomson energy during alignment",
@@ -109,22 +98,19 @@ def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
             continue
         rounds = [number for number, _ in entries]
         steps = [metrics[ITERATIONS] for _, metrics in entries]
-        every = marker_interval(len(rounds))
-        above.plot(rounds, steps, label=group.label, markevery=every, **curve_style(number))
+        curve(above, rounds, steps, group.label, number)
         angles = {
             when: [least_angle(metrics[f"alignment-min-distance-{when}"]) for _, metrics in entries]
             for when in ("before", "after")
         }
-        style = {**curve_style(number), "linestyle": "-"}
-        below.plot(rounds, angles["after"], markevery=every, **style)
-        below.plot(rounds, angles["before"], markevery=every, **{**style, "linestyle": ":"})
+        curve(below, rounds, angles["after"], "", number, linestyle="-")
+        curve(below, rounds, angles["before"], "", number, linestyle=":")
     if not above.lines:
         return
     curve_axes(above, "round", "iterations", whole=True)
     curve_axes(below, "round", "least angle (degrees)", whole=True)
     above.set_ylim(bottom=0)
     below.set_ylim(bottom=0)
-    legend_below(figure, above)
     yield titled_picture(
         "alignment-over-rounds",
         "Alignment over rounds",

@@ -16,7 +16,6 @@ from pbfl_flwr.experiments.pictures.style import (
     curve_axes,
     curve_style,
     heatmap,
-    legend_below,
     of_each_run,
     titled_picture,
 )
@@ -47,7 +46,6 @@ def accuracy_by_class(group: Group) -> Iterator[Picture]:
         part.set_xlim(-0.6, len(tested) - 0.4)
         class_axis(part, run.about.label_names)
     axes.set_ylim(-6, 106)
-    legend_below(figure, axes)
     yield titled_picture(
         "accuracy-by-class",
         f"Accuracy by class: {group.label}",

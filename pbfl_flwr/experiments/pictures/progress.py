@@ -15,11 +15,9 @@ from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
     Picture,
     canvas,
+    curve,
     curve_axes,
-    curve_style,
-    legend_below,
     logarithmic,
-    marker_interval,
     of_each_run,
     titled_picture,
 )
@@ -48,9 +46,10 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvail
         return
     for number, (label, per_seed) in enumerate(drawn.items()):
         rounds, each = _shared(per_seed)
-        _band(axes, rounds, 100 * each, label, number)
+        each = 100 * each
+        band = (each.min(axis=0), each.max(axis=0)) if len(each) > 1 else ()
+        curve(axes, rounds, each.mean(axis=0), label, number, band)
     curve_axes(axes, "round", "accuracy (%)", whole=True)
-    legend_below(figure, axes)
     reported = groups[0].by or "the primary predictor of each run"
     what = "all predictors" if len(groups) == 1 else reported
     yield titled_picture(
@@ -69,12 +68,9 @@ def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailabl
     for number, group in enumerate(groups):
         rounds = [entry.round for entry in group.first.rounds]
         shown = np.array(totals[group.label]) / scale
-        axes.plot(
-            rounds, shown, label=group.label, markevery=marker_interval(len(rounds)), **curve_style(number)
-        )
+        curve(axes, rounds, shown, group.label, number)
     curve_axes(axes, "round", f"cumulative bytes ({unit})", whole=True)
     axes.set_ylim(bottom=0)
-    legend_below(figure, axes)
     yield titled_picture(
         "bytes-over-rounds",
         "Bytes over rounds",
@@ -99,7 +95,7 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
             )
             continue
         xs, ys = zip(*points, strict=True)
-        axes.plot(xs, ys, label=group.label, markevery=marker_interval(len(xs)), **curve_style(number))
+        curve(axes, xs, ys, group.label, number)
     if not axes.lines:
         return
     curve_axes(axes, f"cumulative bytes, all clients ({unit})", "accuracy (%)")
@@ -107,7 +103,6 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
         total[0] for total in totals.values() if total[0]
     ):
         logarithmic(axes.xaxis)
-    legend_below(figure, axes)
     yield titled_picture(
         "accuracy-against-bytes",
         "Accuracy against bytes",
@@ -127,15 +122,11 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotAvaila
                 f"{group.label}: no client was scored by '{group.first.predictor}' in the last round"
             )
             continue
-        places = range(1, len(values) + 1)
         shown = [100 * value for value in values]
-        axes.plot(
-            places, shown, label=group.label, markevery=marker_interval(len(values)), **curve_style(number)
-        )
+        curve(axes, range(1, len(values) + 1), shown, group.label, number)
     if not axes.lines:
         return
     curve_axes(axes, "clients, from the worst to the best", "accuracy (%)", whole=True)
-    legend_below(figure, axes)
     yield titled_picture(
         "accuracy-of-clients",
         "Accuracy of the clients, sorted",
@@ -153,20 +144,12 @@ def clients_over_rounds(group: Group) -> Iterator[Picture]:
     if not curves or not together:
         raise NotAvailable(f"no client was scored by '{run.predictor}'")
     figure, (axes,) = canvas()
-    for place, curve in enumerate(_evenly(curves)):
-        _thin(axes, curve, "" if place else "one client")
+    for place, points in enumerate(_evenly(curves)):
+        _thin(axes, points, "" if place else "one client")
     rounds, shares = zip(*together, strict=True)
-    bold = {**curve_style(1), "linestyle": "-"}
-    axes.plot(
-        rounds,
-        [100 * share for share in shares],
-        label="all",
-        markevery=marker_interval(len(rounds)),
-        **bold,
-    )
+    curve(axes, rounds, [100 * share for share in shares], "all", 1, linestyle="-")
     curve_axes(axes, "round", "accuracy (%)", whole=True)
     axes.set_ylim(-3, 103)
-    legend_below(figure, axes)
     some = f"{MOST_LINES} of the {len(curves)} clients, evenly spaced from the worst to the best"
     who = some if len(curves) > MOST_LINES else f"{len(curves)} clients"
     yield titled_picture(
@@ -185,10 +168,10 @@ def _evenly(curves: Mapping[int, Curve]) -> list[Curve]:
     return [ranked[int(place)] for place in places]
 
 
-def _thin(axes: Axes, curve: Curve, label: str) -> None:
-    rounds, shares = zip(*curve, strict=True)
+def _thin(axes: Axes, points: Curve, label: str) -> None:
+    rounds, shares = zip(*points, strict=True)
     shown = [100 * share for share in shares]
-    dot = "o" if len(curve) == 1 else ""
+    dot = "o" if len(points) == 1 else ""
     axes.plot(
         rounds, shown, label=label, color=COLOURS[0], linewidth=0.7, alpha=0.45, marker=dot, markersize=2
     )
@@ -211,15 +194,6 @@ def _shared(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.ndarra
     filled = [curve for curve in curves if curve]
     rounds = sorted(set.intersection(*(set(curve) for curve in filled)))
     return rounds, np.array([[curve[at] for at in rounds] for curve in filled])
-
-
-def _band(axes: Axes, rounds: Sequence[int], each: np.ndarray, label: str, number: int) -> None:
-    axes.plot(
-        rounds, each.mean(axis=0), label=label, markevery=marker_interval(len(rounds)), **curve_style(number)
-    )
-    if len(each) > 1:
-        colour = curve_style(number)["color"]
-        axes.fill_between(rounds, each.min(axis=0), each.max(axis=0), color=colour, alpha=0.18, linewidth=0)
 
 
 def _cut(curves: Mapping[str, Sequence[Mapping[int, float]]]) -> str:

@@ -14,10 +14,9 @@ from pbfl_flwr.experiments.pictures.style import (
     Picture,
     canvas,
     class_axis,
+    curve,
     curve_axes,
-    curve_style,
     heatmap,
-    legend_below,
     of_each_run,
     titled_picture,
 )
@@ -92,14 +91,10 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     for number, (group, values, _) in enumerate(rows):
         cosine = similarities(values)
         mean = np.nanmean(cosine, axis=1)
-        axes.plot(range(len(mean)), mean, label=group.label, **curve_style(number))
-        low, high = np.nanmin(cosine, axis=1), np.nanmax(cosine, axis=1)
-        axes.fill_between(
-            range(len(mean)), low, high, color=curve_style(number)["color"], alpha=0.15, linewidth=0
-        )
+        band = np.nanmin(cosine, axis=1), np.nanmax(cosine, axis=1)
+        curve(axes, range(len(mean)), mean, group.label, number, band, markevery=1)
     curve_axes(axes, "class", "cosine similarity to the others")
     class_axis(axes, names)
-    legend_below(figure, axes)
     yield titled_picture(
         "similarity-per-class",
         "Similarity of each global prototype to the others",
@@ -110,11 +105,10 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     figure, (axes,) = canvas()
     for number, (group, values, _) in enumerate(rows):
         margin = margins(values)
-        axes.plot(range(len(margin)), margin, label=group.label, **curve_style(number))
+        curve(axes, range(len(margin)), margin, group.label, number, markevery=1)
     curve_axes(axes, "class", "margin / largest margin")
     class_axis(axes, names)
     axes.set_ylim(0, 1.05)
-    legend_below(figure, axes)
     yield titled_picture(
         "margin-per-class",
         "Normalised margin of each global prototype",

@@ -194,9 +194,24 @@ def curve_style(number: int) -> dict[str, Any]:
     }
 
 
-def marker_interval(count: int) -> int:
-    """Return the marker interval for a curve of ``count`` points, for about ten markers."""
-    return max(1, count // 10)
+def curve(
+    axes: Axes, xs: Sequence[float], ys: Any, label: str, number: int, band: Any = (), **line: Any
+) -> None:
+    """Draw a labelled curve with about ten markers.
+
+    Args:
+        axes: to draw on.
+        xs: n values.
+        ys: n values.
+        label: in the legend.
+        number: of the curve, for its style.
+        band: its lower and upper edge, n values each; none if empty.
+        line: properties other than those of :func:`curve_style`.
+    """
+    style = curve_style(number)
+    axes.plot(xs, ys, label=label, **{"markevery": max(1, len(xs) // 10), **style, **line})
+    if band:
+        axes.fill_between(xs, *band, color=style["color"], alpha=0.18, linewidth=0)
 
 
 def legend_below(figure: Figure, axes: Axes, order: Sequence[str] = (), marker_scale: float = 1.0) -> None:
@@ -219,9 +234,14 @@ def legend_below(figure: Figure, axes: Axes, order: Sequence[str] = (), marker_s
 
 
 def titled_picture(name: str, title: str, caption: str, figure: Figure) -> Picture:
-    """Return a picture with its wrapped title drawn above it; the arguments are those of :class:`Picture`."""
+    """Return a picture with its wrapped title above it and its legend below it.
+
+    The arguments are those of :class:`Picture`; a legend that it already has stays.
+    """
     import textwrap
 
+    if not figure.legends:
+        legend_below(figure, figure.axes[0])
     figure.suptitle("\n".join(textwrap.wrap(title, 52)), fontsize=RC["axes.titlesize"], color=INK)
     return Picture(name, title, caption, figure)
 
