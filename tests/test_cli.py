@@ -322,7 +322,7 @@ def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
     )
     assert ", 2 rounds, protocol " in lines[1]
     assert "last round: held back" in lines
-    assert "The paper's scalars are unknown: " in "\n".join(lines)
+    assert "The paper's scalars are unknown" in "\n".join(lines)
     assert f"0 of 1 rounds of the new clients; resume with: pbfl run --resume {run}" in lines
     (run / "new-clients.jsonl").write_text(json.dumps(entry(3, 0.25, 0.75, after=2)) + "\n")
     text = pbfl("show", run).stdout
@@ -408,14 +408,14 @@ def test_the_title_says_what_devices_brought(tmp_path: Path) -> None:
     assert "fedproto on digits, dirichlet(0.1), 2 clients, models small-4, d = 64" in simulated
 
 
-def test_a_count_that_is_not_known_is_a_word_and_a_reason_below(tmp_path: Path) -> None:
+def test_a_count_that_is_not_known_has_a_reason_below(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
     assert "The paper's scalars are unknown" not in pbfl("show", run).stdout
     file = run / "partition.json"
     file.write_text(file.read_text().replace("36.0", "null"))
     text = pbfl("show", run).stdout
-    assert "unknown" in text
-    assert text.count("The paper's scalars are unknown: no formula") == 1
+    assert ["by the paper's formula, all participants", "-"] in cells_of(text)
+    assert text.count("The paper's scalars are unknown without a formula") == 1
 
 
 def test_show_says_how_an_unfinished_run_ended(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def coverage_lines(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
     """Return a sentence on the accuracies of a table that cover only some of the clients; empty if all cover all.
 
     Args:
-        rows: label and result of :func:`partial_coverage`; the sentence names labels only if rows differ.
+        rows: label and predictor -> the number of clients; the sentence names labels only if rows differ.
     """
     by_text: dict[str, list[str]] = {}
     for label, few in rows:

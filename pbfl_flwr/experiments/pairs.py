@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from pbfl_flwr.experiments.notes import accuracy_name, unscored_lines
-from pbfl_flwr.experiments.results import FinishedRun, Group, mean_over_seeds, same_data, scores, span
+from pbfl_flwr.experiments.results import FinishedRun, Group, mean_over_seeds, same_data, span
 from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, holm, paired
 from pbfl_flwr.experiments.tables import Sheet
 
@@ -137,4 +137,4 @@ def _scored(group: Group) -> bool:
 
 def _last(group: Group, seed: int) -> float:
     run = group.by_seed()[seed]
-    return scores(run.rounds)[run.predictor].last[1].weighted
+    return run.scores[run.predictor].last[1].weighted

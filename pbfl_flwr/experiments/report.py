@@ -18,7 +18,7 @@ from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.pairs import paired_sheet
 from pbfl_flwr.experiments.results import NEUTRAL, Group
 from pbfl_flwr.experiments.run_tables import accuracy_sheet, class_sheets, client_sheet
-from pbfl_flwr.experiments.show import failure_lines, joined_lines, settings_line
+from pbfl_flwr.experiments.show import settings_line, warning_lines
 from pbfl_flwr.experiments.summary import (
     COSTS,
     FAIRNESS,
@@ -148,9 +148,7 @@ def overviews(groups: Sequence[Group]) -> list[Overview]:
                 warnings.append(f"{done} of {wanted} rounds are finished")
             if error := RunDirectory(run.path).error():
                 warnings.append(f"ended with: {error}")
-            warnings += [f"last round: {warning}" for warning in run.rounds[-1].warnings]
-            warnings += joined_lines(run.rounds)
-            warnings += failure_lines([*run.rounds, *run.new_clients])
+            warnings += warning_lines(run)
             line = settings_line(run.about, done)
             overviews.append(Overview(group.label, str(run.path), line, tuple(warnings)))
     return overviews

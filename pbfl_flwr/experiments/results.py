@@ -38,6 +38,7 @@ NEUTRAL = frozenset(
         "device",
     }
 )
+Statistic = Literal["weighted", "mean"]
 LONGEST_LABEL = 40
 NODES = "nodes.json"  # the SuperNodes' configuration in the run directory, from pbfl deploy local
 
@@ -96,7 +97,7 @@ def client_series(
     return points
 
 
-def scores(rounds: Sequence[RoundRecord], by: Literal["weighted", "mean"] = "weighted") -> dict[str, Scores]:
+def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[str, Scores]:
     """Return predictor -> scores.
 
     Args:
@@ -150,22 +151,6 @@ def resume_command(run_dir: Path, about: RunRecord) -> str:
     return f"flwr run, with the same configuration, run-dir='{run_dir}' and resume=true"
 
 
-def partial_coverage(runs: Iterable[tuple[RunRecord, Mapping[str, Scores]]]) -> dict[str, str]:
-    """Return predictor -> "n of M clients" for predictors whose accuracies do not cover all honest clients.
-
-    Args:
-        runs: (run.json, predictor -> scores) of each run of a row.
-    """
-    covered: dict[str, set[int]] = {}
-    total = 0
-    for about, scored in runs:
-        total = max(total, len(about.honest))
-        for name, score in scored.items():
-            points = [point[1] for point in (score.last, score.best, score.chosen) if point is not None]
-            covered.setdefault(name, set()).update(accuracy.clients for accuracy in points)
-    return {name: f"{span(numbers)} of {total}" for name, numbers in covered.items() if min(numbers) < total}
-
-
 def span(numbers: Iterable[int]) -> str:
     """Return "n", or "lowest–highest" of several different numbers."""
     different = sorted(set(numbers))
@@ -185,6 +170,7 @@ class FinishedRun:
         new_clients: rounds of the new clients, which came after the last of these rounds.
         allowed: code named by the run that may be imported, as my_package.module:function.
         by: the requested predictor; empty means the primary predictor.
+        statistic: the accuracy that is tabulated: sample-weighted, or the unweighted mean over clients.
     """
 
     path: Path
@@ -195,9 +181,12 @@ class FinishedRun:
     new_clients: Sequence[NewClientsRecord] = ()
     allowed: frozenset[str] = frozenset()
     by: str = ""
+    statistic: Statistic = "weighted"
 
     @classmethod
-    def load(cls, path: Path, allowed: Iterable[str] = (), by: str = "") -> FinishedRun:
+    def load(
+        cls, path: Path, allowed: Iterable[str] = (), by: str = "", statistic: Statistic = "weighted"
+    ) -> FinishedRun:
         """Read a run directory; the arguments are those of the class.
 
         Raises:
@@ -211,7 +200,7 @@ class FinishedRun:
         # clients.jsonl is written before rounds.jsonl, so it may have one round more.
         clients = [record for record in directory.client_records() if record.round <= rounds[-1].round]
         partition = directory.partition()
-        return cls(path, about, rounds, clients, partition, new_clients, frozenset(allowed), by)
+        return cls(path, about, rounds, clients, partition, new_clients, frozenset(allowed), by, statistic)
 
     @property
     def config(self) -> Mapping[str, Scalar]:
@@ -235,8 +224,13 @@ class FinishedRun:
         return int(self.config["seed"])
 
     @cached_property
+    def scores(self) -> dict[str, Scores]:
+        """Predictor -> scores."""
+        return scores(self.rounds, self.statistic)
+
+    @cached_property
     def _names(self) -> dict[int, str]:
-        return {client.client: client.name for client in self.about.clients if client.name}
+        return {client.client: client.label for client in self.about.clients}
 
     def client_name(self, client: int) -> str:
         """Return a client's name, or its id if it has none, which identifies it across runs.
@@ -305,12 +299,10 @@ class Group:
     Attributes:
         label: its name in tables and pictures.
         runs: at least one.
-        statistic: the accuracy that is tabulated: sample-weighted, or the unweighted mean over clients.
     """
 
     label: str
     runs: tuple[FinishedRun, ...]
-    statistic: Literal["weighted", "mean"] = "weighted"
 
     @property
     def by(self) -> str:
@@ -322,30 +314,26 @@ class Group:
         """The run shown where only one of the group can be."""
         return self.runs[0]
 
-    @cached_property
-    def by_predictor(self) -> list[dict[str, Scores]]:
-        """Predictor -> scores of every run."""
-        return [scores(run.rounds, self.statistic) for run in self.runs]
-
-    @cached_property
+    @property
     def scores(self) -> list[Scores]:
         """Scores by the shown predictor, of the runs in which it was scored.
 
         It is missing if clients report nothing, have no test samples, or there were no prototypes at the last scoring.
         """
-        name = self.first.predictor
-        return [scores[name] for scores in self.by_predictor if name in scores]
+        return [run.scores[run.predictor] for run in self.runs if run.predictor in run.scores]
 
-    def percent(self, accuracy: Accuracy) -> float:
-        """Return the tabulated statistic of an accuracy in %."""
-        return 100 * float(getattr(accuracy, self.statistic))
-
-    @cached_property
+    @property
     def coverage(self) -> dict[str, str]:
-        """Predictor -> "n of M clients", see :func:`partial_coverage`."""
-        return partial_coverage(
-            (run.about, by_name) for run, by_name in zip(self.runs, self.by_predictor, strict=True)
-        )
+        """Predictor -> "n of M clients" for predictors whose accuracies do not cover all honest clients."""
+        covered: dict[str, set[int]] = {}
+        for run in self.runs:
+            for name, score in run.scores.items():
+                points = [point[1] for point in (score.last, score.best, score.chosen) if point is not None]
+                covered.setdefault(name, set()).update(accuracy.clients for accuracy in points)
+        total = max(len(run.about.honest) for run in self.runs)
+        return {
+            name: f"{span(numbers)} of {total}" for name, numbers in covered.items() if min(numbers) < total
+        }
 
     def by_seed(self) -> dict[int, FinishedRun]:
         """Return seed -> run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from pbfl_flwr.config import PREDICTORS
@@ -12,63 +13,59 @@ from pbfl_flwr.experiments.notes import accuracy_name, coverage_lines
 from pbfl_flwr.experiments.results import (
     FinishedRun,
     Group,
-    partial_coverage,
-    scores,
     series,
 )
-from pbfl_flwr.experiments.summary import OTHER_NOTE, PAPER_NOTE, paper_scalars
+from pbfl_flwr.experiments.summary import (
+    AUC_MACRO,
+    AUC_MICRO,
+    BEST,
+    CHOSEN,
+    LAST,
+    MEAN,
+    OTHER,
+    PAPER_NOTE,
+    RUN,
+    STD,
+    WORST,
+    Figures,
+    Text,
+    summary_sheet,
+)
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.runs.records import Accuracy, ClientRecord
 
 MOST = 20  # classes named in a note
 FIRST_SEED = " First seed of each configuration."
-AREAS = {"AUC macro": "auc_macro", "AUC micro": "auc_micro"}
 BALANCE = ("weighted", "balanced", "macro_f1", "balanced_mean", "macro_f1_mean")
 
 
 def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
     """Return the table of every predictor's accuracies in the last, best and validation-chosen round."""
-    rows = []
-    points = {"last": "last", "best (on test data)": "best"}
-    if any(entry.validation for group in groups for entry in group.first.rounds):
-        points["validation-chosen"] = "chosen"
-    if any(entry.other_accuracy for group in groups for entry in group.first.rounds):
-        points["at the other moment"] = "other"
-    coverage = []
-    last = [
-        point[1]
+    rows = [
+        Group(group.label, (replace(group.first, by=name),))
         for group in groups
-        for point in (score.last for score in scores(group.first.rounds).values())
+        for name in group.first.scores
     ]
-    areas = [name for name in AREAS if any(getattr(accuracy, AREAS[name]) is not None for accuracy in last)]
-    for group in groups:
-        run = group.first
-        by_predictor = scores(run.rounds)
-        coverage.append((group.label, partial_coverage([(run.about, by_predictor)])))
-        for name, score in by_predictor.items():
-            cells: list[str] = []
-            for point in (getattr(score, name) for name in points.values()):
-                cells += ["-", "-"] if point is None else [f"{100 * point[1].weighted:.2f}", str(point[0])]
-            even = (f"{100 * getattr(score.last[1], key):.2f}" for key in ("mean", "std", "worst"))
-            under = (getattr(score.last[1], AREAS[title]) for title in areas)
-            auc = ("-" if area is None else f"{100 * area:.2f}" for area in under)
-            rows.append((group.label, _marked(name, run), *cells, *even, *auc))
-    columns = (
-        "run",
-        "predictor",
-        *(name for title in points for name in (title, "round")),
-        "mean of clients",
-        "std over clients",
-        "worst decile",
-        *areas,
-    )
+    points = {"last": LAST, "best": BEST, "chosen": CHOSEN, "other": OTHER}
+    columns = [column for point, accuracy in points.items() for column in (accuracy, _round_column(point))]
+    predictor = Text("predictor", "predictor", lambda group: _marked(group.first.predictor, group.first))
     notes = (
         "Sample-weighted accuracy on the clients' test data in %, with its round; the rightmost columns are for "
         f"the last round.{FIRST_SEED if len(groups) > 1 else ''}",
-        *coverage_lines(coverage),
-        *([OTHER_NOTE] if "other" in points.values() else []),
+        *coverage_lines([(group.label, Group("", (group.first,)).coverage) for group in groups]),
     )
-    return Sheet("Predictors and rounds", columns, tuple(rows), notes, text_columns=2)
+    columns += [MEAN, STD, WORST, AUC_MACRO, AUC_MICRO]
+    return summary_sheet("Predictors and rounds", rows, [RUN, predictor], columns, notes, about_runs=False)
+
+
+def _round_column(point: str) -> Figures:
+    """Return the column of the round of the accuracy in a :class:`Scores` attribute."""
+
+    def values(group: Group) -> list[float]:
+        points = (getattr(score, point) for score in group.scores)
+        return [point[0] for point in points if point is not None]
+
+    return Figures("round", f"{point}_round", values, "{:.0f}".format, optional=True)
 
 
 def _marked(predictor: str, run: FinishedRun) -> str:
@@ -109,7 +106,7 @@ def cost_sheet(run: FinishedRun) -> Sheet:
     last, paper = rounds[-1].scalars, run.partition.paper_scalars
     rows += [
         ("scalars, all clients, last round", f"{last.up:,}", f"{last.down:,}", f"{last.up + last.down:,}"),
-        ("  by the paper's formula, all participants", "", "", paper_scalars(paper)),
+        ("  by the paper's formula, all participants", "", "", "-" if paper is None else f"{paper:,.0f}"),
         ("seconds", "", "", f"{fmean(record.seconds.total for record in rounds):.2f}"),
     ]
     # These are 0 if clients do not report them: client-report=none.
@@ -162,7 +159,7 @@ def client_sheet(groups: Sequence[Group]) -> Sheet:
 
 def last_by_class(run: FinishedRun) -> dict[str, tuple[int, Accuracy]]:
     """Return predictor -> (round, accuracy) of its last evaluation, for predictors counted by class."""
-    points = {name: score.last for name, score in scores(run.rounds).items()}
+    points = {name: score.last for name, score in run.scores.items()}
     return {name: point for name, point in points.items() if point[1].by_class is not None}
 
 
@@ -178,7 +175,7 @@ def balance_sheet(groups: Sequence[Group]) -> Sheet | None:
     for group in groups:
         run = group.first
         moments = [(_marked(name, run), point) for name, point in last_by_class(run).items()]
-        for name, score in scores(run.rounds).items():
+        for name, score in run.scores.items():
             if score.other is not None and score.other[1].by_class is not None:
                 moments.append((f"{name}, {run.about.other_moment}", score.other))
         for label, (number, accuracy) in moments:

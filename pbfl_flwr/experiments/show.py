@@ -12,7 +12,7 @@ from pbfl_flwr.config import AttackSettings, Scalar
 from pbfl_flwr.errors import FEW
 from pbfl_flwr.experiments.console import clients_named, say
 from pbfl_flwr.experiments.notes import majority_lines
-from pbfl_flwr.experiments.results import FinishedRun, Group, resume_command, scores
+from pbfl_flwr.experiments.results import FinishedRun, Group, resume_command
 from pbfl_flwr.experiments.run_tables import (
     accuracy_sheet,
     class_sheets,
@@ -56,7 +56,7 @@ def show_run(run_dir: Path, console: Console) -> None:
 
 def _show_results(run: FinishedRun, console: Console) -> None:
     group = Group("", (run,))
-    if scores(run.rounds):
+    if run.scores:
         accuracy_sheet([group]).without_first_column().show(console)
     else:
         say(console, "no accuracies: no client has reported any")
@@ -74,10 +74,14 @@ def _show_results(run: FinishedRun, console: Console) -> None:
     columns = [*run.clients, *(record.columns for record in run.new_clients)]
     if line := privacy_line(run.config, columns):
         say(console, line)
-    for warning in run.rounds[-1].warnings:
-        say(console, f"last round: {warning}", "yellow")
-    for line in [*joined_lines(run.rounds), *failure_lines([*run.rounds, *run.new_clients])]:
+    for line in warning_lines(run):
         say(console, line, "yellow")
+
+
+def warning_lines(run: FinishedRun) -> list[str]:
+    """Return the warnings of the last round, who joined during the run, and who failed."""
+    warnings = [f"last round: {warning}" for warning in run.rounds[-1].warnings]
+    return [*warnings, *joined_lines(run.rounds), *failure_lines([*run.rounds, *run.new_clients])]
 
 
 def settings_line(about: RunRecord, num_rounds: int) -> str:

@@ -10,7 +10,6 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Literal
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.console import kilobytes
@@ -25,7 +24,6 @@ from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
 from pbfl_flwr.runs.records import RoundRecord
 
-UNKNOWN = "unknown"
 MOMENT_NOTE = "Scored: before or after local training in a round."
 BEST_NOTE = (
     "“Best” is chosen on the test data and therefore biased upwards; the validation-chosen round needs "
@@ -46,9 +44,7 @@ FAIRNESS_NOTE = (
     "Over clients, last round: unweighted mean, population standard deviation (0 is perfectly fair), mean of the worst "
     "and of the best tenth (at least one client), lowest client."
 )
-PAPER_NOTE = (
-    "The paper's scalars are unknown: no formula, or it needs class counts that devices do not report."
-)
+PAPER_NOTE = "The paper's scalars are unknown without a formula, or where it needs class counts of devices."
 
 
 @dataclass(frozen=True)
@@ -97,23 +93,24 @@ class Figures:
 Column = Text | Figures
 
 
-def _accuracies(point: Literal["last", "best"], statistic: str) -> Callable[[Group], list[float]]:
-    """Return the function that reads a statistic of every run's last or best accuracy in %."""
-    return lambda group: _percents(getattr(getattr(score, point)[1], statistic) for score in group.scores)
+def _accuracies(point: str, statistic: str = "") -> Callable[[Group], list[float]]:
+    """Return the function that reads the accuracy in a :class:`Scores` attribute of every run, in %.
+
+    Args:
+        point: the attribute.
+        statistic: of the accuracy; empty means the tabulated one.
+    """
+
+    def values(group: Group) -> list[float]:
+        points = (getattr(score, point) for score in group.scores)
+        name = statistic or group.first.statistic
+        return _percents(getattr(point[1], name) for point in points if point is not None)
+
+    return values
 
 
 def _percents(shares: Iterable[float | None]) -> list[float]:
     return [100 * share for share in shares if share is not None]
-
-
-def _tabulated(point: str) -> Callable[[Group], list[float]]:
-    """Return the function that reads the accuracy in a :class:`Scores` attribute of every run, in %."""
-
-    def values(group: Group) -> list[float]:
-        points = (getattr(score, point) for score in group.scores)
-        return [group.percent(point[1]) for point in points if point is not None]
-
-    return values
 
 
 def _over_clients(statistic: Callable[[Sequence[float]], float]) -> Callable[[Group], list[float]]:
@@ -140,7 +137,8 @@ def _per_round(
 
 def _predictor_column(name: str) -> Figures:
     def values(group: Group) -> list[float]:
-        return [group.percent(scores[name].last[1]) for scores in group.by_predictor if name in scores]
+        last = (run.scores[name].last[1] for run in group.runs if name in run.scores)
+        return _percents(getattr(accuracy, group.first.statistic) for accuracy in last)
 
     return Figures(name, name, values, optional=True)
 
@@ -154,8 +152,8 @@ def _new_clients(group: Group) -> list[float]:
 
 
 def _paper_scalars(group: Group) -> list[float]:
-    count = group.first.partition.paper_scalars
-    return [] if count is None else [count]
+    counts = (run.partition.paper_scalars for run in group.runs)
+    return [count for count in counts if count is not None]
 
 
 def _peak_memory(group: Group) -> list[float]:
@@ -175,10 +173,10 @@ SCORED = Text("scored", "scored", lambda group: group.first.about.moment)
 SEEDS = Text("seeds", "seeds", lambda group: str(len(group.scores)))
 ROUNDS = Text("rounds", "rounds", lambda group: span(len(run.rounds) for run in group.runs))
 CLIENTS = Text("clients", "clients", _scored_clients)
-LAST = Figures("last", "last", _tabulated("last"))
-BEST = Figures("best (on test data)", "best", _tabulated("best"), note=BEST_NOTE)
-CHOSEN = Figures("validation-chosen", "validation_chosen", _tabulated("chosen"), optional=True)
-OTHER = Figures("at the other moment", "other_moment", _tabulated("other"), optional=True, note=OTHER_NOTE)
+LAST = Figures("last", "last", _accuracies("last"))
+BEST = Figures("best (on test data)", "best", _accuracies("best"), note=BEST_NOTE)
+CHOSEN = Figures("validation-chosen", "validation_chosen", _accuracies("chosen"), optional=True)
+OTHER = Figures("at the other moment", "other_moment", _accuracies("other"), optional=True, note=OTHER_NOTE)
 MEAN = Figures("mean of clients", "mean", _accuracies("last", "mean"))
 STD = Figures("std over clients", "std", _accuracies("last", "std"))
 BEST_STD = Figures("std over clients, best round", "best_std", _accuracies("best", "std"))
@@ -209,7 +207,7 @@ TOTAL = Figures(
     _per_round(lambda record: record.bytes_up.total + record.bytes_down.total),
     kilobytes,
 )
-PAPER = Text("paper's scalars", "paper", lambda group: paper_scalars(group.first.partition.paper_scalars))
+PAPER = Figures("paper's scalars", "paper", _paper_scalars, "{:,.0f}".format, note=PAPER_NOTE)
 SECONDS = Figures(
     "s per round",
     "seconds",
@@ -232,7 +230,7 @@ ACCURACIES = (
     NEW,
     *BY_PREDICTOR,
 )
-COSTS: tuple[Column, ...] = (UP, DOWN, TOTAL, PAPER, SECONDS)
+COSTS = (UP, DOWN, TOTAL, PAPER, SECONDS)
 FAIRNESS = (LAST, BEST, CHOSEN, MEAN, STD, WORST, BEST_DECILE, LOWEST, NEW)
 IN_CSV: tuple[Column, ...] = (
     SCORED, CLIENTS, SEEDS, ROUNDS, LAST, BEST, STD, BEST_STD, WORST, MEAN, BEST_DECILE, LOWEST, *COSTS, MEMORY,
@@ -280,7 +278,6 @@ def summary_sheet(
     below = [
         *notes,
         *(column.note for column in every if isinstance(column, Figures) and column.note),
-        *([PAPER_NOTE] if PAPER in every and any(not _paper_scalars(group) for group in groups) else []),
         *(run_notes(groups) if about_runs else []),
     ]
     return Sheet(title, tuple(column.title for column in every), rows, tuple(below), len(lead))
@@ -348,9 +345,7 @@ def csv_text(groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> str:
     for group in groups:
         cells: list[str] = []
         for column in columns:
-            if column is PAPER:
-                cells.append("".join(f"{count:.0f}" for count in _paper_scalars(group)))
-            elif isinstance(column, Text):
+            if isinstance(column, Text):
                 cells.append(column.cell(group))
             else:
                 cells += mean_and_deviation(column.values(group))
@@ -374,8 +369,3 @@ def table_files(sheet: Sheet, groups: Sequence[Group], lead: Sequence[Column] = 
         lead: the columns that name a row.
     """
     return {**sheet.files("table"), "table.csv": csv_text(groups, lead)}
-
-
-def paper_scalars(count: float | None) -> str:
-    """Format the paper's count of scalars per round."""
-    return UNKNOWN if count is None else f"{count:,.0f}"

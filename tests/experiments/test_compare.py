@@ -324,7 +324,7 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
         "up": "100.0000",
         "total": "1200.0000",
     }
-    expected |= {"paper": "36", "last_sd": "35.3553", "best_sd": "0.0000", "majority": "75.1200"}
+    expected |= {"paper": "36.0000", "last_sd": "35.3553", "best_sd": "0.0000", "majority": "75.1200"}
     expected |= {"head": "37.5000", "head_sd": "17.6777", "global": "50.0000", "global_sd": "35.3553"}
     expected |= dict.fromkeys(("local", "local_sd", "validation_chosen", "new_clients", "new_clients_sd"), "")
     assert {name: cells[name] for name in expected} == expected

@@ -6,12 +6,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan import configuration
-from pbfl_flwr.experiments.results import FinishedRun, Group
+from pbfl_flwr.experiments.results import FinishedRun, Group, Statistic
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import RunDirectory
 
@@ -214,7 +213,7 @@ def reason_not_to_write(planned: Iterable[PlannedRun]) -> str:
 
 
 def finished_groups(
-    planned: Iterable[PlannedRun], by: str = "", statistic: Literal["weighted", "mean"] = "weighted"
+    planned: Iterable[PlannedRun], by: str = "", statistic: Statistic = "weighted"
 ) -> list[Group]:
     """Return the finished runs of every label that has any.
 
@@ -226,5 +225,6 @@ def finished_groups(
     by_label: dict[str, list[FinishedRun]] = {}
     for run in planned:
         if finished(run):
-            by_label.setdefault(run.label, []).append(FinishedRun.load(run.directory, by=by))
-    return [Group(label, tuple(runs), statistic) for label, runs in by_label.items()]
+            finished_run = FinishedRun.load(run.directory, by=by, statistic=statistic)
+            by_label.setdefault(run.label, []).append(finished_run)
+    return [Group(label, tuple(runs)) for label, runs in by_label.items()]
