@@ -3,12 +3,10 @@
 Code for a GPU goes wrong where tensors of two devices meet: a mask made on the CPU, a memory that was read from disk,
 a prototype that was just decoded. On a machine without a card that would never show. Within :func:`card`, tensors
 moved to ``cuda`` are of the class ``OnCard``; every operation looks whether all that it is given is there, refuses
-what CUDA refuses, and computes what the CPU computes, bit for bit. :func:`record` does what a CUDA graph does: it keeps
-operations with the very tensors and numbers that they were given, refuses what a recording may not hold, and does not
-keep alive what was there before it. Where torch is told so (``set_sync_debug_mode``), what makes the CPU wait for the
-card is refused as torch refuses it. Not pretended: speed, how much memory there is, streams and the threads of a
-backward pass, CUDA's own kernels and which of them torch takes there (cuDNN's recurrent layers, fused attention),
-autocast.
+what CUDA refuses, and computes what the CPU computes, bit for bit. Where torch is told so (``set_sync_debug_mode``),
+what makes the CPU wait for the card is refused as torch refuses it. Not pretended: speed, how much memory there is,
+streams and the threads of a backward pass, CUDA's own kernels and which of them torch takes there (cuDNN's recurrent
+layers, fused attention), autocast.
 """
 
 from __future__ import annotations
