@@ -209,12 +209,12 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
         PbflError: naming the settings that it does not support.
     """
     from pbfl_flwr.prototypes.attacks import check_attack
-    from pbfl_flwr.prototypes.privacy import unprotected
+    from pbfl_flwr.prototypes.privacy import stronger_settings
     from pbfl_flwr.prototypes.secure_sums import MOST_CLIENTS
 
     if idle := list(_without_effect(settings, method)):
         raise PbflError("\n".join(idle))
-    if not method.protects_uploads and (keys := unprotected(settings.privacy)):
+    if not method.protects_uploads and (keys := stronger_settings(settings.privacy)):
         raise PbflError(
             f"{', '.join(keys)}: method '{settings.run.method}' sends {method.up.__name__}, which these settings "
             f"cannot protect; they apply to {', '.join(PROTECTED)}"

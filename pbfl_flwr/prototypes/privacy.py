@@ -324,7 +324,7 @@ def release(
     return Release(settings, RULES[rule].scaled)
 
 
-def unprotected(settings: PrivacySettings) -> list[str]:
+def stronger_settings(settings: PrivacySettings) -> list[str]:
     """Return the settings stronger than the default, as ``key = value``, for methods that do not support them."""
     plain = PrivacySettings()
     asked = ("dense_uploads", "count_bucket", "dp_clip", "dp_noise", "secure_aggregation")
