@@ -66,18 +66,13 @@ def _check_allowed(run: FinishedRun, name: str) -> None:
         )
 
 
-def task_of(run: FinishedRun) -> Task:
-    """Return the run's task, on which its clients agreed."""
-    return run.about.clients[0].task
-
-
 def global_prototypes(run: FinishedRun) -> Prototypes:
     """Return the global prototypes after the last round, in d dimensions.
 
     Raises:
         NotAvailable: if the method broadcasts no prototypes, or the file is missing or damaged.
     """
-    method, task = method_of(run), task_of(run)
+    method, task = method_of(run), run.about.task
     tensors = _tensors(run.path / "prototypes.safetensors")
     try:
         sent = method.down.from_tensors(tensors, task)
@@ -92,7 +87,7 @@ def local_prototypes(run: FinishedRun) -> dict[int, Prototypes]:
     Raises:
         NotAvailable: if the clients' state is not on this machine, or the method uploads no prototypes.
     """
-    method, task = method_of(run), task_of(run)
+    method, task = method_of(run), run.about.task
     uploads = {}
     for client, state in client_states(run):
         try:
@@ -135,10 +130,10 @@ def network(run: FinishedRun, client: int, state: ClientState) -> SplitModel:
     Raises:
         NotAvailable: if its architecture cannot be built here, or is code that was not allowed.
     """
-    architecture = next(known.architecture for known in run.about.clients if known.client == client)
+    architecture = run.architecture(client)
     _check_allowed(run, architecture)
     try:
-        model = build_model(without_weights(architecture), task_of(run), run.seed)
+        model = build_model(without_weights(architecture), run.about.task, run.seed)
     except PbflError as error:
         raise NotAvailable(f"the network of client {client} cannot be built ({error})") from None
     model.load_state_dict(dict(state.model))
@@ -188,7 +183,7 @@ def alignment_trajectory(run: FinishedRun) -> Trajectory:
         NotAvailable: if the method does not align, aligns in closed form, or trains its prototypes first, if the
             checkpoint is missing or damaged, or if fewer than two classes have a prototype.
     """
-    task = task_of(run)
+    task = run.about.task
     method = method_of(run)
     if not isinstance(method, Pipeline) or method.stages.alignment == "off":
         raise NotAvailable(f"{run.config['method']} does not align its prototypes")

@@ -18,6 +18,7 @@ from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import (
     Accuracy,
+    ClientRecord,
     ClientsRecord,
     NewClientsRecord,
     PartitionRecord,
@@ -229,15 +230,19 @@ class FinishedRun:
         return scores(self.rounds, self.statistic)
 
     @cached_property
-    def _names(self) -> dict[int, str]:
-        return {client.client: client.label for client in self.about.clients}
+    def _clients(self) -> dict[int, ClientRecord]:
+        return {client.client: client for client in self.about.clients}
 
     def client_name(self, client: int) -> str:
         """Return a client's name, or its id if it has none, which identifies it across runs.
 
         A device with a name may have a different id in another run.
         """
-        return self._names.get(client, str(client))
+        return self._clients[client].label if client in self._clients else str(client)
+
+    def architecture(self, client: int) -> str:
+        """Return a client's architecture."""
+        return self._clients[client].architecture
 
     def accuracies(self, predictor: str | None = None) -> dict[int, float]:
         """Return client -> accuracy (0 to 1) on its test samples in the last round, for clients that were scored.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -232,5 +232,4 @@ def class_sheet(groups: Sequence[Group]) -> Sheet | None:
 
 def class_sheets(groups: Sequence[Group]) -> list[Sheet]:
     """Return those of the two tables by class for which a run has data."""
-    makers: tuple[Callable[[Sequence[Group]], Sheet | None], ...] = (balance_sheet, class_sheet)
-    return [sheet for make in makers if (sheet := make(groups)) is not None]
+    return [sheet for sheet in (balance_sheet(groups), class_sheet(groups)) if sheet is not None]

@@ -338,6 +338,11 @@ class RunRecord(Record):
         return int(self.configuration["num-server-rounds"])
 
     @property
+    def task(self) -> Task:
+        """The task, on which all clients agreed."""
+        return self.clients[0].task
+
+    @property
     def new_client_rounds(self) -> int:
         """Number of rounds that new clients train after the last round; 0 without new clients."""
         return int(self.configuration["new-client-rounds"]) if self.configuration.get("new-clients") else 0
@@ -372,7 +377,7 @@ class RunRecord(Record):
     @property
     def label_names(self) -> tuple[str, ...]:
         """The K class names; class numbers if clients gave no names."""
-        names = self.clients[0].labels or range(self.clients[0].task.num_classes)
+        names = self.clients[0].labels or range(self.task.num_classes)
         return tuple(" ".join(str(name).split()) for name in names)
 
 

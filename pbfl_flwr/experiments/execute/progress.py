@@ -152,7 +152,7 @@ def show_status(status: RunStatus, console: Console) -> None:
 
 def introduction(about: RunRecord) -> str:
     """Return one line on the participants: clients, architectures, devices, data."""
-    task = about.clients[0].task
+    task = about.task
     networks = Counter(client.architecture for client in about.clients)
     devices = Counter(client.device for client in about.clients)
     return (

@@ -117,23 +117,6 @@ def run_all(
     Raises:
         KeyboardInterrupt: if this process or one of the runs was interrupted.
     """
-    if len(shared) == 1:
-        return run_in_turn(planned, starter(app, resources, console), after)
-
-    def command_of(run: PlannedRun, slot: Slot) -> list[str]:
-        return command(run, app, replace(resources, workers=slot.workers))
-
-    return run_in_parallel(planned, shared, command_of, console, after)
-
-
-def starter(app: Path, resources: Resources, console: Console) -> Start:
-    """Return a function that executes a run on the simulation engine.
-
-    Args:
-        app: directory of the Flower app.
-        resources: of the workers.
-        console: for the run's output.
-    """
 
     def start(requested: configuration.RequestedKeys, run_dir: Path) -> int:
         run = configuration.check(requested).run
@@ -142,7 +125,12 @@ def starter(app: Path, resources: Resources, console: Console) -> Start:
             app, run_dir, requested.values, run.num_clients, run.num_server_rounds, resources, console
         )
 
-    return start
+    def command_of(run: PlannedRun, slot: Slot) -> list[str]:
+        return command(run, app, replace(resources, workers=slot.workers))
+
+    if len(shared) == 1:
+        return run_in_turn(planned, start, after)
+    return run_in_parallel(planned, shared, command_of, console, after)
 
 
 def run_in_turn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from pbfl_flwr.experiments.artefacts import NotAvailable, Trajectory, alignment_trajectory, task_of
+from pbfl_flwr.experiments.artefacts import NotAvailable, Trajectory, alignment_trajectory
 from pbfl_flwr.experiments.pictures.style import (
     GRID,
     Picture,
@@ -52,7 +52,7 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
             [getattr(at, name) for at in trajectory.steps] for name in ("min_distance", "max_distance")
         )
         curve(axes, steps, mean, group.label, number, (low, high))
-        best = optimum(trajectory.num_rows, task_of(group.first).feature_dim)
+        best = optimum(trajectory.num_rows, group.first.about.task.feature_dim)
         if best is not None:
             axes.axhline(best[1], color=GRID, linewidth=1.2, zorder=0)
     curve_axes(axes, "iteration", "pairwise distance (unit sphere)", whole=True)
@@ -65,7 +65,7 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     )
     figure, (axes,) = canvas(3.0)
     for number, (group, trajectory) in enumerate(trajectories):
-        best = optimum(trajectory.num_rows, task_of(group.first).feature_dim)
+        best = optimum(trajectory.num_rows, group.first.about.task.feature_dim)
         floor = best[0] if best is not None else min(at.energy for at in trajectory.steps)
         gaps = [at.energy - floor for at in trajectory.steps]
         gaps = [gap for gap in gaps if gap > SMALLEST_GAP] or [SMALLEST_GAP]

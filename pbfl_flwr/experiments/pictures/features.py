@@ -19,7 +19,6 @@ from pbfl_flwr.experiments.artefacts import (
     network,
     saved_class_means,
     target_scale,
-    task_of,
 )
 from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
@@ -50,7 +49,7 @@ def data_points(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
 @of_each_run
 def _data_points(group: Group) -> Iterator[Picture]:
     run = group.first
-    shape = task_of(run).input_shape
+    shape = run.about.task.input_shape
     if shape != (2,):
         raise NotAvailable(f"inputs of shape {'x'.join(map(str, shape))}; drawn only for shape 2")
     shards = [data_of(run, client.client).test for client in run.about.clients]
@@ -70,7 +69,7 @@ def _data_points(group: Group) -> Iterator[Picture]:
 def feature_planes(group: Group) -> Iterator[Picture]:
     """Yield every run's global and local prototypes, and the features of test samples of its two largest clients."""
     run = group.first
-    if (width := task_of(run).feature_dim) != 2:
+    if (width := run.about.task.feature_dim) != 2:
         raise NotAvailable(f"features have {width} dimensions; drawn only for feature-dim = 2")
     yield _prototype_plane(run, group.label)
     yield from _client_planes(run, group.label)

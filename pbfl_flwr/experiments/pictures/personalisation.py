@@ -61,7 +61,7 @@ def layer_distances(group: Group) -> Iterator[Picture]:
     """Yield for every run each client's layer distances to the mean over clients with the same architecture."""
     distances = _distances(group.first)
     deepest = max(len(layers) for layers in distances.values())
-    order = sorted(distances, key=lambda client: (_architecture(group.first, client), client))
+    order = sorted(distances, key=lambda client: (group.first.architecture(client), client))
     matrix = np.full((deepest, len(order)), np.nan)
     for column, client in enumerate(order):
         matrix[: len(distances[client]), column] = distances[client]
@@ -76,7 +76,7 @@ def layer_distances(group: Group) -> Iterator[Picture]:
         columns=[str(client) for client in order],
         limits=(0.0, None),
     )
-    names = [_architecture(group.first, client) for client in order]
+    names = [group.first.architecture(client) for client in order]
     for place in range(1, len(names)):
         if names[place] != names[place - 1]:
             axes.axvline(place - 0.5, color=GRID, linewidth=2)
@@ -102,7 +102,7 @@ def _head_rows(run: FinishedRun) -> tuple[NDArray[np.float64], list[int]]:
     rows, clients = [], []
     for client, state in client_states(run):
         heads = [tensor for name, tensor in _matrices(state.model).items() if name.startswith(HEAD_PREFIX)]
-        known = len(heads) == 1 or (heads and not is_external(_architecture(run, client)))
+        known = len(heads) == 1 or (heads and not is_external(run.architecture(client)))
         if not known or heads[-1].dim() != 2 or len(heads[-1]) != len(run.about.label_names):
             raise NotAvailable("a client's classifier is not one matrix with a row per class")
         rows.append(torch.linalg.vector_norm(heads[-1], dim=1).numpy())
@@ -124,14 +124,14 @@ def _distances(run: FinishedRun) -> dict[int, list[float]]:
     for client, state in client_states(run):
         weights = _matrices(state.model)
         total = sums.setdefault(
-            _architecture(run, client), _Sum({name: torch.zeros_like(w) for name, w in weights.items()}, 0)
+            run.architecture(client), _Sum({name: torch.zeros_like(w) for name, w in weights.items()}, 0)
         )
         total.clients += 1
         for name, weight in weights.items():
             total.tensors[name] += weight
     distances = {}
     for client, state in client_states(run):
-        total = sums[_architecture(run, client)]
+        total = sums[run.architecture(client)]
         if total.clients > 1:
             means = {name: tensor / total.clients for name, tensor in total.tensors.items()}
             distances[client] = [
@@ -155,7 +155,3 @@ def _matrices(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _place(part: str) -> tuple[int, str]:
     return (int(part), "") if part.isdigit() else (-1, part)
-
-
-def _architecture(run: FinishedRun, client: int) -> str:
-    return next(known.architecture for known in run.about.clients if known.client == client)
