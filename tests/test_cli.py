@@ -25,7 +25,7 @@ from pbfl_flwr.experiments.console import clock, kilobytes
 from pbfl_flwr.experiments.execute.progress import round_line
 from pbfl_flwr.experiments.plan import configuration, planned_runs
 from pbfl_flwr.experiments.plan import reproduction as reproduce
-from pbfl_flwr.experiments.results import resume_command, scores
+from pbfl_flwr.experiments.results import resume_command
 from pbfl_flwr.flower.deploy.superlink import toml
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS
@@ -322,7 +322,6 @@ def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
     )
     assert ", 2 rounds, protocol " in lines[1]
     assert "last round: held back" in lines
-    assert "The paper's scalars are unknown" in "\n".join(lines)
     assert f"0 of 1 rounds of the new clients; resume with: pbfl run --resume {run}" in lines
     (run / "new-clients.jsonl").write_text(json.dumps(entry(3, 0.25, 0.75, after=2)) + "\n")
     text = pbfl("show", run).stdout
@@ -375,24 +374,6 @@ def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:
         assert row in rows
     costs = json.loads(pbfl("show", tmp_path / "run", "--format", "json").stdout)["costs"]
     assert (costs["peak-mb"], costs["gpu-mb"]) == (900.0, 1536.0)
-
-
-def test_show_where_clients_are_scored_before_training() -> None:
-    # An entry's accuracy is the round's before it; the last one also holds its own.
-    rounds = rounds_of(
-        entry(1, 0.125, None, accuracy_of_round=0),
-        entry(2, 0.5, None, accuracy_of_round=1),
-        entry(
-            3,
-            0.25,
-            None,
-            accuracy_of_round=2,
-            final={"accuracy": {"head": {"weighted": 0.375}}, "failures": []},
-        ),
-    )
-    head = scores(rounds)["head"]
-    assert (head.last[0], head.last[1].weighted) == (3, 0.375)
-    assert (head.best[0], head.best[1].weighted) == (1, 0.5)
 
 
 def test_the_title_says_what_devices_brought(tmp_path: Path) -> None:

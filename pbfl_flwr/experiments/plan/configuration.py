@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from importlib.resources import files
 from itertools import chain, count
 from pathlib import Path
@@ -342,20 +341,14 @@ def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
         PbflError: if it does not exist, cannot be read, or is not TOML.
     """
     path = expanded(name)
-    if path.is_file():
-        read = partial(path.read_text, encoding="utf-8")
-    elif name in shipped(folder):
-        read = partial(files("pbfl_flwr").joinpath(folder, f"{name}.toml").read_text, encoding="utf-8")
-    else:
-        allowed = ", ".join(shipped(folder))
-        raise PbflError(f"{kind} '{name}': no such file; must be a TOML file or one of {allowed}")
+    if not path.is_file() and name not in (names := shipped(folder)):
+        raise PbflError(f"{kind} '{name}': no such file; must be a TOML file or one of {', '.join(names)}")
+    file = path if path.is_file() else files("pbfl_flwr").joinpath(folder, f"{name}.toml")
     try:
-        return tomllib.loads(read())
-    except UnicodeDecodeError as error:
-        raise PbflError(f"{kind} '{name}' is not TOML: byte {error.start} is not UTF-8") from None
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise PbflError(f"{kind} '{name}' cannot be read ({error.strerror})") from None
-    except tomllib.TOMLDecodeError as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PbflError(f"{kind} '{name}' is not TOML: {error}") from None
 
 
