@@ -12,10 +12,10 @@ from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
     Picture,
     canvas,
-    class_axis,
     curve_axes,
     curve_style,
     heatmap,
+    name_ticks,
     of_each_run,
     titled_picture,
 )
@@ -44,7 +44,7 @@ def accuracy_by_class(group: Group) -> Iterator[Picture]:
         curve_axes(part, "class", what)
         part.grid(visible=False, axis="x")
         part.set_xlim(-0.6, len(tested) - 0.4)
-        class_axis(part, run.about.label_names)
+        name_ticks(part.xaxis, run.about.label_names)
     axes.set_ylim(-6, 106)
     yield titled_picture(
         "accuracy-by-class",

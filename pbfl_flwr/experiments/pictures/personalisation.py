@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -110,30 +109,20 @@ def _head_rows(run: FinishedRun) -> tuple[NDArray[np.float64], list[int]]:
     return np.array(rows), clients
 
 
-@dataclass
-class _Sum:
-    """Sum of the weights of the clients with one architecture."""
-
-    tensors: dict[str, Tensor]
-    clients: int
-
-
 def _distances(run: FinishedRun) -> dict[int, list[float]]:
     """Return client -> relative distance of each weight matrix to its mean; in two passes, one network in memory."""
-    sums: dict[str, _Sum] = {}
+    sums: dict[str, dict[str, Tensor]] = {}
+    counts: Counter[str] = Counter()
     for client, state in client_states(run):
-        weights = _matrices(state.model)
-        total = sums.setdefault(
-            run.architecture(client), _Sum({name: torch.zeros_like(w) for name, w in weights.items()}, 0)
-        )
-        total.clients += 1
-        for name, weight in weights.items():
-            total.tensors[name] += weight
+        counts[architecture := run.architecture(client)] += 1
+        total = sums.setdefault(architecture, {})
+        for name, weight in _matrices(state.model).items():
+            total[name] = total[name] + weight if name in total else weight
     distances = {}
     for client, state in client_states(run):
-        total = sums[run.architecture(client)]
-        if total.clients > 1:
-            means = {name: tensor / total.clients for name, tensor in total.tensors.items()}
+        architecture = run.architecture(client)
+        if (count := counts[architecture]) > 1:
+            means = {name: tensor / count for name, tensor in sums[architecture].items()}
             distances[client] = [
                 float((weight - means[name]).norm() / means[name].norm().clamp(min=1e-12))
                 for name, weight in _matrices(state.model).items()

@@ -13,10 +13,10 @@ from pbfl_flwr.experiments.pictures.style import (
     DIVERGING,
     Picture,
     canvas,
-    class_axis,
     curve,
     curve_axes,
     heatmap,
+    name_ticks,
     of_each_run,
     titled_picture,
 )
@@ -64,7 +64,6 @@ def matrices(group: Group) -> Iterator[Picture]:
             limits=limits,
             colours=colours,
         )
-        class_axis(axes, names)
         title = f"{kind} of global prototypes: {group.label}"
         yield titled_picture(
             f"{kind.split()[0].lower()}-of-prototypes",
@@ -94,7 +93,7 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         band = np.nanmin(cosine, axis=1), np.nanmax(cosine, axis=1)
         curve(axes, range(len(mean)), mean, group.label, number, band, markevery=1)
     curve_axes(axes, "class", "cosine similarity to the others")
-    class_axis(axes, names)
+    name_ticks(axes.xaxis, names)
     yield titled_picture(
         "similarity-per-class",
         "Similarity of each global prototype to the others",
@@ -107,7 +106,7 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         margin = margins(values)
         curve(axes, range(len(margin)), margin, group.label, number, markevery=1)
     curve_axes(axes, "class", "margin / largest margin")
-    class_axis(axes, names)
+    name_ticks(axes.xaxis, names)
     axes.set_ylim(0, 1.05)
     yield titled_picture(
         "margin-per-class",

@@ -129,8 +129,8 @@ def heatmap(
     )
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    _names(axes.xaxis, columns, len(values[0]))
-    _names(axes.yaxis, rows, len(values))
+    name_ticks(axes.xaxis, columns)
+    name_ticks(axes.yaxis, rows)
     axes.tick_params(length=2)
     bar = axes.figure.colorbar(drawn, ax=axes, fraction=0.05, pad=0.02)
     bar.set_label(unit)
@@ -140,19 +140,15 @@ def heatmap(
     return drawn
 
 
-def _names(axis: Any, names: Sequence[str] | None, count: int) -> None:
+def name_ticks(axis: Any, names: Sequence[str] | None) -> None:
+    """Label an axis with names, at most MOST_TICKS of them, on the x axis rotated if long; None for numbers."""
     if names is None:
         axis.set_major_locator(MaxNLocator(8, integer=True))
         return
-    step = -(-count // MOST_TICKS)
-    axis.set_ticks(range(0, count, step), [shortened(str(name)) for name in names[::step]])
-
-
-def class_axis(axes: Axes, names: Sequence[str]) -> None:
-    """Label the x axis with class names, rotated if they are long."""
     step = -(-len(names) // MOST_TICKS)
     shown = [shortened(name) for name in names[::step]]
-    axes.set_xticks(range(0, len(names), step), shown, rotation=90 if max(map(len, shown)) > 3 else 0)
+    rotated = axis.axis_name == "x" and max(map(len, shown)) > 3
+    axis.set_ticks(range(0, len(names), step), shown, rotation=90 if rotated else 0)
 
 
 def shortened(text: str, longest: int = 14) -> str:
