@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -70,10 +71,7 @@ def compare(
     directory = expanded(out or Path("runs") / Path(name).stem).absolute()
     planned = plan(runs, assignments or [], parse_seeds(seeds), directory)
     chosen = selected(planned, comma_list(only))
-
-    def tables(shown: Sequence[PlannedRun]) -> Tables:
-        return comparison.tables(title, shown, by or "")
-
+    tables = partial(comparison.tables, title, by=by or "")
     raise typer.Exit(_execute(planned, chosen, tables, directory, resources, app, parallel, dry_run))
 
 
@@ -113,10 +111,7 @@ def sweep(
     swept = sweeping.read(preset, assignments or [])
     directory = expanded(out or sweeping.directory(preset, swept)).absolute()
     planned = selected(plan(swept.runs, [], swept.seeds, directory), [])
-
-    def tables(shown: Sequence[PlannedRun]) -> Tables:
-        return sweeping.tables(swept, shown, by or "")
-
+    tables = partial(sweeping.tables, swept, by=by or "")
     raise typer.Exit(_execute(planned, planned, tables, directory, resources, app, parallel, dry_run))
 
 
@@ -177,10 +172,7 @@ def reproduce(
         raise PbflError("no block can be run, for the reasons above")
     for line in reproduction.changes(paper, chosen):
         say(console, f"scale {scale}: {line}")
-
-    def tables(shown: Sequence[PlannedRun]) -> Tables:
-        return reproduction_table.tables(paper, scale, shown, missing, by or "")
-
+    tables = partial(reproduction_table.tables, paper, scale, missing=missing, by=by or "")
     code = _execute(planned, chosen, tables, directory, resources, app, parallel, dry_run)
     raise typer.Exit(code or (FAILED if missing else COMPLETED))
 

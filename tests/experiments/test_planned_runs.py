@@ -28,31 +28,6 @@ method = "local"
 """
 
 
-TABLE = """
-title = "A table"
-paper = "A paper"
-table = "Table 1"
-hardware = "not stated"
-accuracy = "weighted"
-round = "best"
-spread = "none"
-seeds = [0]
-deviations = ["nothing"]
-[common]
-dataset = "digits"
-models = "mlp5"
-num-clients = 2
-num-server-rounds = 4
-[small]
-num-server-rounds = 1
-[blocks.digits]
-[runs.FedProto]
-method = "fedproto"
-[published]
-FedProto = [[90.0]]
-"""
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "two.toml"
@@ -142,16 +117,3 @@ def test_a_refused_run_ends_it_with_2(file: Path, tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "refused" in done.stdout
     assert json.loads((first.directory / "run.json").read_text()) == before
-
-
-def test_a_reproduction_says_what_differs_and_what_it_would_make(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    table = tmp_path / "mine.toml"
-    table.write_text(TABLE)
-    done = pbfl("reproduce", table, "--engine", "processes", "--dry-run")
-    assert done.exit_code == 0, done.stderr
-    assert "1 of 1 runs are to be run; nothing was started" in done.stdout
-    assert "num-server-rounds" in done.stdout
-    assert not (tmp_path / "runs").exists()

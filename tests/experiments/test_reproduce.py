@@ -360,5 +360,16 @@ def test_missing_data_is_named_with_its_files_and_nothing_starts(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_says_what_differs_and_starts_nothing(
+    paper: reproduce.Reproduction, tmp_path: Path
+) -> None:
+    words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--out", tmp_path / "out", "--dry-run"]
+    done = pbfl(*words)
+    assert done.exit_code == 0, done.stderr
+    assert "2 of 2 runs are to be run; nothing was started" in done.stdout
+    assert "scale small: num-server-rounds = 2, the full setting has 9" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_list_names_blocks() -> None:
     assert ("fedcpd-table3", "FedCPD, Table 3: cifar100") in ROWS["reproductions"]()
