@@ -81,7 +81,12 @@ def _show_results(run: FinishedRun, console: Console) -> None:
 def warning_lines(run: FinishedRun) -> list[str]:
     """Return the warnings of the last round, who joined during the run, and who failed."""
     warnings = [f"last round: {warning}" for warning in run.rounds[-1].warnings]
-    return [*warnings, *joined_lines(run.rounds), *failure_lines([*run.rounds, *run.new_clients])]
+    joined = [f"client {who} in round {record.round}" for record in run.rounds for who in record.joined]
+    if joined:
+        warnings.append(
+            f"joined during the run: {', '.join(joined)}; accuracies of earlier rounds exclude them"
+        )
+    return [*warnings, *failure_lines([*run.rounds, *run.new_clients])]
 
 
 def settings_line(about: RunRecord, num_rounds: int) -> str:
@@ -135,16 +140,6 @@ def privacy_line(configuration: Mapping[str, Scalar], clients: Sequence[ClientsR
         f"differential privacy of the prototypes (clip {configuration['dp-clip']:g}, noise "
         f"{configuration['dp-noise']:g}, unit {configuration['dp-unit']}): at δ = {configuration['dp-delta']:g} "
         f"ε = {last[worst]:.3g} for client {worst}, {fmean(last.values()):.3g} on average"
-    )
-
-
-def joined_lines(rounds: Sequence[RoundRecord]) -> list[str]:
-    """Return a line on the devices that joined during the run; empty if there were none."""
-    joined = [f"client {who} in round {record.round}" for record in rounds for who in record.joined]
-    return (
-        [f"joined during the run: {', '.join(joined)}; accuracies of earlier rounds exclude them"]
-        if joined
-        else []
     )
 
 
