@@ -48,7 +48,6 @@ from pbfl_flwr.runs.records import (
     numbered_lines,
 )
 from pbfl_flwr.util.atomic_files import (
-    DamagedState,
     UnsavedState,
     flush_directory,
     make_directory,
@@ -315,21 +314,6 @@ class RunDirectory:
 
     def _write(self, name: str, record: Record) -> None:
         write_atomically(self.path / name, (json.dumps(record.to_json(), indent=1) + "\n").encode())
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        DamagedState: if the file does not hold one.
-    """
-    try:
-        content = json.loads(file.read_bytes().decode())
-    except (ValueError, RecursionError) as error:
-        raise DamagedState(f"{file} is damaged ({error})") from None
-    if not isinstance(content, dict):
-        raise DamagedState(f"{file} is damaged: it does not hold a JSON object")
-    return content
 
 
 def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:

@@ -50,8 +50,6 @@ def averaged(
         PbflError: if it is not a run, its server holds no whole network, no client's state is found, or clients differ
             in inputs, normalisation or class names.
     """
-    if not (run / "run.json").is_file():
-        raise PbflError(f"--global: {run} is not a run directory, which holds the server's weights")
     record = RunDirectory(run).record()
     method = _method(record.configuration)
     clients = {client.label: client for client in record.clients}

@@ -14,7 +14,7 @@ from pbfl_flwr.payloads import part_of
 from pbfl_flwr.runs.client_store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.early_stopping import best_round, scores_by_round
-from pbfl_flwr.runs.saved_model import Card
+from pbfl_flwr.runs.saved_model import Card, fault
 from pbfl_flwr.util.atomic_files import NODE
 
 
@@ -100,11 +100,6 @@ def best_of(run: Path) -> int:
     Raises:
         PbflError: if it is not a run directory, no round was scored, or clients were scored before training.
     """
-    if not (run / "run.json").is_file():
-        raise PbflError(
-            f"--best: {run} is not a run directory, which records the best round; select a round with "
-            "--round N"
-        )
     directory = RunDirectory(run)
     record = directory.record()
     if record.moment == "before":
@@ -163,7 +158,7 @@ def read_state(file: Path) -> SavedModel:
     try:
         card = Card.model_validate_json(metadata["card"])
     except ValidationError as error:
-        raise PbflError(f"{file}: its card is damaged ({error.errors()[0]['msg']})") from None
+        raise PbflError(f"{file}: its card is damaged ({fault(error)})") from None
     prototypes = part_of(tensors, "prototypes")
     for name in [key.removesuffix(".candidates") for key in prototypes if key.endswith(".candidates")]:
         if f"{name}.rows" not in prototypes:  # rows equal to the global ones are stored once

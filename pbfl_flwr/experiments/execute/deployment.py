@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
+from pydantic import field_validator
 from rich.console import Console
 
 from pbfl_flwr.config import Scalar, Settings
@@ -21,10 +22,24 @@ from pbfl_flwr.flower.client.device import share_of_cores
 from pbfl_flwr.flower.deploy.local_federation import Deployment, check, complete, node_config
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.models.build import check_models
-from pbfl_flwr.runs.directory import read_object
-from pbfl_flwr.util.atomic_files import DamagedState, write_atomically
+from pbfl_flwr.runs.records import Record
+from pbfl_flwr.util.atomic_files import write_atomically
 
 DEFAULT_COUNT = 3
+
+
+class NodesRecord(Record):
+    """The content of nodes.json: the configuration of every SuperNode, and whether TLS and authentication are used."""
+
+    nodes: list[dict[str, bool | int | float | str]]
+    secure: bool
+
+    @field_validator("nodes")
+    @classmethod
+    def _have_ids(cls, nodes: list[dict[str, Scalar]]) -> list[dict[str, Scalar]]:
+        if not all("client-id" in node for node in nodes):
+            raise ValueError("every SuperNode must have a client-id")
+        return nodes
 
 
 @dataclass(frozen=True)
@@ -106,18 +121,9 @@ def resumed(run: Path, assignments: Iterable[str]) -> Plan:
         raise PbflError(
             f"'{directory}' was not made by pbfl deploy local: it has no {NODES}; try pbfl run --resume"
         )
-    content = read_object(file)
-    nodes, secure = content.get("nodes"), content.get("secure")
-    if (
-        not isinstance(nodes, list)
-        or not all(isinstance(node, dict) and "client-id" in node for node in nodes)
-        or not isinstance(secure, bool)
-    ):
-        raise DamagedState(
-            f"{file} is damaged: needed are 'nodes', a list with client-ids, and 'secure', a boolean"
-        )
-    _check(settings, nodes)
-    return Plan(directory, requested.values, settings, nodes, secure)
+    record = NodesRecord.from_json(file.read_bytes(), file)
+    _check(settings, record.nodes)
+    return Plan(directory, requested.values, settings, record.nodes, record.secure)
 
 
 def start(app: Path, plan: Plan, console: Console) -> int:
@@ -134,8 +140,8 @@ def start(app: Path, plan: Plan, console: Console) -> int:
     Raises:
         PbflError: if Flower cannot be started, refuses the run, or a SuperNode ends before the first round.
     """
-    content = {"nodes": list(plan.nodes), "secure": plan.secure}
-    write_atomically(plan.run_dir / NODES, (json.dumps(content, indent=1) + "\n").encode())
+    record = NodesRecord(nodes=[dict(node) for node in plan.nodes], secure=plan.secure)
+    write_atomically(plan.run_dir / NODES, (json.dumps(record.to_json(), indent=1) + "\n").encode())
     guard = "TLS, SuperNode authentication" if plan.secure else "insecure"
     deployment = Deployment(
         plan.run_dir, plan.nodes, secure=plan.secure, tell=lambda line: say(console, line, "yellow")
