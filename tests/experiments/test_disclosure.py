@@ -1,16 +1,14 @@
 """pbfl privacy: every method declares what its uploads tell, and settings change what is said."""
 
 import json
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.experiments.disclosure import about, disclosures
 from pbfl_flwr.methods import METHODS, PROTECTED, SECTIONS, build_method, privacy_notes
 from pbfl_flwr.payloads import Nothing
+from tests.small_runs import pbfl
 
 
 def states(**keys: Scalar) -> dict[tuple[str, str], str]:
@@ -91,13 +89,10 @@ def test_a_default_that_does_not_reach_a_method_is_said() -> None:
 
 
 def test_the_command() -> None:
-    def run(*words: str) -> Any:
-        return CliRunner().invoke(app, ["privacy", *words])
-
-    table = run("--set", "method=gfpl")
+    table = pbfl("privacy", "--set", "method=gfpl")
     assert table.exit_code == 0
     assert "distribution" in table.output
-    noisy = run("fedproto-digits", "--set", "dp-clip=1", "--set", "dp-noise=2", "--json")
+    noisy = pbfl("privacy", "fedproto-digits", "--set", "dp-clip=1", "--set", "dp-noise=2", "--json")
     answer = json.loads(noisy.output)
     assert answer == about(parse({"method": "fedproto", "dp-clip": 1, "dp-noise": 2}, SECTIONS))
     assert answer["epsilon"]["covers"] == "the rows, given which classes are sent"
@@ -105,6 +100,6 @@ def test_the_command() -> None:
     new = {"new-clients": 1, "new-client-rounds": 50}
     late = about(parse({"method": "fedproto", "dp-clip": 1, "dp-noise": 2, **new}, SECTIONS))["epsilon"]
     assert late["50 releases"] > late["20 releases"] == answer["epsilon"]["20 releases"]
-    wrong = run("--set", "dp-noise=2")
+    wrong = pbfl("privacy", "--set", "dp-noise=2")
     assert wrong.exit_code == 2
     assert "dp-noise needs a clipping norm" in wrong.output

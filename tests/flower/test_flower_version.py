@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from typer.testing import CliRunner
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.flower.flower_version import misfit, refuse_older
+from tests.small_runs import pbfl
 
 REQUIRED = next(
     r for r in map(Requirement, importlib.metadata.requires("pbfl-flwr") or ()) if r.name == "flwr"
@@ -76,7 +75,7 @@ def test_older_flower_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     of_version("1.36.0")
-    result = CliRunner().invoke(app, words)
+    result = pbfl(*words)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.replace("\n", " ").strip() == f"error: flwr 1.36.0 is too old; {ALLOWED}"
     assert not list(tmp_path.iterdir())

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
@@ -26,6 +24,7 @@ from pbfl_flwr.serving.exported import open_exported
 from pbfl_flwr.serving.states import read_state, state_file, states_of
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, Federation, configuration, federation, tiny_client
+from tests.small_runs import pbfl
 
 WHOLE = {"fedavg", "fedprox", "fedala", "feduv", "fednh", "fedfa", "fedpa"}
 
@@ -35,7 +34,7 @@ def ran(place: Path, method: str = "fedavg", **keys: Any) -> Federation:
 
 
 def exported(run: Path, out: Path, *options: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["export", str(run), "--global", "--out", str(out), *options])
+    result = pbfl("export", run, "--global", "--out", out, *options)
     return result.exit_code, " ".join((result.output + (result.stderr or "")).split())
 
 
@@ -149,7 +148,7 @@ def test_the_command_and_clients_named_by_hand(runs: dict[str, Path], tmp_path: 
     states = {file.stem: file for file in states_of(run)}
     moved = tmp_path / "elsewhere.safetensors"
     states["client-00003"].rename(moved)
-    CliRunner().invoke(app, ["export", str(run), "--client", "0", "--out", str(tmp_path / "zero")])
+    pbfl("export", run, "--client", 0, "--out", tmp_path / "zero")
     for file in states_of(run):
         file.unlink()
     code, output = exported(run, tmp_path / "none")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_digits, load_iris
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import ClientData, Shard, own_data
 from pbfl_flwr.data.own.inspection import settings_for
@@ -30,6 +29,7 @@ from pbfl_flwr.serving.network import Served, rebuild
 from pbfl_flwr.serving.predict import Prediction, predict, written
 from pbfl_flwr.serving.states import SavedModel, read_state, state_file
 from tests.flower.inprocess import federation
+from tests.small_runs import pbfl
 
 DIGITS = "0,1,2,3,4,5,6,7,8,9"
 SHAPE = "3,16,16"
@@ -151,9 +151,7 @@ def live(run: Ran, name: str, inputs: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def exported(sites: Ran, flowers: Ran) -> dict[str, Path]:
     for run, name in ((sites, "clinic"), (flowers, "garden")):
-        result = CliRunner().invoke(
-            app, ["export", str(run.place / "state"), "--client", name, "--out", str(run.place / name)]
-        )
+        result = pbfl("export", run.place / "state", "--client", name, "--out", run.place / name)
         assert result.exit_code == 0, result.output
         assert f"client {name}, fedproto" in result.output
     return {"clinic": sites.place / "clinic", "garden": flowers.place / "garden"}
@@ -253,11 +251,11 @@ def test_images_arrays_and_tables(
 
 
 def test_the_command_and_its_formats(exported: dict[str, Path], flowers: Ran) -> None:
-    def call(*arguments: str) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["predict", *arguments])
+    def call(*arguments: object) -> tuple[int, str]:
+        result = pbfl("predict", *arguments)
         return result.exit_code, result.output
 
-    model, file = str(exported["garden"]), str(flowers.place / "iris.csv")
+    model, file = exported["garden"], flowers.place / "iris.csv"
     code, text = call(model, file, "--format", "csv", "--by", "global")
     assert (code, text.splitlines()[0], len(text.splitlines())) == (0, "file,row,class,probability", 151)
     entries = json.loads(call(model, file, "--format", "json")[1])
@@ -268,7 +266,7 @@ def test_the_command_and_its_formats(exported: dict[str, Path], flowers: Ran) ->
     assert (code, text.split()[:4]) == (0, ["file", "row", "class", "probability"])
     code, text = call(model, file, "--by", "etf")
     assert (code, "this model has head, global, global-local, local" in text) == (2, True)
-    assert call(str(flowers.place), file)[0] == 2
+    assert call(flowers.place, file)[0] == 2
 
 
 def test_what_does_not_fit_is_one_line(
@@ -304,17 +302,10 @@ def test_what_does_not_fit_is_one_line(
         list(predict(garden, [flowers.place / "iris.csv"], text_column="said"))
 
 
-def copy_of(source: Path, target: Path) -> Path:
-    target.mkdir()
-    for file in source.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    return target
-
-
 def test_nothing_is_unpickled_and_damage_is_found(
     exported: dict[str, Path], flowers: Ran, tmp_path: Path
 ) -> None:
-    copy = copy_of(exported["garden"], tmp_path / "copy")
+    copy = shutil.copytree(exported["garden"], tmp_path / "copy")
     (copy / "model.pt2").write_bytes(b"a program that would run")  # never read
     open_exported(copy)
     for name in ("model.safetensors", "prototypes.safetensors"):

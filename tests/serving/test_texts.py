@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.data import own_data
 from pbfl_flwr.data.own import tokens
 from pbfl_flwr.data.own.inspection import settings_for
@@ -23,6 +21,7 @@ from pbfl_flwr.serving.exported import open_exported
 from pbfl_flwr.serving.predict import predict
 from pbfl_flwr.serving.states import SavedModel, read_state, state_file
 from tests.flower.inprocess import federation
+from tests.small_runs import pbfl
 
 TOPICS = ("treaty embassy border", "goal coach league", "profit merger shares", "satellite chip browser")
 NETWORKS = {"north": "fasttext", "south": "textcnn"}
@@ -67,7 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module", params=NETWORKS)
 def exported(place: Path, request: pytest.FixtureRequest) -> tuple[str, Path]:
     name, out = request.param, place / f"exported-{request.param}"
-    done = CliRunner().invoke(app, ["export", str(place / "state"), "--client", name, "--out", str(out)])
+    done = pbfl("export", place / "state", "--client", name, "--out", out)
     assert done.exit_code == 0, done.output
     return name, out
 
@@ -184,7 +183,7 @@ def test_texts_are_found_in_the_column_of_the_training(
     out = tmp_path / "out"
 
     def call(*arguments: object) -> tuple[int, str]:
-        done = CliRunner().invoke(app, [str(each) for each in arguments])
+        done = pbfl(*arguments)
         return done.exit_code, done.output
 
     assert call("export", tmp_path / "state", "--out", out)[0] == 0

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.common.config import parse_config_args
-from typer.testing import CliRunner
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import (
     client_data,
@@ -30,6 +28,7 @@ from pbfl_flwr.data.partition.assign import make_partition
 from pbfl_flwr.data.sources.files import check_memory
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy.local_federation import complete, node_config
+from tests.small_runs import pbfl
 
 
 @pytest.fixture
@@ -243,7 +242,7 @@ def test_a_long_list_of_names_is_no_path(tmp_path: Path) -> None:
     names = ",".join(map(str, range(100)))
     assert len(names) > 255
     np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).random((8, 3)), y=np.arange(8))
-    result = CliRunner().invoke(app, ["check-data", str(tmp_path / "a.npz"), "--labels", names])
+    result = pbfl("check-data", tmp_path / "a.npz", "--labels", names)
     assert result.exit_code == 0
     assert f"labels='{names}'" in result.stdout.replace("\n", "")
     [node] = complete([{"labels": names}], 1, tmp_path)
@@ -256,7 +255,7 @@ def test_a_long_list_of_names_is_no_path(tmp_path: Path) -> None:
 def test_no_samples_at_all_are_refused_in_a_line(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.zeros((0, 3)), y=np.zeros(0, np.int64))
     for labels in ("a,b", ""):
-        result = CliRunner().invoke(app, ["check-data", str(tmp_path / "a.npz"), "--labels", labels])
+        result = pbfl("check-data", tmp_path / "a.npz", "--labels", labels)
         assert result.exit_code == 2
         assert "has no samples; must be 1 or more" in result.stderr
 
@@ -270,7 +269,7 @@ def test_the_split_is_that_of_the_device(tmp_path: Path) -> None:
 
 
 def call(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["check-data", *arguments])
+    result = pbfl("check-data", *arguments)
     return result.exit_code, result.output
 
 

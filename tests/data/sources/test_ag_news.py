@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import check_data, client_data, export_pfl_directory, load_pool
 from pbfl_flwr.data.own import tokens
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
+from tests.small_runs import pbfl
 
 TRAIN = """"3","Wall St. Bears","Short-sellers (band) of ""cynics"", seeing green."
 "4","Bears","It's a bug;<br />a bug"
@@ -136,7 +135,7 @@ def test_another_encoding_is_named(tmp_path: Path) -> None:
 
 def test_check_data_shows_it_and_tries_networks(tmp_path: Path) -> None:
     def call(*more: str) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["check-data", str(write(tmp_path)), "--dataset", "ag-news", *more])
+        result = pbfl("check-data", write(tmp_path), "--dataset", "ag-news", *more)
         return result.exit_code, " ".join(result.output.split())
 
     code, text = call("--model", "text-2")

@@ -20,12 +20,11 @@ from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink.cli.flower_superlink import _run_fleet_api_grpc_rere
 from flwr.superlink.federation import NoOpFederationManager
-from typer.testing import CliRunner
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.flower.deploy import certificates as security
 from pbfl_flwr.flower.deploy import doctor
 from pbfl_flwr.flower.deploy.doctor import CheckTargets, Finding, Status
+from tests.small_runs import pbfl
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +100,7 @@ def test_reports_unreachable_addresses() -> None:
 
 
 def test_rejects_unknown_device() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--device", "cuad"])
+    result = pbfl("doctor", "--device", "cuad")
     assert result.exit_code == 2
     assert result.stderr == "error: --device cuad: must be one of auto, cpu, cuda, mps\n"
 
@@ -226,15 +225,15 @@ def test_installed_versions_fit() -> None:
 
 def test_exit_code_reports_failure(superlink: SimpleNamespace) -> None:
     files = superlink.files
-    common = ["doctor", "--superlink", superlink.address, "--ca", str(files / "ca.pem"), "--json"]
-    good = CliRunner().invoke(app, [*common, "--key", str(files / "known")])
+    common = ["doctor", "--superlink", superlink.address, "--ca", files / "ca.pem", "--json"]
+    good = pbfl(*common, "--key", files / "known")
     assert good.exit_code == 0, good.output
-    bad = CliRunner().invoke(app, [*common, "--key", str(files / "nowhere")])
+    bad = pbfl(*common, "--key", files / "nowhere")
     assert bad.exit_code == 1
     failed = [line for line in json.loads(bad.stdout) if line["status"] == "failed"]
     assert [line["what"] for line in failed] == ["key"]
     assert "cannot be read" in failed[0]["message"]
-    table = CliRunner().invoke(app, ["doctor", "--key", str(files / "nowhere")])
+    table = pbfl("doctor", "--key", files / "nowhere")
     assert table.exit_code == 1
     assert "cannot be read" in table.stdout.replace("\n", " ")
 
