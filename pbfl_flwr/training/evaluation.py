@@ -12,7 +12,7 @@ from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.data import Shard
 from pbfl_flwr.method import Client, Predictor
 from pbfl_flwr.training.class_metrics import Areas, ByClass, areas
-from pbfl_flwr.training.loop import REMEDY, Diverged, forward, take
+from pbfl_flwr.training.loop import REMEDY, Diverged, each_feature
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
     """
     if odd := [name for name in predictors if name not in PREDICTORS]:
         raise ValueError(f"predictor '{odd[0]}': must be one of {', '.join(PREDICTORS)}")
-    client.model.eval()
     scores = _scores(client, client.data.test, predictors, client.evaluation.per_class, client.evaluation.auc)
     if client.data.validation is None:
         return scores
@@ -60,16 +59,12 @@ def _scores(
     per_class: bool = False,
     auc: bool = False,
 ) -> Scores:
-    size = client.evaluation.eval_batch_size
     correct = dict.fromkeys(predictors, 0)
     answers: dict[str, list[Tensor]] = {name: [] for name in predictors}
     scored: dict[str, list[Tensor]] = {name: [] for name in predictors}
     loss = 0.0
-    for start in range(0, len(shard.labels), size):
-        batch = slice(start, start + size)
-        inputs, labels = take(client.data, shard, batch, client.device, client.training.layout)
-        features, logits = forward(client.model, inputs)
-        answered = logits
+    for features, labels in each_feature(client, shard):
+        answered = logits = client.model.head(features)
         for name, predictor in predictors.items():
             scores = predictor(features, logits)
             if scores.shape != (len(labels), client.task.num_classes):
