@@ -274,3 +274,10 @@ def test_unknown_method_names_the_closest_one() -> None:
     ) as error:
         build_method(parse({"method": "fedprot"}, SECTIONS))
     assert "\n" not in str(error.value)
+
+
+def test_smallest_class_follows_the_protocol() -> None:
+    assert parse({}).privacy.min_class_count == 2
+    for protocol in ("htfl", "pfl", "fedproto"):
+        assert parse({"protocol": protocol}).privacy.min_class_count == 1
+    assert parse({"protocol": "htfl", "min-class-count": 5}).privacy.min_class_count == 5
