@@ -3,12 +3,15 @@
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from pbfl_flwr.methods import METHODS
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("busy-machine", deadline=None)
+hypothesis.settings.load_profile("busy-machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -43,7 +43,7 @@ def tables(draw: st.DrawFn) -> Prototypes:
 
 
 @given(tables())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_prototypes_come_back_as_they_were(table: Prototypes) -> None:
     back = Prototypes.from_tensors(table.to_tensors(), TASK)
     assert torch.equal(back.values, table.values)
@@ -75,7 +75,7 @@ def anything(draw: st.DrawFn) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(tensors=anything())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_of_anything_at_all_only_a_valid_payload_comes_out(
     kind: type[Payload], tensors: dict[str, Tensor]
 ) -> None:

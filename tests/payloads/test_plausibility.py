@@ -88,7 +88,7 @@ HONEST = st.builds(
 
 
 @given(st.lists(HONEST, min_size=4, max_size=4), ANYTHING, st.booleans())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_one_of_five_clients_is_bounded_and_does_not_exclude_the_others(
     honest: list[Sizes], anything: Sizes, scaled: bool
 ) -> None:

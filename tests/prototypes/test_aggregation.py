@@ -101,7 +101,7 @@ def test_trimming_counts_decimal_shares_exactly():
 
 
 @pytest.mark.parametrize("name", RULES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 2**31 - 1), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_order_of_clients_does_not_matter(name, seed, clients, shuffler):
     uploads = random_uploads(seed, clients)

@@ -103,7 +103,7 @@ def test_the_bound_on_steps_is_reported():
     assert not bounded.report.converged
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 12), st.integers(2, 12), st.integers(0, 10_000))
 def test_forces_are_eq_11_and_their_radial_part_is_constant(num_classes, dim, seed):
     units = gaussian(num_classes, dim, seed).double()
@@ -237,7 +237,7 @@ def test_simplex_of_prototypes_in_a_subspace(rank):
     torch.testing.assert_close(torch.pdist(result.values), torch.full((15,), math.sqrt(12 / 5)))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(2, 9), st.integers(8, 20), st.integers(0, 1000))
 def test_no_solver_is_below_the_simplex(num_classes, dim, seed):
     start = gaussian(num_classes, dim, seed)

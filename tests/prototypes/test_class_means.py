@@ -1,5 +1,5 @@
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pbfl_flwr.prototypes.class_means import ClassSums, class_sums
@@ -8,7 +8,6 @@ from tests.pretend_card import CUDA, OnCard, card
 CPU = torch.device("cpu")
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**31 - 1), st.integers(1, 40), st.integers(1, 5))
 def test_any_batching_equals_the_loop_over_samples(seed, samples, batch):
     random = torch.Generator().manual_seed(seed)

@@ -55,7 +55,7 @@ def test_block_codes_beat_the_greedy_search():
     assert min(pairwise(masks)) >= 32 * 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(2, 24), st.integers(1, 24), st.data())
 def test_every_allocation_is_balanced_and_maximal(num_classes, feature_dim, data):
     size = data.draw(st.integers(1, feature_dim))
@@ -151,7 +151,6 @@ def test_bad_sizes_are_named():
     assert int(allocate_masks(4, 8, 2, scheme="block", seed=0).sum()) == 4 * 2
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 12), st.integers(0, 99), st.data())
 @example(3, 5, 0, None)
 def test_compress_and_expand_are_inverses_on_the_support(num_classes, feature_dim, seed, data):

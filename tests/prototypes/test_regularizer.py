@@ -70,7 +70,7 @@ def test_prototypes_get_no_gradient():
     assert prototypes.grad is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.sampled_from(["mse", "l2"]), st.booleans(), st.booleans())
 def test_losses_and_gradients_are_finite_whichever_classes_are_absent(
     seed, form, per_class, on_the_prototype

@@ -165,7 +165,7 @@ def test_the_repair_refuses_the_impossible():
         repair(Assignment((np.arange(7), *[np.arange(0)] * 2)), np.zeros(7, dtype=int), 3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     counts=st.lists(st.integers(0, 40), min_size=2, max_size=6),
     clients=st.integers(1, 12),

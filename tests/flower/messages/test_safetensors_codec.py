@@ -48,7 +48,7 @@ def files(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @given(files())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_reads_what_was_written(pair: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
     headers._layouts.clear()
     for tensors in (*pair, *pair):

@@ -126,7 +126,7 @@ def test_errors_have_no_size() -> None:
     data=st.binary(max_size=300),
     values=st.dictionaries(st.text(max_size=9), st.integers(-(2**60), 2**60) | st.floats(), max_size=4),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_size_of_any_names_and_numbers(names: list[str], data: bytes, values: dict[str, float]) -> None:
     records: dict[str, Any] = {
         name: wire.with_checksum(data) if i == 1 else ArrayRecord() for i, name in enumerate(names)

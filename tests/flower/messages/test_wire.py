@@ -33,7 +33,7 @@ def table(seed: int = 0, scale: float = 1.0) -> Prototypes:
 
 
 @given(seed=st.integers(0, 10**6), exponent=st.integers(-6, 4))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_int8_error_is_at_most_half_a_step(seed: int, exponent: int) -> None:
     sent = table(seed, 10.0**exponent)
     back = decode(encode(sent, "int8"), Prototypes, TASK)
@@ -200,7 +200,7 @@ def test_rejects_a_second_array() -> None:
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 7))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_checksum_detects_flipped_bits(place: int, bit: int) -> None:
     data = bytearray(GOOD)
     data[place] ^= 1 << bit
@@ -209,7 +209,7 @@ def test_checksum_detects_flipped_bits(place: int, bit: int) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_rejects_random_bytes(data: bytes) -> None:
     for kind in (Prototypes, Weights):
         with pytest.raises(RejectedPayload):
@@ -217,7 +217,7 @@ def test_rejects_random_bytes(data: bytes) -> None:
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 7))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_flipped_bit_with_checksum_is_valid_or_rejected(place: int, bit: int) -> None:
     data = bytearray(GOOD)
     data[place] ^= 1 << bit

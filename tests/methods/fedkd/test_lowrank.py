@@ -82,7 +82,7 @@ def test_safe_bounds_error_and_size_on_a_residual_network(energy):
     assert safe.scalars() <= sum(tensor.numel() for tensor in weights.values())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.floats(0.1, 1.0), st.integers(0, 99))
 def test_safe_never_sends_more_and_crosses_the_wire(outputs, inputs, side, energy, seed):
     random = torch.Generator().manual_seed(seed)

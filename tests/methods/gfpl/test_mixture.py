@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.mixture import GaussianMixture
 
@@ -105,7 +105,6 @@ def literal_clusters(close):
     return result
 
 
-@settings(deadline=None)
 @given(st.integers(0, 100_000), st.integers(0, 9), st.floats(0, 3))
 def test_clusters_are_those_of_the_literal_algorithm(seed, count, threshold):
     m = drawn(count, 2, seed)
@@ -119,7 +118,6 @@ def test_clusters_are_those_of_the_literal_algorithm(seed, count, threshold):
 # Fusion -----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 100_000), st.integers(1, 12), st.floats(0, 4), st.sampled_from(["sum", "per-dimension"])
 )
@@ -164,7 +162,6 @@ def test_classes_never_fuse_and_nothing_fuses_to_nothing():
     assert fuse([Mixtures.empty(2)], 2, threshold=9).means.shape == (0, 2)
 
 
-@settings(deadline=None)
 @given(st.permutations(range(5)), st.integers(0, 1000))
 def test_the_order_of_clients_changes_no_bit(order, seed):
     uploads = [drawn(3, 2, seed * 5 + i, classes=2) for i in range(5)]
