@@ -20,7 +20,7 @@ from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.sinks import new_client_step, steps
 from pbfl_flwr.training.class_metrics import Areas, ByClass
-from tests.flower.inprocess import SPLITS, altered, federation, numbers, same_tensors
+from tests.flower.inprocess import SPLITS, Federation, altered, federation, numbers, same_tensors
 
 SCORES = {"balanced", "balanced_mean", "macro_f1", "macro_f1_mean", "by_class", "tested"}
 
@@ -139,6 +139,20 @@ def test_malformed_counts_reject_one_client_only(tmp_path: Path) -> None:
     assert run.strategy.history[0].accuracy["head"].clients == 3
     tested = [sum(SPLITS[n][1].get(label, 0) for n in (1, 2, 4)) for label in range(10)]
     assert run.strategy.history[0].accuracy["head"].tested == tested
+
+
+def test_resumed_run_keeps_class_metrics(tmp_path: Path) -> None:
+    def of(place: Path, **keys: Any) -> Federation:
+        return federation(place, per_class=True, on_disk=True, **keys).run()
+
+    whole = of(tmp_path / "whole", num_server_rounds=3)
+    of(tmp_path / "parts", num_server_rounds=1)
+    parts = of(tmp_path / "parts", num_server_rounds=3, resume=True)
+    assert [line.accuracy for line in parts.strategy.history] == [
+        line.accuracy for line in whole.strategy.history
+    ]
+    with pytest.raises(PbflError, match="another configuration"):
+        federation(tmp_path / "parts", on_disk=True, num_server_rounds=4, resume=True).run()
 
 
 def test_secure_aggregation_keeps_class_metrics(tmp_path: Path) -> None:
