@@ -3,6 +3,7 @@
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Any
@@ -272,12 +273,11 @@ def test_failure_is_reported_while_another_reply_arrives(clock: Clock) -> None:
 
 
 def eventually(pull: Callable[[], Iterable[Message]], count: int) -> list[Message]:
-    """Pull until so many have come: on a busy machine a pull's thread may take longer than it is waited for."""
-    result: list[Message] = []
-    for _ in range(200):
+    """Pull until so many have come: on a busy machine the thread of an earlier pull may take seconds to wake up."""
+    result, deadline = list(pull()), time.monotonic() + 60
+    while len(result) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
         result += pull()
-        if len(result) >= count:
-            break
     return result
 
 
