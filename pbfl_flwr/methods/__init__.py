@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pbfl_flwr.config import PREDICTORS, Group, Settings, parse
+from pbfl_flwr.config import PREDICTORS, Group, PrototypeSettings, Settings, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.user_code import is_external
 
@@ -238,7 +239,7 @@ def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterat
     if isinstance(method, Pipeline):
         return
     run, stages = settings.run, settings.prototypes
-    defaults = parse({"method": run.method, "protocol": run.protocol}).prototypes
+    defaults = _default_stages(run.method, run.protocol)
     for field in type(stages).model_fields:
         value, default = getattr(stages, field), getattr(defaults, field)
         if value == default or field == "wire_dtype":  # wire_dtype applies to every payload
@@ -247,6 +248,11 @@ def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterat
         if _built(without) == method:
             key = field.replace("_", "-")
             yield f"{key} = {value!r}: method '{run.method}' has no such stage; must be {default!r}, the default"
+
+
+@cache  # every message of every client builds the method
+def _default_stages(method: str, protocol: str) -> PrototypeSettings:
+    return parse({"method": method, "protocol": protocol}).prototypes
 
 
 def privacy_notes(settings: Settings, method: Method[Any, Any, Any]) -> list[str]:
