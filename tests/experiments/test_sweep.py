@@ -191,10 +191,16 @@ def quiet() -> Console:
 
 def test_runs_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "times").mkdir()
-    code = (
-        "import sys, time, pathlib; begin = time.time(); time.sleep(0.4); print('said'); "
-        "pathlib.Path(sys.argv[1]).write_text(f'{begin} {time.time()}'); sys.exit(int(sys.argv[2]))"
-    )
+    code = """
+import sys, time, pathlib
+begin, file = time.time(), pathlib.Path(sys.argv[1])
+file.touch()
+while len(list(file.parent.iterdir())) < 2:  # the second run starts while the first one runs
+    time.sleep(0.01)
+print("said")
+file.write_text(f"{begin} {time.time()}")
+sys.exit(int(sys.argv[2]))
+"""
 
     def command(run: PlannedRun, slot: Slot) -> list[str]:
         return [sys.executable, "-c", code, str(tmp_path / "times" / str(run.seed)), str(int(run.seed == 1))]
@@ -214,7 +220,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert (tmp_path / "all-seed0" / "pbfl.log").read_text() == "said\n"
     spans = [tuple(map(float, (tmp_path / "times" / str(n)).read_text().split())) for n in range(4)]
     at_once = [sum(begin <= start < end for begin, end in spans) for start, _ in spans]
-    assert max(at_once) == 2
+    assert max(at_once) <= 2
 
 
 def test_runs_side_by_side_see_the_cards_of_their_slots(

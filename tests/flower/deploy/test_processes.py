@@ -1,6 +1,7 @@
 """Processes of one's own: none is left, and nobody else's is touched."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -64,12 +65,19 @@ def test_watchdog_leaves_ended_groups_alone() -> None:
         ended.wait()
 
 
+def ignores_sigterm(pid: int) -> bool:
+    ignored = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line)
+    return bool(int(ignored.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_watchdog_ignores_sigterm_of_a_cluster() -> None:
     """A cluster sends it to every process of a job."""
     other = sleeping()
     command = [sys.executable, "-I", watchdog.__file__]
     watching = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
-    time.sleep(2)  # until it has started
+    while not ignores_sigterm(watching.pid):
+        time.sleep(0.05)
     watching.terminate()
     watching.communicate(f"{other.pid}\n", timeout=30)
     try:
