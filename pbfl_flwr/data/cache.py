@@ -119,7 +119,7 @@ def _write(pool: Pool, folder: Path) -> None:
         values = getattr(pool, column)
         if values is not None:
             np.save(folder / f"{column}.npy", values)
-    keys = ("label_names", "num_train", "mean", "std", "notes", "columns", "vocabulary")
+    keys = ("label_names", "num_train", "notes", "columns", "vocabulary")
     meta = {key: getattr(pool, key) for key in keys}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     for file in folder.iterdir():  # a power cut must not leave an entry without its content
@@ -138,8 +138,6 @@ def _open(entry: Path) -> Pool:
             num_train=meta["num_train"],
             owner=_column(entry / "owner.npy"),
             in_train=_column(entry / "in_train.npy"),
-            mean=tuple(meta["mean"]) if meta["mean"] else None,
-            std=tuple(meta["std"]) if meta["std"] else None,
             notes=tuple(meta["notes"]),
             columns=tuple(meta["columns"]),
             vocabulary=tuple(meta["vocabulary"]),

@@ -31,8 +31,6 @@ class Pool:
         owner: (N,) int64, the natural client of every row, 0..; None if the dataset has none.
         in_train: (N,) bool, True where a row belongs to its owner's training part; only for sources whose
             files fix the clients and their split.
-        mean: per channel, on the [0, 1] scale for images: the model's input is (x/255 - mean)/std.
-        std: per channel; float32 inputs have mean 0 and std 1, i.e. are not normalised.
         notes: messages of the loader for the user (e.g. resized images), one per line.
         columns: feature names in order, if the source has names.
         vocabulary: for text, the tokens in the order of their ids; ids are fed unchanged.
@@ -44,8 +42,6 @@ class Pool:
     num_train: int
     owner: Rows | None = None
     in_train: NDArray[np.bool_] | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
     notes: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()
@@ -73,18 +69,15 @@ class Pool:
         return digest.hexdigest()[:16]
 
     def affine(self) -> tuple[Tensor, Tensor]:
-        """Return (scale, shift), float32 (C, 1, 1, ...); x * scale + shift is the model's input."""
+        """Return (scale, shift), float32 (C, 1, 1, ...); x * scale + shift is the model's input.
+
+        Images are fed as -1 to 1, other numbers as they are.
+        """
         import torch
 
-        channels = self.input_shape[0]
-        images = self.inputs.dtype == np.uint8
-        mean = np.asarray(self.mean or (0.5 if images else 0.0,) * channels)
-        std = np.asarray(self.std or (0.5 if images else 1.0,) * channels)
-        largest = 255.0 if images else 1.0
-        shape = (channels, *(1 for _ in self.input_shape[1:]))
-        scale = torch.from_numpy(1.0 / (largest * std)).float().reshape(shape)
-        shift = torch.from_numpy(-mean / std).float().reshape(shape)
-        return scale, shift
+        scale, shift = (2 / 255, -1.0) if self.inputs.dtype == np.uint8 else (1.0, -0.0)
+        shape = (self.input_shape[0], *(1 for _ in self.input_shape[1:]))
+        return torch.full(shape, scale), torch.full(shape, shift)
 
 
 @dataclass(frozen=True, eq=False)

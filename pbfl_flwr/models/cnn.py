@@ -16,7 +16,7 @@ SMALLEST_BLOCK_INPUT = 6  # 5x5 convolution: 2x2, max-pooling: 1x1
 
 
 def cnn4(task: Task) -> SplitModel:
-    """4-layer CNN (FedAvgCNN): 5x5 convolutions with 32 and 64 channels, hidden layer d; at least 16x16 pixels."""
+    """4-layer CNN (FedAvgCNN): 5x5 convolutions, 32 and 64 channels; hidden layer d; from 16x16 pixels."""
     channels = image_shape("cnn4", task)[0]
     height, width = _map_after_two_blocks("cnn4", task)
     stages = [
@@ -29,7 +29,7 @@ def cnn4(task: Task) -> SplitModel:
 
 
 def cnn2(task: Task) -> SplitModel:
-    """CNN of FedProto and GFPL: 5x5 convolutions with 10 and 20 channels, hidden layer d; at least 16x16 pixels.
+    """CNN of FedProto and GFPL: 5x5 convolutions, 10 and 20 channels; hidden layer d; from 16x16 pixels.
 
     As in FedProto's code the features are taken before the last dropout, which is therefore part of the head.
     At d = 50 on 28x28 grey images it has 21,330 body parameters.

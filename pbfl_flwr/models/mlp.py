@@ -23,7 +23,7 @@ def mlp(task: Task, *widths: int) -> SplitModel:
 
 
 def mlp5(task: Task) -> SplitModel:
-    """5-layer MLP: flattened input, hidden layers 16-8-4-d, classifier; with d = 2 prototypes can be plotted.
+    """5-layer MLP: hidden layers 16-8-4-d, classifier; with d = 2 prototypes can be plotted.
 
     Its features have no activation and may be negative.
     """

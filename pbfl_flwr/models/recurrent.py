@@ -26,7 +26,7 @@ DROPOUT = 0.2  # between the layers, and of the features
 
 
 def lstm(task: Task) -> SplitModel:
-    """LSTM for token ids: two layers of width d, dropout 0.2; the ReLU of the state after the last token."""
+    """LSTM for token ids: two layers of width d, dropout 0.2; ReLU of the state after the last token."""
     d, embedding = task.feature_dim, _embedding("lstm", task)
     stage = LastState(embedding, [nn.LSTM(d, d, batch_first=True) for _ in range(LAYERS)])
     replaced_classifier(d, task)
@@ -42,7 +42,7 @@ def gru(task: Task) -> SplitModel:
 
 
 def bilstm(task: Task) -> SplitModel:
-    """BiLSTM for token ids: one layer of width d per direction, hidden layer d on the two final states."""
+    """BiLSTM for token ids: width d per direction, hidden layer d on the two final states."""
     d, embedding = task.feature_dim, _embedding("bilstm", task)
     readers = [nn.LSTM(d, d, batch_first=True) for _ in range(2)]
     neck = nn.Linear(2 * d, d)

@@ -45,136 +45,65 @@ class Architecture:
     sizes: Sizes | None = None
 
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "bilstm": Architecture(
-        "recurrent",
-        "BiLSTM for token ids: one layer of width d per direction, hidden layer d on the two final states.",
-    ),
-    "cnn2": Architecture(
-        "cnn",
-        "CNN of FedProto and GFPL: 5x5 convolutions with 10 and 20 channels, hidden layer d; at least "
-        "16x16 pixels.",
-    ),
-    "cnn4": Architecture(
-        "cnn",
-        "4-layer CNN (FedAvgCNN): 5x5 convolutions with 32 and 64 channels, hidden layer d; at least "
-        "16x16 pixels.",
-    ),
-    "efficientnet-b0": Architecture(
-        "torchvision_bodies",
-        "EfficientNet-B0 of torchvision, no pretrained weights; last layer 1280, 4,007,548 body parameters.",
-    ),
-    "fasttext": Architecture(
-        "text", "FastText for token ids: mean embedding over all positions, padding included, hidden layer d."
-    ),
-    "googlenet": Architecture(
-        "torchvision_bodies",
-        "GoogLeNet of torchvision, no auxiliary heads; at least 15x15 pixels; last layer 1024, "
-        "5,599,904 body parameters.",
-    ),
-    "gru": Architecture(
-        "recurrent", "GRU for token ids: two layers of width d, dropout 0.2; the state after the last token."
-    ),
-    "har-cnn": Architecture(
-        "sensor", "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d."
-    ),
-    "har-gru": Architecture(
-        "sensor",
-        "GRU for sensor windows: 64 units over pairs of readings, mean over time, LayerNorm, hidden layer d.",
-    ),
-    "har-resnet": Architecture(
-        "sensor",
-        "1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; last layer 128.",
-    ),
-    "harcnn": Architecture(
-        "sensor",
-        "HtFLlib's HARCNN for sensor windows, harcnn-BLOCKS-STRIDE (harcnn-2-1); features average-"
-        "pooled to d.",
-        Sizes("blocks, at most 3, and the stride", 2, 2, "harcnn-2-1"),
-    ),
-    "lstm": Architecture(
-        "recurrent",
-        "LSTM for token ids: two layers of width d, dropout 0.2; the ReLU of the state after the last token.",
-    ),
-    "mlp": Architecture(
-        "mlp",
-        "MLP for tables: hidden layers of the widths in its name (mlp-500-200), then a hidden layer d.",
-        Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
-    ),
-    "mlp5": Architecture(
-        "mlp",
-        "5-layer MLP: flattened input, hidden layers 16-8-4-d, classifier; with d = 2 prototypes can be"
-        " plotted.",
-    ),
-    "mobilenet-v2": Architecture(
-        "torchvision_bodies",
-        "MobileNetV2 of torchvision, no pretrained weights; last layer 1280, 2,223,872 body parameters.",
-    ),
-    "resnet4": Architecture("resnet", "ResNet-4: stem and one residual block of width 64; last layer 64."),
-    "resnet6": Architecture(
-        "resnet", "ResNet-6: stem and residual blocks of width 64 and 128; last layer 128."
-    ),
-    "resnet8": Architecture(
-        "resnet",
-        "ResNet-8: stem and residual blocks of width 64, 128 and 256; last layer 256, 1,232,704 body "
-        "parameters.",
-    ),
-    "resnet10": Architecture(
-        "resnet",
-        "ResNet-10: stem and residual blocks of width 64, 128, 256 and 512; last layer 512, 4,905,792 "
-        "body parameters.",
-    ),
-    "resnet18": Architecture(
-        "resnet",
-        "ResNet-18 of torchvision, no pretrained weights; last layer 512, 11,176,512 body parameters.",
-    ),
-    "resnet34": Architecture(
-        "resnet",
-        "ResNet-34 of torchvision, no pretrained weights; last layer 512, 21,284,672 body parameters.",
-    ),
-    "resnet50": Architecture(
-        "resnet",
-        "ResNet-50 of torchvision, no pretrained weights; last layer 2048, 23,508,032 body parameters.",
-    ),
-    "resnet101": Architecture(
-        "resnet",
-        "ResNet-101 of torchvision, no pretrained weights; last layer 2048, 42,500,160 body parameters.",
-    ),
-    "resnet152": Architecture(
-        "resnet",
-        "ResNet-152 of torchvision, no pretrained weights; last layer 2048, 58,143,808 body parameters.",
-    ),
-    "shufflenet-v2": Architecture(
-        "torchvision_bodies",
-        "ShuffleNetV2 x1.0 of torchvision, no pretrained weights; last layer 1024, 1,253,604 body "
-        "parameters.",
-    ),
-    "text-logistic": Architecture(
-        "text",
-        "Logistic regression for token ids: mean embedding over all positions, padding included, no "
-        "hidden layer.",
-    ),
-    "textcnn": Architecture(
-        "text",
-        "TextCNN for token ids: convolutions of width 3, 4 and 5, 100 channels each, hidden layer d; at"
-        " least 5 tokens.",
-    ),
-    "transformer": Architecture(
-        "transformer",
-        "Transformer for token ids, transformer-HEADS-LAYERS: width d, feed-forward width 2048; the "
-        "output at <cls>.",
-        Sizes("heads, layers", 2, 2, "transformer-8-2"),
-    ),
-    "vit-b-16": Architecture(
-        "vision_transformer",
-        "ViT-B/16 of torchvision: square images of 16x16 patches; last layer 768, 85,651,200 body "
-        "parameters at 32x32.",
-    ),
-    "vit-b-32": Architecture(
-        "vision_transformer",
-        "ViT-B/32 of torchvision: square images of 32x32 patches; last layer 768, 87,418,368 body "
-        "parameters at 32x32.",
-    ),
+_SIZES = {
+    "harcnn": Sizes("blocks, at most 3, and the stride", 2, 2, "harcnn-2-1"),
+    "mlp": Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
+    "transformer": Sizes("heads, layers", 2, 2, "transformer-8-2"),
+}
+_SUMMARIES = {  # by module
+    "mlp": {
+        "mlp": "MLP for tables: hidden layers of the widths in its name (mlp-500-200), then a hidden layer d.",
+        "mlp5": "5-layer MLP: hidden layers 16-8-4-d, classifier; with d = 2 prototypes can be plotted.",
+    },
+    "cnn": {
+        "cnn2": "CNN of FedProto and GFPL: 5x5 convolutions, 10 and 20 channels; hidden layer d; from 16x16 pixels.",
+        "cnn4": "4-layer CNN (FedAvgCNN): 5x5 convolutions, 32 and 64 channels; hidden layer d; from 16x16 pixels.",
+    },
+    "resnet": {
+        "resnet4": "ResNet-4: stem and one residual block of width 64; last layer 64.",
+        "resnet6": "ResNet-6: stem and residual blocks of width 64 and 128; last layer 128.",
+        "resnet8": "ResNet-8: stem and residual blocks of width 64, 128 and 256; last layer 256.",
+        "resnet10": "ResNet-10: stem and residual blocks of width 64, 128, 256 and 512; last layer 512.",
+        "resnet18": "ResNet-18 of torchvision; last layer 512.",
+        "resnet34": "ResNet-34 of torchvision; last layer 512.",
+        "resnet50": "ResNet-50 of torchvision; last layer 2048.",
+        "resnet101": "ResNet-101 of torchvision; last layer 2048.",
+        "resnet152": "ResNet-152 of torchvision; last layer 2048.",
+    },
+    "torchvision_bodies": {
+        "efficientnet-b0": "EfficientNet-B0 of torchvision; last layer 1280.",
+        "googlenet": "GoogLeNet of torchvision, no auxiliary heads; from 15x15 pixels; last layer 1024.",
+        "mobilenet-v2": "MobileNetV2 of torchvision; last layer 1280.",
+        "shufflenet-v2": "ShuffleNetV2 x1.0 of torchvision; last layer 1024.",
+    },
+    "vision_transformer": {
+        "vit-b-16": "ViT-B/16 of torchvision: square images of 16x16 patches; last layer 768.",
+        "vit-b-32": "ViT-B/32 of torchvision: square images of 32x32 patches; last layer 768.",
+    },
+    "sensor": {
+        "har-cnn": "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels; hidden layer d.",
+        "har-gru": "GRU for sensor windows: 64 units over pairs of readings, mean over time, hidden layer d.",
+        "har-resnet": "1-D residual network for sensor windows: 32, 64 and 128 channels; last layer 128.",
+        "harcnn": "HtFLlib's HARCNN for sensor windows, harcnn-BLOCKS-STRIDE; features average-pooled to d.",
+    },
+    "text": {
+        "fasttext": "FastText for token ids: mean embedding over all positions, padding included; hidden layer d.",
+        "text-logistic": "Logistic regression for token ids: mean embedding over all positions, no hidden layer.",
+        "textcnn": "TextCNN for token ids: 100 convolutions each of width 3, 4, 5; hidden layer d; from 5 tokens.",
+    },
+    "recurrent": {
+        "bilstm": "BiLSTM for token ids: width d per direction, hidden layer d on the two final states.",
+        "gru": "GRU for token ids: two layers of width d, dropout 0.2; the state after the last token.",
+        "lstm": "LSTM for token ids: two layers of width d, dropout 0.2; ReLU of the state after the last token.",
+    },
+    "transformer": {
+        "transformer": "Transformer for token ids, transformer-HEADS-LAYERS: width d, MLP 2048; the output at <cls>.",
+    },
+}
+ARCHITECTURES = {
+    name: Architecture(module, summary, _SIZES.get(name))
+    for module, summaries in _SUMMARIES.items()
+    for name, summary in summaries.items()
 }
 LARGEST = 65_536  # bound on an integer in a name
 CLASSIFIER = Sizes("widths of the classifier's hidden layers", 1, 8, "resnet8+512-256")

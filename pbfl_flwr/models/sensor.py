@@ -20,7 +20,7 @@ HARCNN_CHANNELS = (32, 64, 128)
 
 
 def har_cnn(task: Task) -> SplitModel:
-    """1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.
+    """1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels; hidden layer d.
 
     Average pooling over time makes it independent of the window's length. Designed for this project.
 
@@ -38,7 +38,7 @@ def har_cnn(task: Task) -> SplitModel:
 
 
 def har_resnet(task: Task) -> SplitModel:
-    """1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; last layer 128.
+    """1-D residual network for sensor windows: 32, 64 and 128 channels; last layer 128.
 
     Designed for this project. GroupNorm replaces BatchNorm, whose batch statistics suit neither a person's few
     windows nor the average of several people's networks.
@@ -60,7 +60,7 @@ def har_resnet(task: Task) -> SplitModel:
 
 
 def har_gru(task: Task) -> SplitModel:
-    """GRU for sensor windows: 64 units over pairs of readings, mean over time, LayerNorm, hidden layer d.
+    """GRU for sensor windows: 64 units over pairs of readings, mean over time, hidden layer d.
 
     The mean over time makes it independent of the window's length; averaging pairs of readings halves the time steps,
     which dominate its run time. Without LayerNorm the means are so small that SGD hardly makes progress. Designed for
@@ -76,7 +76,7 @@ def har_gru(task: Task) -> SplitModel:
 
 
 def harcnn(task: Task, blocks: int, stride: int) -> SplitModel:
-    """HtFLlib's HARCNN for sensor windows, harcnn-BLOCKS-STRIDE (harcnn-2-1); features average-pooled to d.
+    """HtFLlib's HARCNN for sensor windows, harcnn-BLOCKS-STRIDE; features average-pooled to d.
 
     Unpadded convolutions to 32, 64 and 128 channels, with kernel 9, or 5 with three blocks, each followed by
     max-pooling of 2. HtFLlib uses Conv2d over a height of 1, which is equivalent.

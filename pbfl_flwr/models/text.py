@@ -20,7 +20,7 @@ WIDTHS = (3, 4, 5)
 
 
 def fasttext(task: Task) -> SplitModel:
-    """FastText for token ids: mean embedding over all positions, padding included, hidden layer d."""
+    """FastText for token ids: mean embedding over all positions, padding included; hidden layer d."""
     d, embedding = task.feature_dim, _embedding("fasttext", task)
     neck = nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(d, d))
     replaced_classifier(d, task)
@@ -28,7 +28,7 @@ def fasttext(task: Task) -> SplitModel:
 
 
 def textcnn(task: Task) -> SplitModel:
-    """TextCNN for token ids: convolutions of width 3, 4 and 5, 100 channels each, hidden layer d; at least 5 tokens.
+    """TextCNN for token ids: 100 convolutions each of width 3, 4, 5; hidden layer d; from 5 tokens.
 
     Raises:
         PbflError: if inputs are no token ids, or too few.
@@ -45,7 +45,7 @@ def textcnn(task: Task) -> SplitModel:
 
 
 def text_logistic(task: Task) -> SplitModel:
-    """Logistic regression for token ids: mean embedding over all positions, padding included, no hidden layer."""
+    """Logistic regression for token ids: mean embedding over all positions, no hidden layer."""
     embedding = _embedding("text-logistic", task)
     replaced_classifier(task.feature_dim, task)
     neck = nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Flatten())

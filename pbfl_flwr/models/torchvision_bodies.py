@@ -17,7 +17,7 @@ SMALLEST_IMAGE = 15  # of GoogLeNet: leaves a pixel after five halvings
 
 
 def mobilenet_v2(task: Task) -> SplitModel:
-    """MobileNetV2 of torchvision, no pretrained weights; last layer 1280, 2,223,872 body parameters.
+    """MobileNetV2 of torchvision; last layer 1280.
 
     As in the references its Dropout(0.2) is part of the body, so features are noisy in training mode.
     """
@@ -35,7 +35,7 @@ def mobilenet_v2(task: Task) -> SplitModel:
 
 
 def shufflenet_v2(task: Task) -> SplitModel:
-    """ShuffleNetV2 x1.0 of torchvision, no pretrained weights; last layer 1024, 1,253,604 body parameters."""
+    """ShuffleNetV2 x1.0 of torchvision; last layer 1024."""
     from torchvision import models
 
     channels, _, _ = image_shape("shufflenet-v2", task)
@@ -46,7 +46,7 @@ def shufflenet_v2(task: Task) -> SplitModel:
 
 
 def efficientnet_b0(task: Task) -> SplitModel:
-    """EfficientNet-B0 of torchvision, no pretrained weights; last layer 1280, 4,007,548 body parameters.
+    """EfficientNet-B0 of torchvision; last layer 1280.
 
     As in the references its Dropout(0.2) is part of the head; unlike torchvision's it is not in-place, since the
     features are also needed without dropout.
@@ -60,7 +60,7 @@ def efficientnet_b0(task: Task) -> SplitModel:
 
 
 def googlenet(task: Task) -> SplitModel:
-    """GoogLeNet of torchvision, no auxiliary heads; at least 15x15 pixels; last layer 1024, 5,599,904 body parameters.
+    """GoogLeNet of torchvision, no auxiliary heads; from 15x15 pixels; last layer 1024.
 
     As in the references its Dropout(0.2) is part of the body, so features are noisy in training mode. Initial
     weights are truncated normal, as in torchvision.

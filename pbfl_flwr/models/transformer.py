@@ -25,7 +25,7 @@ MOST_LAYERS = 64
 
 
 def transformer(task: Task, heads: int, layers: int) -> SplitModel:
-    """Transformer for token ids, transformer-HEADS-LAYERS: width d, feed-forward width 2048; the output at <cls>.
+    """Transformer for token ids, transformer-HEADS-LAYERS: width d, MLP 2048; the output at <cls>.
 
     Raises:
         PbflError: if inputs are no token ids, the heads do not divide d, or there are too many layers.

@@ -28,7 +28,7 @@ class Decoder:
         inputs[:] = np.arange(24).reshape(4, 2, 3)
         return Pool(
             inputs, np.array([0, 1, 0, 1]), ("no", "yes"), 3,
-            owner=np.array([0, 0, 1, 1]), mean=(0.1, 0.2), std=(0.3, 0.4), notes=("a note",),
+            owner=np.array([0, 0, 1, 1]), notes=("a note",),
         )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def test_decoded_once_and_read_back_as_a_memory_map(source, home):
         assert pool.owner is not None
         assert pool.owner.tolist() == [0, 0, 1, 1]
         assert (pool.label_names, pool.num_train, pool.in_train) == (("no", "yes"), 3, None)
-        assert (pool.mean, pool.std, pool.notes) == ((0.1, 0.2), (0.3, 0.4), ("a note",))
+        assert pool.notes == ("a note",)
     folders = [path for path in (home / "cache").iterdir() if path.is_dir()]
     assert len(folders) == 1
     assert folders[0].name.startswith("set-")

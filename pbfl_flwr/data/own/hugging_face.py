@@ -189,8 +189,9 @@ def _inputs(
     images = [name for name, feature in others.items() if isinstance(feature, Image)]
     if len(images) == 1:
         channels, side = image_size(settings, _channels(parts[0], images[0]))
-        pairs = [_Images(part.select_columns(images), images[0]) for part in parts]
-        inputs, _, notes = decode_images(pairs, allocate, side, Path(where), channels)
+        samples = ((row[images[0]], 0) for part in parts for row in part.select_columns(images))
+        total = sum(map(len, parts))
+        inputs, _, notes = decode_images(samples, total, allocate, side, Path(where), channels)
         return inputs, notes, (), ()
     if settings.vocabulary:
         column = text_column(where, list(others), settings.text_column)
@@ -216,19 +217,6 @@ def _inputs(
             f"vocabulary ({_line(error)})"
         ) from error
     return (columns[0], (), (), ()) if arrays else (np.stack(columns, axis=1), (), tuple(names), ())
-
-
-class _Images:
-    """(image, 0) by index of a split's column of images."""
-
-    def __init__(self, rows: Dataset, column: str) -> None:
-        self._rows, self._column = rows, column
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int, /) -> tuple[Any, int]:
-        return self._rows[index][self._column], 0
 
 
 def _channels(rows: Dataset, column: str) -> int:

@@ -21,7 +21,7 @@ from pbfl_flwr.config import DataSettings, class_name
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.labels import known_classes
-from pbfl_flwr.data.own.images import ImageFiles, decode_images
+from pbfl_flwr.data.own.images import decode_images, open_image
 from pbfl_flwr.data.sources.files import files_under, given_path
 from pbfl_flwr.errors import PbflError, abbreviate
 
@@ -61,8 +61,8 @@ def image_folder(settings: DataSettings) -> Pool:
     channels, side = image_size(settings)
 
     def decode(allocate: Allocate) -> Pool:
-        parts = [ImageFiles(train), ImageFiles(test)]
-        inputs, labels, notes = decode_images(parts, allocate, side, root, channels)
+        samples = ((open_image(path), label) for path, label in [*train, *test])
+        inputs, labels, notes = decode_images(samples, len(train) + len(test), allocate, side, root, channels)
         folders = [*class_folders.values(), *tested.values()]
         from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -116,8 +116,7 @@ def one_image(path: Path, channels: int, side: tuple[int, int]) -> NDArray[Any]:
     Raises:
         PbflError: if it cannot be read.
     """
-    inputs, _, _ = decode_images([ImageFiles([(path, 0)])], np.empty, side, path, channels)
-    image: NDArray[Any] = inputs[0]
+    image: NDArray[Any] = decode_images([(open_image(path), 0)], 1, np.empty, side, path, channels)[0][0]
     return image
 
 

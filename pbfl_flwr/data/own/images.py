@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,38 +16,21 @@ from pbfl_flwr.data.contract import Rows
 from pbfl_flwr.errors import PbflError
 
 
-class LabelledImages(Protocol):
-    """Interface of torchvision's datasets: (image, label) by index."""
+def open_image(path: Path) -> Image.Image:
+    """Return the image of a file as RGB, with its EXIF orientation applied.
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-class ImageFiles:
-    """(image, label) by index, from a list of (path, label)."""
-
-    def __init__(self, samples: Sequence[tuple[Path, int]]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int, /) -> tuple[Image.Image, int]:
-        path, label = self.samples[index]
-        try:
-            with Image.open(path) as image:
-                return _eight_bits(_upright(image), path).convert("RGB"), label
-        # PIL has its own exception for images of an implausible size.
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise PbflError(f"{path} is not a readable image: {error}") from error
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    """Apply an image's EXIF orientation, if it has one."""
-    image.load()
-    with suppress(SyntaxError):  # damaged EXIF data in a readable image
-        ImageOps.exif_transpose(image, in_place=True)
-    return image
+    Raises:
+        PbflError: if it cannot be read.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()
+            with suppress(SyntaxError):  # damaged EXIF data in a readable image
+                ImageOps.exif_transpose(image, in_place=True)
+            return _eight_bits(image, path).convert("RGB")
+    # PIL has its own exception for images of an implausible size.
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise PbflError(f"{path} is not a readable image: {error}") from error
 
 
 def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
@@ -69,7 +52,8 @@ def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
 
 
 def decode_images(
-    parts: Sequence[LabelledImages],
+    samples: Iterable[tuple[Image.Image, int]],
+    total: int,
     allocate: Allocate,
     side: tuple[int, int] | None,
     where: Path,
@@ -78,7 +62,8 @@ def decode_images(
     """Decode images as RGB or grey, all of one size.
 
     Args:
-        parts: training part, test part, ..., which are concatenated.
+        samples: (image, label) in the order of the rows.
+        total: their number N.
         allocate: creates the array of inputs.
         side: (width, height) in pixels; None: the size of the first image. Other images are resized with PIL's
             bilinear filter, as by torchvision's ``Resize``, without keeping their aspect ratio.
@@ -91,26 +76,23 @@ def decode_images(
     Raises:
         PbflError: naming an image that cannot be read.
     """
-    total = sum(len(part) for part in parts)
     labels = np.empty(total, dtype=np.int64)
     inputs: NDArray[Any] | None = None
     row, resized, wanted = 0, 0, side
     mode = "L" if channels == 1 else "RGB"
-    for part in parts:
-        for index in range(len(part)):
-            try:
-                image, labels[row] = part[index]
-                image = image if image.mode == mode else image.convert(mode)
-            except OSError as error:
-                raise PbflError(f"image {index} of {where} cannot be read: {error}") from error
-            wanted = wanted or image.size
+    try:
+        for row, (image, label) in enumerate(samples):
+            labels[row] = label
+            converted = image if image.mode == mode else image.convert(mode)
+            wanted = wanted or converted.size
             if inputs is None:
                 inputs = allocate((total, channels, wanted[1], wanted[0]), np.uint8)
-            if image.size != wanted:
-                image = image.resize(wanted, Image.Resampling.BILINEAR)
+            if converted.size != wanted:
+                converted = converted.resize(wanted, Image.Resampling.BILINEAR)
                 resized += 1
-            inputs[row] = np.asarray(image).reshape(wanted[1], wanted[0], channels).transpose(2, 0, 1)
-            row += 1
+            inputs[row] = np.asarray(converted).reshape(wanted[1], wanted[0], channels).transpose(2, 0, 1)
+    except OSError as error:
+        raise PbflError(f"{where} holds an image after row {row} that cannot be read: {error}") from error
     if inputs is None or wanted is None:
         raise PbflError(f"no image in {where}")
     notes: tuple[str, ...] = ()

@@ -6,7 +6,6 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from io import BufferedIOBase
 from pathlib import Path
 
 from pbfl_flwr.config import DataSettings
@@ -79,19 +78,6 @@ def check_memory(size: int, path: Path) -> None:
         raise PbflError(
             f"{path} holds {size / 2**20:,.0f} MiB, more than this machine's memory of {memory / 2**20:,.0f} MiB"
         )
-
-
-def unpack(source: BufferedIOBase, target: BufferedIOBase, path: Path) -> None:
-    """Decompress a file of unknown content size, refusing more than this machine's memory.
-
-    Raises:
-        PbflError: as :func:`check_memory`.
-    """
-    size = 0
-    while block := source.read(2**20):
-        size += len(block)
-        check_memory(size, path)
-        target.write(block)
 
 
 def missing(settings: DataSettings, looked: Sequence[Path], goes_to: Path | None) -> PbflError:

@@ -8,17 +8,18 @@ its images stay transposed, as in the files and in torchvision.
 from __future__ import annotations
 
 import gzip
-import tempfile
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
-from pbfl_flwr.data.sources.files import UNREADABLE, damaged, data_root, fetch, missing, unpack
+from pbfl_flwr.data.sources.files import UNREADABLE, check_memory, damaged, data_root, fetch, missing
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 _MNIST_FILES = tuple(
@@ -76,8 +77,6 @@ def _load(
     download: Callable[[Path], Any],
     elsewhere: tuple[Path, ...] = (),
 ) -> Pool:
-    from torchvision.datasets.mnist import read_image_file, read_label_file
-
     root = data_root(settings)
     raw = root / folder / "raw"
     places = (root, raw) if settings.data_dir else (root, raw, *elsewhere)
@@ -89,24 +88,32 @@ def _load(
         chosen = [raw / file for file in files]
 
     def decode(allocate: Allocate) -> Pool:
-        parts = [(_read(read_image_file, chosen[i]), _read(read_label_file, chosen[i + 1])) for i in (0, 2)]
-        inputs = np.concatenate([images for images, _ in parts])[:, None]
-        labels = np.concatenate([labels for _, labels in parts])
-        return Pool(inputs, labels, label_names, num_train=len(parts[0][1]))
-
-    def _read(reader: Callable[[str], Any], path: Path) -> Any:
-        try:
-            if path.suffix != ".gz":
-                return reader(str(path)).numpy()
-            with tempfile.TemporaryDirectory() as scratch:  # torchvision's reader takes plain files only
-                plain = Path(scratch) / path.stem
-                with gzip.open(path) as source, plain.open("wb") as target:
-                    unpack(source, target, path)
-                return reader(str(plain)).numpy()
-        except (*UNREADABLE, TypeError, KeyError, AssertionError) as error:
-            raise damaged(settings, path, error) from error
+        arrays = []
+        for path in chosen:
+            try:
+                arrays.append(_read(path))
+            except UNREADABLE as error:
+                raise damaged(settings, path, error) from error
+        inputs, labels = np.concatenate(arrays[::2])[:, None], np.concatenate(arrays[1::2]).astype(np.int64)
+        return Pool(inputs, labels, label_names, num_train=len(arrays[1]))
 
     return cached(settings.dataset, chosen, decode)
+
+
+def _read(path: Path) -> NDArray[np.uint8]:
+    """Return the array of an idx file: 0, 0, 8 (uint8), the number of axes, their lengths as big-endian int32, bytes.
+
+    Raises:
+        ValueError: if it holds fewer bytes than its header says, or other numbers.
+        PbflError: if it is larger than this machine's memory.
+    """
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        magic = file.read(4)
+        if len(magic) != 4 or magic[:3] != b"\0\0\x08":
+            raise ValueError(f"{path.name} is no idx file of bytes")
+        shape = np.frombuffer(file.read(4 * magic[3]), ">u4").astype(int).tolist()
+        check_memory(math.prod(shape), path)
+        return np.frombuffer(file.read(math.prod(shape)), np.uint8).reshape(shape)
 
 
 def _idx_files(place: Path, files: tuple[str, ...]) -> list[Path]:

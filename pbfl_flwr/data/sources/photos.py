@@ -56,7 +56,9 @@ def _load(
             parts = [dataset(root, split=split) for split in splits]
         except (RuntimeError, OSError, KeyError, ValueError) as error:
             raise damaged(settings, folder, error) from error
-        inputs, labels, _ = decode_images(parts, allocate, (side, side), folder)
-        return Pool(inputs, labels, label_names, num_train=sum(len(part) for part in parts[:-1]))
+        samples = (part[index] for part in parts for index in range(len(part)))
+        total = sum(map(len, parts))
+        inputs, labels, _ = decode_images(samples, total, allocate, (side, side), folder)
+        return Pool(inputs, labels, label_names, num_train=total - len(parts[-1]))
 
     return cached(settings.dataset, files_under(folder), decode)

@@ -13,7 +13,7 @@ from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.own.image_folder import labelled_files
-from pbfl_flwr.data.own.images import ImageFiles, decode_images
+from pbfl_flwr.data.own.images import decode_images, open_image
 from pbfl_flwr.data.sources.files import data_root, missing
 from pbfl_flwr.errors import PbflError
 
@@ -38,7 +38,8 @@ def tiny_imagenet(settings: DataSettings) -> Pool:
     words = base / "words.txt"
 
     def decode(allocate: Allocate) -> Pool:
-        inputs, labels, _ = decode_images([ImageFiles(train), ImageFiles(val)], allocate, (SIDE, SIDE), base)
+        samples = ((open_image(path), label) for path, label in [*train, *val])
+        inputs, labels, _ = decode_images(samples, len(train) + len(val), allocate, (SIDE, SIDE), base)
         return Pool(inputs, labels, _names(words, wnids), num_train=len(train))
 
     sources = [annotations, *(path for path, _ in [*train, *val]), *([words] if words.is_file() else [])]

@@ -13,16 +13,18 @@ from pbfl_flwr.errors import PbflError
 
 
 def test_an_image_folder_without_a_test_part_and_with_odd_sizes(tmp_path, write_image):
-    write_image(tmp_path / "cat" / "a.png", (1, 2, 3), (6, 4))
-    write_image(tmp_path / "cat" / "b.png", 50, (12, 12))  # grey, other size
-    write_image(tmp_path / "dog" / "c.png", (7, 8, 9), (6, 4))
-    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
+    write_image(tmp_path / "set" / "cat" / "a.png", (1, 2, 3), (6, 4))
+    write_image(tmp_path / "set" / "cat" / "b.png", 50, (12, 12))  # grey, other size
+    write_image(tmp_path / "set" / "dog" / "c.png", (7, 8, 9), (6, 4))
+    settings = DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set"), partition="iid")
+    pool = load_pool(settings)
     assert pool.inputs.shape == (3, 3, 4, 6)
     assert pool.inputs[1, :, 0, 0].tolist() == [50, 50, 50]
     assert pool.num_train == 3
     assert pool.label_names == ("cat", "dog")
-    part = check_data(DataSettings(dataset="image-folder", data_dir=str(tmp_path), partition="iid"), 3)
-    assert part.notes == ("1 of 3 images were resized to 6x4, the size of the first image",)
+    assert check_data(settings, 3).notes == (
+        "1 of 3 images were resized to 6x4, the size of the first image",
+    )
 
 
 def test_names_with_a_leading_dot_are_neither_classes_nor_images(tmp_path, write_image):
