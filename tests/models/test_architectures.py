@@ -13,9 +13,11 @@ from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import count_parameters
 from pbfl_flwr.models.layers import impose_width
 from pbfl_flwr.task import Task
+from tests.models.kinds import task_of
 
 RGB = (3, 32, 32)
 GREY = (1, 28, 28)
+V = 11
 
 
 @pytest.mark.parametrize(
@@ -67,11 +69,22 @@ GREY = (1, 28, 28)
         ("harcnn-2-3", (9, 1, 128), 64, 2_624 + 18_496),
         # 5·9·32 + 32, 5·32·64 + 64, 5·64·128 + 128
         ("harcnn-3-1", (9, 128), 64, 1_472 + 10_304 + 41_088),
+        # an embedding of V = 11 tokens, here d = 6; d·d + d
+        ("fasttext", (9,), 6, V * 6 + 42),
+        # three convolutions d·w·100 + 100 of width 3, 4, 5; 300·d + d
+        ("textcnn", (9,), 6, V * 6 + 6 * 12 * 100 + 300 + 300 * 6 + 6),
+        ("text-logistic", (9,), 6, V * 6),
+        # a layer has 4 gates (a GRU 3) of d·d for the input, d·d for the state and two biases
+        ("lstm", (9,), 6, V * 6 + 2 * 4 * (2 * 36 + 12)),
+        ("gru", (9,), 6, V * 6 + 2 * 3 * (2 * 36 + 12)),
+        ("bilstm", (9,), 6, V * 6 + 2 * 4 * (2 * 36 + 12) + 2 * 36 + 6),
+        # of each layer: queries, keys, values and output, the perceptron, two normalisations
+        ("transformer-3-2", (9,), 6, V * 6 + 2 * (4 * 42 + (6 * 2048 + 2048) + (2048 * 6 + 6) + 4 * 6)),
     ],
 )
 def test_body_parameters(name: str, shape: tuple[int, ...], d: int, body: int) -> None:
     with torch.device("meta"):
-        model = build_model(name, Task(num_classes=10, feature_dim=d, input_shape=shape), seed=0)
+        model = build_model(name, task_of(name, d, shape, num_classes=10), seed=0)
     assert count_parameters(model) == (body, 10 * d + 10)
 
 
@@ -178,36 +191,36 @@ def test_dropout_stands_where_the_references_have_it(name: str, where: list[str]
     assert dropouts == where
 
 
-@pytest.mark.parametrize("name", ["resnet8", "mobilenet-v2", "efficientnet-b0"])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_first_convolution_is_drawn_by_fan_out(name: str, channels: int) -> None:
-    model = build_model(name, Task(num_classes=10, feature_dim=50, input_shape=(channels, 32, 32)), seed=0)
+@pytest.mark.parametrize(
+    ("name", "channels", "side", "deviation", "tolerance"),
+    [
+        # Kaiming: variance 2 / (out channels · kernel area), whatever the input channels
+        *(
+            (name, channels, 32, math.sqrt(2 / fan_out), 0.15)
+            for name, fan_out in (("resnet8", 64 * 49), ("mobilenet-v2", 32 * 9), ("efficientnet-b0", 32 * 9))
+            for channels in (1, 3)
+        ),
+        # truncated normal numbers: of deviation 0.01, and of 1 over the root of the fan-in, 1·16·16
+        ("googlenet", 1, 15, 0.01, 0.05),
+        ("vit-b-16", 1, 16, 1 / 16, 0.05),
+    ],
+)
+def test_the_first_convolution_is_drawn_as_published(
+    name: str, channels: int, side: int, deviation: float, tolerance: float
+) -> None:
+    model = build_model(
+        name, Task(num_classes=10, feature_dim=50, input_shape=(channels, side, side)), seed=0
+    )
     first = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
     assert first.in_channels == channels
-    # Kaiming: variance 2 / (out channels · kernel area), whatever the input channels
-    expected = math.sqrt(2 / (first.out_channels * first.kernel_size[0] * first.kernel_size[1]))
-    assert float(first.weight.detach().std()) == pytest.approx(expected, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("name", "side", "deviation"),
-    # truncated normal numbers: of deviation 0.01, and of 1 over the root of the fan-in, 1·16·16
-    [("googlenet", 15, 0.01), ("vit-b-16", 16, 1 / 16)],
-)
-def test_a_first_convolution_for_grey_images_is_drawn_as_that_for_colours(
-    name: str, side: int, deviation: float
-) -> None:
-    model = build_model(name, Task(num_classes=10, feature_dim=50, input_shape=(1, side, side)), seed=0)
-    first = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
-    assert first.in_channels == 1
-    assert float(first.weight.detach().std()) == pytest.approx(deviation, rel=0.05)
+    assert float(first.weight.detach().std()) == pytest.approx(deviation, rel=tolerance)
     assert first.bias is None or not first.bias.any()
 
 
 CONVOLUTIONS = "layer {} (5x5 convolution, 2x2 max-pooling): expected a map of at least 6x6, found {} "
 PATCHES = "first layer: expected square images divisible into {0}x{0} patches, e.g. {1}x{1}, found {2} "
 NO_IMAGE = "first layer: expected images (channels, height, width), found input shape (9, 128)"
-IMAGE_MODELS = [
+IMAGE_MODELS = (
     "resnet4",
     "shufflenet-v2",
     "mobilenet-v2",
@@ -215,7 +228,7 @@ IMAGE_MODELS = [
     "cnn4",
     "googlenet",
     "vit-b-16",
-]
+)
 
 
 @pytest.mark.parametrize(

@@ -6,54 +6,16 @@ from torch import nn
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.server.roster import ARCHITECTURE
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.methods.averaging import shared_parameters
 from pbfl_flwr.models.build import build_model, check_models
 from pbfl_flwr.models.contract import count_parameters, head_names, is_deterministic, random_inputs
-from pbfl_flwr.models.registry import ModelName, architectures, base_and_sizes, check_named
+from pbfl_flwr.models.registry import check_named
 from pbfl_flwr.task import Task
 from tests.models.kinds import shapes, task_of, width
 
 K, D = 7, 20
 GREY = (1, 28, 28)
-WRONG = ("", "0", "032", "-32", "32-", "32--4", "65537", "9" * 5000, "x", "3.5", "32+16", "1-1-1-1-1-1-1-1-1")
-
-
-@pytest.mark.parametrize(
-    ("name", "base", "sizes", "widths"),
-    [
-        ("resnet8", "resnet8", (), ()),
-        ("resnet8+512-256", "resnet8", (), (512, 256)),
-        ("mlp+9", "mlp", (), (9,)),
-        ("mlp-500-20+256", "mlp", (500, 20), (256,)),
-        ("efficientnet-b0+1-2-3-4-5-6-7-8", "efficientnet-b0", (), (1, 2, 3, 4, 5, 6, 7, 8)),
-    ],
-)
-def test_names(name: str, base: str, sizes: tuple[int, ...], widths: tuple[int, ...]) -> None:
-    assert base_and_sizes(name) == (base, sizes)
-    assert ModelName.parse(name) == ModelName(name.partition("+")[0], "", widths)
-    assert str(ModelName.parse(name)) == name
-    assert architectures(f"cnn4, {name}") == ("cnn4", name)
-    assert ARCHITECTURE.fullmatch(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        *((f"cnn4+{wrong}", "after '+' must follow 1 to 8 whole numbers from 1 to 65,536") for wrong in WRONG),
-        ("cnn5+32", "unknown model 'cnn5'; did you mean 'cnn4'?"),
-        ("+32", "unknown model ''"),
-        ("mlp-0+32", "model 'mlp-0': after 'mlp'"),
-        ("small-4+32", "'small-4' is a family; must be a comma list of models"),
-        ("nets.zoo:build+32", "a function of your own must build the classifier itself; must be 'nets.zoo:build'"),
-    ],
-)  # fmt: skip
-def test_rejects_names_of_classifiers_in_one_line(name: str, message: str) -> None:
-    with pytest.raises(PbflError) as caught:
-        architectures(f"cnn4,{name}")
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_layout_and_precision_of_a_model_with_its_classifier() -> None:

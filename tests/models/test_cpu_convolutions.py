@@ -35,39 +35,41 @@ def gradients(function: nn.Module, inputs: Tensor) -> list[Tensor]:
     return [outputs, *torch.autograd.grad((outputs * weights).sum(), [inputs, *function.parameters()])]
 
 
-@pytest.mark.parametrize("side", [1, 2, 3, 4])
-@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (5, 1), (5, 2), (1, 2)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_depthwise_convolution_keeps_its_values_and_gradients(
-    side: int, kernel: int, stride: int, bias: bool
-) -> None:
-    torch.manual_seed(0)
-    conv = nn.Conv2d(6, 6, kernel, stride, kernel // 2, groups=6, bias=bias).double()
-    model = nn.Sequential(conv)
-    inputs = torch.randn(3, 6, side, side, dtype=torch.float64)
-    expected = gradients(conv, inputs)
-    optimize_layout(model, "channels-last")
-    assert isinstance(model[0], DepthwiseConv2d)
-    for result, wanted in zip(gradients(model[0], inputs), expected, strict=True):
-        torch.testing.assert_close(result, wanted, rtol=1e-10, atol=1e-12)
+# Class of the replacement, channels in and out, groups; kernel, stride and padding; sides of the map.
+CONVOLUTIONS: list[tuple[type[nn.Conv2d], tuple[int, int, int], tuple[int, int, int], tuple[int, int]]] = [
+    *(
+        (DepthwiseConv2d, (6, 6, 6), (kernel, stride, kernel // 2), (side, side))
+        for kernel, stride in ((3, 1), (3, 2), (5, 1), (5, 2), (1, 2))
+        for side in (1, 2, 3, 4)
+    ),
+    *(
+        (FewPixelsConv2d, (3, 4, 1), shape, sides)
+        for shape in ((3, 1, 1), (3, 2, 1), (5, 1, 2), (5, 2, 2), (2, 2, 0), (4, 3, 3))
+        for sides in ((1, 1), (2, 2), (4, 4), (1, 4), (4, 1), (3, 2), (5, 6))
+        if min(sides) >= shape[0] - 2 * shape[2]
+    ),
+    (FewPixelsConv2d, (3, 4, 1), (2, 9, 4), (1, 1)),  # over padding alone: the bias
+    (PointwiseConv2d, (6, 4, 1), (1, 1, 0), (5, 4)),
+]
 
 
-@pytest.mark.parametrize("sides", [(1, 1), (2, 2), (4, 4), (1, 4), (4, 1), (3, 2), (5, 6)])
-@pytest.mark.parametrize(
-    ("kernel", "stride", "padding"), [(3, 1, 1), (3, 2, 1), (5, 1, 2), (5, 2, 2), (2, 2, 0), (4, 3, 3)]
-)
+@pytest.mark.parametrize(("kind", "channels", "shape", "sides"), CONVOLUTIONS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_dense_convolution_keeps_its_values_and_gradients(
-    sides: tuple[int, int], kernel: int, stride: int, padding: int, bias: bool
+def test_a_replaced_convolution_keeps_its_values_and_gradients(
+    kind: type[nn.Conv2d],
+    channels: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    sides: tuple[int, int],
+    bias: bool,
 ) -> None:
-    sides = (max(sides[0], kernel - 2 * padding), max(sides[1], kernel - 2 * padding))
     torch.manual_seed(0)
-    conv = nn.Conv2d(3, 4, kernel, stride, padding, bias=bias).double()
+    before, after, groups = channels
+    conv = nn.Conv2d(before, after, *shape, groups=groups, bias=bias).double()
     model = nn.Sequential(conv)
-    inputs = torch.randn(5, 3, *sides, dtype=torch.float64)
+    inputs = torch.randn(5, before, *sides, dtype=torch.float64)
     expected = gradients(conv, inputs)
     optimize_layout(model, "channels-last")
-    assert isinstance(model[0], FewPixelsConv2d)
+    assert isinstance(model[0], kind)
     for result, wanted in zip(gradients(model[0], inputs), expected, strict=True):
         torch.testing.assert_close(result, wanted, rtol=1e-10, atol=1e-12)
 
@@ -81,28 +83,6 @@ def test_a_single_map_and_no_map_at_all_are_the_librarys(conv: nn.Conv2d) -> Non
     maps = torch.randn(2, 4, 2, 2)
     torch.testing.assert_close(model(maps[0]), conv(maps)[0])
     assert model(maps[:0]).shape == (0, conv.out_channels, 2, 2)
-
-
-def test_a_kernel_over_padding_alone_gives_the_bias() -> None:
-    conv = nn.Conv2d(2, 1, 2, stride=9, padding=4)
-    inputs = torch.ones(2, 2, 1, 1)
-    expected = gradients(conv, inputs)
-    model = optimize_layout(nn.Sequential(conv), "channels-last")
-    for result, wanted in zip(gradients(model[0], inputs), expected, strict=True):
-        torch.testing.assert_close(result, wanted)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_pointwise_convolution_keeps_its_values_and_gradients(bias: bool) -> None:
-    torch.manual_seed(0)
-    conv = nn.Conv2d(6, 4, 1, bias=bias).double()
-    model = nn.Sequential(conv)
-    inputs = torch.randn(3, 6, 5, 4, dtype=torch.float64)
-    expected = gradients(conv, inputs)
-    optimize_layout(model, "channels-last")
-    assert isinstance(model[0], PointwiseConv2d)
-    for result, wanted in zip(gradients(model[0], inputs), expected, strict=True):
-        torch.testing.assert_close(result, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -142,25 +122,22 @@ def test_every_architecture_stays_the_same_function(name: str) -> None:
     torch.testing.assert_close(optimized.features(inputs.double()), plain.features(inputs.double()))
 
 
-def test_the_last_stage_of_a_resnet_is_small() -> None:
-    model = optimize_layout(build_model("resnet8", TASK, 0), "channels-last").eval()
-    sizes: list[int] = []
-    for module in model.modules():
-        if isinstance(module, FewPixelsConv2d):
-            module.register_forward_hook(lambda _, given, result: sizes.append(result[0, 0].numel()))
-    model.features(torch.zeros(1, *TASK.input_shape))
-    assert sum(size <= FEW_PIXELS for size in sizes) == 2
-
-
-@pytest.mark.parametrize("name", ["mobilenet-v2", "efficientnet-b0"])
-def test_deep_networks_meet_small_maps(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "small"),
+    [("resnet8", FewPixelsConv2d, 2), ("mobilenet-v2", DepthwiseConv2d, 10), ("efficientnet-b0", DepthwiseConv2d, 10)],
+)  # fmt: skip
+def test_deep_networks_end_in_small_maps(name: str, kind: type[nn.Conv2d], small: int) -> None:
     model = optimize_layout(build_model(name, TASK, 0), "channels-last").eval()
     sizes: list[int] = []
+
+    def note(_: nn.Module, given: tuple[Tensor], result: Tensor) -> None:
+        sizes.append((given[0] if kind is DepthwiseConv2d else result)[0, 0].numel())
+
     for module in model.modules():
-        if isinstance(module, DepthwiseConv2d):
-            module.register_forward_pre_hook(lambda _, given: sizes.append(given[0][0, 0].numel()))
+        if isinstance(module, kind):
+            module.register_forward_hook(note)
     model.features(torch.zeros(1, *TASK.input_shape))
-    assert sum(size <= FEW_PIXELS for size in sizes) >= 7
+    assert sum(size <= FEW_PIXELS for size in sizes) == small
 
 
 @pytest.mark.parametrize("name", ["cnn4", "resnet18", "mobilenet-v2"])

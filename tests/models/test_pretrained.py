@@ -17,7 +17,6 @@ from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.checkpoints import COUNTER, OF_TORCHVISION, as_file, body_of
 from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
 from pbfl_flwr.models.pretrained import digest
-from pbfl_flwr.models.registry import architecture_of, architectures
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.paths import weights_file
 from tests.small_runs import pbfl
@@ -149,30 +148,6 @@ def test_the_digest_is_of_the_weights_and_of_nothing_where_there_are_none() -> N
     assert digest("resnet4@a") != before
 
 
-def test_names() -> None:
-    assert architectures("small-4@x") == ("cnn4@x", "resnet4@x", "resnet6@x", "resnet8@x")
-    assert architectures("htfe-img-8-htc-img-4@x")[1] == "googlenet@x+512"
-    assert architecture_of("cnn4, mlp-5@a.b_c-1+3", 1) == "mlp-5@a.b_c-1+3"
-
-
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        ("cnn4@", "after '@' must follow a label of 1 to 64 letters"),
-        ("cnn4@../../etc", "after '@' must follow a label"),
-        ("cnn4@a@b", "after '@' must follow a label"),
-        ("small-4@", "after '@' must follow a label"),
-        ("small-4@x+512", "'small-4' is a family"),
-        ("cnn5@x", "unknown model 'cnn5'"),
-        ("my.nets:small@x", "a function of your own must load its weights itself; must be 'my.nets:small'"),
-        ("cnn4@x+0", "after '\\+' must follow 1 to 8 whole numbers"),
-    ],
-)
-def test_a_name_that_is_none(spec: str, text: str) -> None:
-    with pytest.raises(PbflError, match=text):
-        architectures(spec)
-
-
 def test_weights_that_are_missing_or_do_not_fit_are_one_line() -> None:
     with pytest.raises(
         PbflError, match=r"no weights of cnn4 under the label 'x' .* none are stored for it here"
@@ -248,21 +223,24 @@ class Harmful:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (
-            {"a": torch.zeros(2)},
-            "must be weights of pbfl-flwr's resnet18 or torchvision's resnet18; it lacks",
-        ),
-        ({"epoch": 3}, "holds no named tensors"),
-        ([torch.zeros(2)], "holds no named tensors"),
-        ({}, "holds no named tensors"),
+        ({"a": torch.zeros(2)}, "must be weights of pbfl-flwr's resnet18 or torchvision's resnet18; it lacks"),
+        *((content, "holds no named tensors") for content in ({"epoch": 3}, [torch.zeros(2)], {})),
         (Harmful(), "holds no weights that can be loaded without executing code"),
+        (b"12345678 and more", "holds no weights that can be loaded"),  # as safetensors
+        (b"\x80\x02X\x05", "holds no weights that can be loaded"),
+        (b"PK\x03\x04" + bytes(60), "holds no weights that can be loaded"),
     ],
-)
+)  # fmt: skip
 def test_files_that_hold_something_else(
     content: object, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused = pbfl("weights", "x", "resnet18", saved(content, tmp_path / "x.pth"))
+    file = tmp_path / ("x.safetensors" if content == b"12345678 and more" else "x.pth")
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        saved(content, file)
+    refused = pbfl("weights", "x", "resnet18", file)
     assert refused.exit_code == 2
     assert text in " ".join(refused.stderr.split())
     assert not (tmp_path / "harm").exists()
@@ -280,22 +258,12 @@ def test_the_harm_would_be_done_by_a_reader_that_runs_code(
 @pytest.mark.parametrize(
     ("name", "of", "more", "message"),
     [
-        (
-            "resnet18",
-            "theirs",
-            {"layer1.0.bn3.bias": (3,)},
-            "torchvision's resnet18 has no 'layer1.0.bn3.bias'",
-        ),
-        (
-            "resnet18",
-            "theirs",
-            {"conv1.weight": (64, 1, 7, 7)},
-            "has shape (64, 1, 7, 7), in torchvision's resnet18 (64",
-        ),
+        ("resnet18", "theirs", {"layer1.0.bn3.bias": (3,)}, "torchvision's resnet18 has no 'layer1.0.bn3.bias'"),
+        ("resnet18", "theirs", {"conv1.weight": (64, 1, 7, 7)}, "has shape (64, 1, 7, 7), in torchvision's resnet18"),
         ("cnn4", "theirs", {}, "cnn4; it lacks 'stages.0.0.weight'"),
         ("cnn4", "ours", {"more": (1,)}, "pbfl-flwr's cnn4; it also has 'more'"),
     ],
-)
+)  # fmt: skip
 def test_checkpoints_of_another_network(
     name: str, of: str, more: dict[str, tuple[int, ...]], message: str
 ) -> None:
@@ -330,15 +298,3 @@ def test_counters_that_older_files_lack_are_not_needed(tmp_path: Path) -> None:
     kept("resnet4", "older", older)
     assert same(body(build_model("resnet4@older", SMALL, 0)), body(trained))
     kept("resnet18", "older", {n: t for n, t in theirs("resnet18").state_dict().items() if COUNTER not in n})
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [b"12345678 and more", b"\x80\x02.", b"\x80\x02X\x05", b"\x80\x02h\x07.", b"PK\x03\x04" + bytes(60)],
-)
-def test_a_damaged_file_is_a_line(damaged: bytes, tmp_path: Path) -> None:
-    file = tmp_path / ("x.safetensors" if damaged.startswith(b"1") else "x.pth")
-    file.write_bytes(damaged)
-    refused = pbfl("weights", "x", "resnet18", file)
-    assert refused.exit_code == 2
-    assert "holds no weights that can be loaded" in " ".join(refused.stderr.split())

@@ -3,15 +3,24 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.server.roster import ARCHITECTURE
 from pbfl_flwr.models.build import build_model, check_models
 from pbfl_flwr.models.contract import body_names, count_parameters, head_names
-from pbfl_flwr.models.registry import ARCHITECTURES, FAMILIES, architecture_of, architectures, base_and_sizes
+from pbfl_flwr.models.registry import (
+    ARCHITECTURES,
+    FAMILIES,
+    ModelName,
+    architecture_of,
+    architectures,
+    base_and_sizes,
+)
 from pbfl_flwr.task import Task
 
 TASK = Task(num_classes=10, feature_dim=24, input_shape=(1, 16, 16))
@@ -35,69 +44,69 @@ def test_families_consist_of_models_and_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "expected"),
+    ("spec", "names"),
     [
         ("small-4", ("cnn4", "resnet4", "resnet6", "resnet8")),
-        ("resnet18", ("resnet18",)),
-        ("cnn4, resnet8,cnn4", ("cnn4", "resnet8", "cnn4")),
-        ("nets.zoo:build", ("nets.zoo:build",)),
-        ("cnn2,nets:build", ("cnn2", "nets:build")),
-        ("mlp,mlp-20", ("mlp", "mlp-20")),
+        ("cnn4, mlp,cnn4", ("cnn4", "mlp", "cnn4")),
+        ("cnn2,nets.zoo:build", ("cnn2", "nets.zoo:build")),
         ("htfe-txt-5-1,transformer-2-3", (*FAMILIES["htfe-txt-5-1"], "transformer-2-3")),
+        ("small-4@x", ("cnn4@x", "resnet4@x", "resnet6@x", "resnet8@x")),
+        ("htfe-img-8-htc-img-4@x", ("cnn4@x", "googlenet@x+512")),
     ],
 )
-def test_specs(spec: str, expected: tuple[str, ...]) -> None:
-    assert architectures(spec) == expected
-
-
-def test_clients_take_the_list_in_turn() -> None:
-    assert [architecture_of("small-4", i) for i in range(6)] == [
-        "cnn4", "resnet4", "resnet6", "resnet8", "cnn4", "resnet4",
-    ]  # fmt: skip
+def test_clients_take_a_list_in_turn(spec: str, names: tuple[str, ...]) -> None:
+    assert architectures(spec)[: len(names)] == names
+    count = len(architectures(spec))
+    assert [architecture_of(spec, count + client) for client in range(len(names))] == [*names]
 
 
 @pytest.mark.parametrize(
-    ("spec", "parts"),
+    ("name", "base", "sizes", "parts"),
     [
-        (
-            "resnet-8",
-            [
-                "unknown model 'resnet-8'",
-                "did you mean 'resnet8'?",
-                "families and models that 'pbfl list models' lists",
-            ],
-        ),
-        ("smal-4", ["did you mean 'small-4'?"]),
-        ("HtFE-img-8", ["did you mean 'htfe-img-8'?"]),
-        ("vit-b-14", ["unknown model 'vit-b-14'; did you mean 'vit-b-16'?"]),
-        ("cnn4,,resnet8", ["unknown model ''", "cnn4,,resnet8"]),
-        (
-            "mlp-0",
-            ["model 'mlp-0': after 'mlp' must follow 0 to 8 whole numbers from 1 to 65,536", "mlp-500-200"],
-        ),
-        ("mlp-65537", ["'mlp-65537'"]),
-        ("mlp-1-1-1-1-1-1-1-1-1", ["0 to 8 whole numbers"]),
-        ("transformer", ["after 'transformer' must follow 2 whole numbers from 1 to 65,536 (heads, layers)"]),
-        ("transformer-8", ["'transformer-8'", "e.g. transformer-8-2"]),
-        ("transformer-8-2-1", ["'transformer-8-2-1'"]),
-        ("htfe-txt-5-4", ["unknown model 'htfe-txt-5-4'; did you mean 'htfe-txt-5-"]),
-        ("mlp-", ["unknown model 'mlp-'; did you mean 'mlp'?"]),
-        ("harcnn", ["'harcnn': after 'harcnn' must follow 2 whole numbers", "at most 3", "harcnn-2-1"]),
-        ("harcnn-2", ["'harcnn-2': after 'harcnn' must follow 2 whole numbers"]),
-        ("har-cnn-2-1", ["unknown model 'har-cnn-2-1'"]),
-        ("mlp5-3", ["unknown model 'mlp5-3'"]),
-        ("cnn4-3", ["unknown model 'cnn4-3'"]),
-        ("nets.zoo:", ["unknown model 'nets.zoo:'", "my_package.module:function"]),
-        ("../nets:build", ["unknown model '../nets:build'"]),
-        ("", ["unknown model ''"]),
+        ("resnet8+512-256", "resnet8", (), ("resnet8", "", (512, 256))),
+        ("mlp+9", "mlp", (), ("mlp", "", (9,))),
+        ("mlp-500-20@a.b_c-1+3", "mlp", (500, 20), ("mlp-500-20", "a.b_c-1", (3,))),
+        ("efficientnet-b0+1-2-3-4-5-6-7-8", "efficientnet-b0", (), ("efficientnet-b0", "", (1, 2, 3, 4, 5, 6, 7, 8))),
     ],
-)
-def test_unknown_names_are_rejected_with_the_nearest_one(spec: str, parts: list[str]) -> None:
+)  # fmt: skip
+def test_parts_of_a_name(name: str, base: str, sizes: tuple[int, ...], parts: tuple[Any, ...]) -> None:
+    assert base_and_sizes(name) == (base, sizes)
+    assert ModelName.parse(name) == ModelName(*parts)
+    assert str(ModelName.parse(name)) == name
+    assert ARCHITECTURE.fullmatch(name)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("resnet-8", "unknown model 'resnet-8'; did you mean 'resnet8'? must be one of the families and models"),
+        ("HtFE-img-8", "did you mean 'htfe-img-8'?"),
+        ("cnn4,,resnet8", "models = 'cnn4,,resnet8': unknown model ''"),
+        ("nets.zoo:", "unknown model 'nets.zoo:'"),
+        ("../nets:build", "unknown model '../nets:build'"),
+        ("cnn4-3", "unknown model 'cnn4-3'"),
+        ("mlp-", "unknown model 'mlp-'; did you mean 'mlp'?"),
+        ("mlp-0", "model 'mlp-0': after 'mlp' must follow 0 to 8 whole numbers from 1 to 65,536"),
+        ("mlp-65537", "'mlp-65537'"),
+        ("mlp-1-1-1-1-1-1-1-1-1", "0 to 8 whole numbers"),
+        ("transformer-8", "2 whole numbers from 1 to 65,536 (heads, layers), e.g. transformer-8-2"),
+        ("transformer-8-2-1", "'transformer-8-2-1'"),
+        *((f"cnn4+{wrong}", "after '+' must follow 1 to 8 whole numbers from 1 to 65,536")
+          for wrong in ("", "0", "032", "32-", "65537", "9" * 5000, "3.5", "32+16", "1-1-1-1-1-1-1-1-1")),
+        ("cnn5+32", "unknown model 'cnn5'; did you mean 'cnn4'?"),
+        ("cnn5@x", "unknown model 'cnn5'"),
+        ("small-4+32", "'small-4' is a family; must be a comma list of models"),
+        ("nets.zoo:build+32", "a function of your own must build the classifier itself; must be 'nets.zoo:build'"),
+        ("nets.zoo:build@x", "a function of your own must load its weights itself; must be 'nets.zoo:build'"),
+        *((wrong, "after '@' must follow a label of 1 to 64 letters")
+          for wrong in ("cnn4@", "cnn4@../../etc", "cnn4@a@b", "small-4@")),
+    ],
+)  # fmt: skip
+def test_names_of_no_model_are_refused_in_one_line(spec: str, message: str) -> None:
     with pytest.raises(PbflError) as caught:
         architectures(spec)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-    for part in parts:
-        assert part in str(caught.value)
 
 
 def test_a_family_is_not_one_model() -> None:

@@ -1,4 +1,4 @@
-"""Networks for texts: parameters, and the features by hand."""
+"""Networks for texts: the features by hand."""
 
 import math
 from typing import Any
@@ -9,31 +9,12 @@ from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.build import build_model, check_models
-from pbfl_flwr.models.contract import count_parameters, random_inputs
+from pbfl_flwr.models.contract import random_inputs
 from pbfl_flwr.seeds import seeded
 from pbfl_flwr.task import Task
 
 V, D, L = 50, 6, 9
 TEXT = Task(num_classes=4, feature_dim=D, input_shape=(L,), vocabulary_size=V)
-
-
-@pytest.mark.parametrize(
-    ("name", "body"),
-    [
-        ("fasttext", V * D + D * D + D),
-        # three convolutions D·w·100 + 100 of width 3, 4, 5; 300·D + D
-        ("textcnn", V * D + D * 12 * 100 + 300 + 300 * D + D),
-        ("text-logistic", V * D),
-        # a layer has 4 gates (a GRU 3) of D·D for the input, D·D for the state and two biases
-        ("lstm", V * D + 2 * 4 * (2 * D * D + 2 * D)),
-        ("gru", V * D + 2 * 3 * (2 * D * D + 2 * D)),
-        ("bilstm", V * D + 2 * 4 * (2 * D * D + 2 * D) + 2 * D * D + D),
-        # of each layer: queries, keys, values and output, the perceptron, two normalisations
-        ("transformer-3-2", V * D + 2 * (4 * (D * D + D) + (D * 2048 + 2048) + (2048 * D + D) + 4 * D)),
-    ],
-)
-def test_body_parameters(name: str, body: int) -> None:
-    assert count_parameters(build_model(name, TEXT, 0)) == (body, 4 * D + 4)
 
 
 def test_fasttext_averages_all_places() -> None:

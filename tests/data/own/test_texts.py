@@ -153,13 +153,15 @@ def test_devices_with_texts_of_their_own_learn_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("{place}/other.txt", "words of the vocabulary"),
+        ("{place}/other.txt", "clients disagree on words of the vocabulary"),
+        ("{place}/longer.txt", "clients disagree on vocabulary size V"),
         ("words.txt", r"vocabulary = 'words\.txt' in --node-config: must be an absolute"),
     ],
 )
 def test_rejects_devices_whose_vocabulary_does_not_fit(tmp_path: Path, path: str, message: str) -> None:
     nodes = devices(tmp_path)
     vocabulary(tmp_path / "other.txt", (*WORDS[:-1], "snow"))
+    vocabulary(tmp_path / "longer.txt", (*WORDS, "snow"))
     nodes[2]["vocabulary"] = path.format(place=tmp_path)
     strategy = MethodStrategy(parse(CONFIG, SECTIONS))
     with pytest.raises((PbflError, RunEnded), match=message):

@@ -52,10 +52,7 @@ def test_ids_are_cut_and_filled() -> None:
     ids = np.full((3, 4), 9, np.int32)
     tokens.encode(["b", "c b x b", ""], ("<pad>", "<cls>", "<unk>", "<eos>", "b", "c"), ids)
     assert ids.tolist() == [[1, 4, 0, 0], [1, 5, 4, 2], [1, 0, 0, 0]]
-
-
-def test_special_tokens_that_a_text_spells_out_are_unknown_words() -> None:
-    ids = np.empty((1, 8), np.int32)
+    ids = np.empty((1, 8), np.int32)  # special tokens that a text spells out are unknown words
     tokens.encode(["b <pad> <CLS> <unk> <eos> pad"], (*tokens.SPECIALS, "b", "pad"), ids)
     assert ids.tolist() == [[1, 4, 2, 2, 2, 2, 5, 0]]
 
@@ -119,17 +116,12 @@ def test_nothing_there(tmp_path: Path) -> None:
         ('"1","only a title"\n', "train.csv, line 1: '1,only a title'; expected"),
         ("Class Index,Title,Description\n", "train.csv has no rows"),
         ('"1","a","' + "b" * 200_000, "train.csv is not a readable CSV file in UTF-8: field larger"),
+        (b'"1","\xe9","b"', "train.csv is not a readable CSV file in UTF-8"),
     ],
 )
-def test_rows_that_are_wrong_are_named(tmp_path: Path, text: str, reason: str) -> None:
+def test_rows_that_are_wrong_are_named(tmp_path: Path, text: str | bytes, reason: str) -> None:
+    (write(tmp_path) / "train.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(PbflError, match=reason):
-        load_pool(settings(write(tmp_path, train=text)))
-
-
-def test_another_encoding_is_named(tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / "test.csv").write_bytes('"1","é","b"'.encode("latin-1"))
-    with pytest.raises(PbflError, match=r"test\.csv is not a readable CSV file in UTF-8"):
         load_pool(settings(tmp_path))
 
 
