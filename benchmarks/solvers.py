@@ -26,7 +26,7 @@ import torch
 from machine import introduce, write
 from torch import Tensor
 
-from pbfl_flwr.prototypes.alignment import AlignmentReport, align, geometry
+from pbfl_flwr.prototypes.alignment import Alignment, align, geometry
 
 T = TypeVar("T")
 DIRECTION_TOLERANCE, ENERGY_TOLERANCE = 1e-3, 1e-4
@@ -83,17 +83,16 @@ def measure(
     }
     for _ in range(repeats):
         single, single_steps = timed(times["broadcast_float32_s"], lambda: broadcast_alignment(start))
-        result = timed(times["gram_s"], lambda: align(start, everybody)).report
+        result = timed(times["gram_s"], lambda: align(start, everybody))
         if not large:
             double, double_steps = timed(
                 times["broadcast_float64_s"], lambda: broadcast_alignment(start.double())
             )
         if num_classes <= dim + 1:
             timed(times["simplex_s"], lambda: align(start, everybody, "simplex"))
-    aligned = align(start, everybody).values
     judged = single if large else double
-    direction, energy = difference(aligned, result, judged)
-    direction_single, energy_single = difference(aligned, result, single)
+    direction, energy = difference(result, judged)
+    direction_single, energy_single = difference(result, single)
     fastest = {name: min(values) if values else None for name, values in times.items()}
     return {
         "classes": num_classes,
@@ -112,10 +111,10 @@ def measure(
     }
 
 
-def difference(aligned: Tensor, report: AlignmentReport, published: Tensor) -> tuple[float, float]:
+def difference(aligned: Alignment, published: Tensor) -> tuple[float, float]:
     """Return the largest distance of corresponding unit rows, and the difference of the energies."""
-    return float((aligned - published).norm(dim=1).max()), abs(
-        report.after.energy - geometry(published).energy
+    return float((aligned.values - published).norm(dim=1).max()), abs(
+        aligned.after.energy - geometry(published).energy
     )
 
 

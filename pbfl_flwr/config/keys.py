@@ -46,7 +46,7 @@ Aggregation = Literal[
 ]
 CpsScheme = Literal["dimension", "block"]
 Cpkd = Literal["off", "sample", "class"]
-Solver = Literal["unit", "thomson", "simplex", "lbfgs"]
+Solver = Literal["unit", "thomson", "simplex"]
 Alignment = Literal["off", Solver]
 Stale = Literal["keep", "drop"]
 

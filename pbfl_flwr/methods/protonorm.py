@@ -13,8 +13,7 @@ nearest local prototype (predictor="local"), the released code by the global one
 value γ = 100.
 Differs from the reference: it collects prototypes with the network before training (protocol "htfl"), here after it
 as in the paper; it initialises clients differently (initial-weights="own"). Classes that nobody ever sent are
-ignored, where the reference stops with an error. alignment="simplex" gives the exact minimum for K <= d+1,
-"lbfgs" refines the solver's result.
+ignored, where the reference stops with an error. alignment="simplex" gives the exact minimum for K <= d+1.
 """
 
 from __future__ import annotations

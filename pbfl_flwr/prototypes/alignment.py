@@ -1,6 +1,6 @@
 """ProtoNorm's Prototype Alignment (PA): spread the global prototypes over the unit sphere.
 
-Source: ProtoNorm, Section 4.1 and Algorithm 1, and its published code (repository ProtoNorm). Three solvers
+Source: ProtoNorm, Section 4.1 and Algorithm 1, and its published code (repository ProtoNorm). Two solvers
 lower the energy E = Σ_{j<k} ln(1/‖C_j - C_k‖) over unit rows C, whose force is F_j = -∂E/∂C_j =
 Σ_{k!=j} (C_j - C_k)/‖C_j - C_k‖².
 
@@ -23,9 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import get_args
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pbfl_flwr.config.keys import Solver
@@ -40,8 +38,6 @@ PAIRS_AT_ONCE = 4096
 # force, rounded to 4 decimals, is unchanged end it.
 STEP, STEP_DECAY, DECAY_EVERY, MOMENTUM = 0.1, 0.95, 10, 0.9
 FIRST_TEST, PATIENCE, MAX_STEPS = 10, 10, 500
-# SciPy's L-BFGS-B ends when the largest gradient entry, divided by (K - 1)/2, is below the tolerance.
-LBFGS_ITERATIONS, LBFGS_MEMORY, LBFGS_TOLERANCE = 500, 10, 1e-7
 
 
 @dataclass(frozen=True)
@@ -82,19 +78,19 @@ def geometry(units: Tensor) -> Geometry:
 
 
 @dataclass(frozen=True)
-class AlignmentReport:
-    """Report of an alignment, for the round's history.
+class Alignment:
+    """Aligned prototypes, and how they were found.
 
     Attributes:
-        solver: its name.
-        iterations: number of steps (lbfgs: Thomson steps and its own); 0 for the closed form.
-        converged: whether a stopping rule ended it, not the bound on the steps.
+        values: (K, d) float32, unit rows for present classes and zero rows for absent ones.
+        iterations: number of steps; 0 for the closed form.
+        converged: whether the stopping rule ended it, not the bound on the steps.
         replaced: number of rows replaced: zero rows by a random direction, duplicates by a perturbed copy.
         before: geometry of the normalised prototypes, after these replacements.
         after: geometry of the result.
     """
 
-    solver: str
+    values: Tensor
     iterations: int
     converged: bool
     replaced: int
@@ -102,7 +98,7 @@ class AlignmentReport:
     after: Geometry
 
     def metrics(self) -> dict[str, float]:
-        """Return everything except the solver's name as flat numbers for the history."""
+        """Return everything except the values as flat numbers for the history."""
         metrics = {
             "alignment-iterations": float(self.iterations),
             "alignment-converged": float(self.converged),
@@ -112,14 +108,6 @@ class AlignmentReport:
             for name, value in asdict(shape).items():
                 metrics[f"alignment-{name.replace('_', '-')}-{moment}"] = value
         return metrics
-
-
-@dataclass(frozen=True)
-class Alignment:
-    """Aligned prototypes: (K, d) float32, unit rows for present classes and zero rows for absent ones."""
-
-    values: Tensor
-    report: AlignmentReport
 
 
 def align(
@@ -137,21 +125,21 @@ def align(
     Gram matrix instead of all K² differences: memory O(K² + K·d) and, since forces never leave the span of the
     initial rows, iterations on K·min(K, d) numbers. It runs in float64 on the CPU (in float32 the rounded mean force
     can stop changing at another step) and in float32 elsewhere. "simplex" is the regular simplex closest to the
-    normalised prototypes. "lbfgs" continues from the Thomson result with SciPy's L-BFGS-B.
+    normalised prototypes.
 
     Absent classes are ignored; the input is not changed.
 
     Args:
         prototypes: (K, d) aggregated prototypes c_j.
         present: (K,) bool.
-        solver: "unit", "thomson", "simplex" or "lbfgs".
+        solver: "unit", "thomson" or "simplex".
         max_steps: bound on the Thomson steps; the default is the published code's, the text gives none.
         seed: of the vectors that replace zero rows and of the perturbation of identical ones.
         watch: called with the unit rows of the present classes, in coordinates of their span, before the first and
             after every Thomson step.
 
     Returns:
-        Unit prototypes on the input's device, and the report.
+        Unit prototypes on the input's device, the number of steps, and the geometry before and after.
 
     Raises:
         PbflError: if the solver is unknown, or "simplex" is used for more than d + 1 classes.
@@ -164,7 +152,7 @@ def align(
     if solver == "simplex" and num_rows > dim + 1:
         raise PbflError(
             f"alignment simplex needs at most feature-dim + 1 classes, but there are {num_rows} classes and "
-            f"feature-dim is {dim}; use thomson or lbfgs"
+            f"feature-dim is {dim}; use thomson"
         )
     basis, start, replaced = _prepare(rows, seed)
     steps, converged = 0, True
@@ -176,13 +164,9 @@ def align(
         working = start.to(device, torch.float64 if device.type == "cpu" else torch.float32)
         moved, steps, converged = _thomson(working, max_steps, watch)
         moved = moved.to("cpu", torch.float64)
-        if solver == "lbfgs":
-            moved, more, converged = _lbfgs(moved)
-            steps += more
     values = torch.zeros(prototypes.shape, dtype=torch.float32)
     values[present.cpu()] = (moved if basis is None else moved @ basis.T).to(torch.float32)
-    report = AlignmentReport(solver, steps, converged, replaced, geometry(start), geometry(moved))
-    return Alignment(values.to(device), report)
+    return Alignment(values.to(device), steps, converged, replaced, geometry(start), geometry(moved))
 
 
 def _prepare(rows: Tensor, seed: int) -> tuple[Tensor | None, Tensor, int]:
@@ -263,37 +247,6 @@ def _nearest_simplex(units: Tensor) -> Tensor:
     left, _, right = torch.linalg.svd(helmert @ units, full_matrices=False)
     simplex: Tensor = math.sqrt(num_rows / (num_rows - 1)) * (helmert.T @ (left @ right))
     return simplex
-
-
-def _lbfgs(units: Tensor) -> tuple[Tensor, int, bool]:
-    """Minimise E over unconstrained Y with C = Y/‖Y‖, whose gradient is -F_tan/‖Y‖."""
-    from scipy.optimize import minimize
-
-    shape = units.shape
-    radial = (len(units) - 1) / 2
-
-    def objective(flat: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        rows = torch.from_numpy(flat).reshape(shape)
-        norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        points = rows / norms
-        force = forces(points)
-        gradient = ((force * points).sum(1, keepdim=True) * points - force) / norms
-        return geometry(points).energy / radial, (gradient / radial).flatten().numpy()
-
-    solution = minimize(
-        objective,
-        units.flatten().numpy(),
-        jac=True,
-        method="L-BFGS-B",
-        options={
-            "maxiter": LBFGS_ITERATIONS,
-            "maxfun": 2 * LBFGS_ITERATIONS,
-            "maxcor": LBFGS_MEMORY,
-            "ftol": 0.0,
-            "gtol": LBFGS_TOLERANCE,
-        },
-    )
-    return normalised(torch.from_numpy(solution.x).reshape(shape)), int(solution.nit), bool(solution.success)
 
 
 def forces(units: Tensor) -> Tensor:

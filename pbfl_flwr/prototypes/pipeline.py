@@ -232,7 +232,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
                 values, present, stages.alignment, seed=seeds.derive(round_info.seed, "alignment")
             )
             values = aligned.values
-            metrics |= aligned.report.metrics()
+            metrics |= aligned.metrics()
         values = torch.where(present[:, None], values, torch.zeros_like(values))
         rows = self.sparsity.compress(values, task)
         down = Prototypes(rows.to(torch.float32), present, None, combined.num_examples)
@@ -335,7 +335,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         if self.stages.alignment == "simplex" and task.num_classes > task.feature_dim + 1:
             raise PbflError(
                 f"alignment = 'simplex' needs num classes <= feature-dim + 1, found K={task.num_classes} and "
-                f"feature-dim={task.feature_dim}; must be 'thomson' or 'lbfgs'"
+                f"feature-dim={task.feature_dim}; must be 'thomson'"
             )
 
     def paper_scalars(

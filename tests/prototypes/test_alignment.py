@@ -73,34 +73,35 @@ def simplex_energy(num_classes):
     return -num_classes * (num_classes - 1) / 4 * math.log(2 * num_classes / (num_classes - 1))
 
 
-@pytest.mark.parametrize(("num_classes", "dtype"), [(10, "float32"), (10, "float64"), (100, "float32")])
+@pytest.mark.parametrize(
+    ("num_classes", "dtype"), [(10, "float32"), (10, "float64"), (100, "float32"), (200, "float32")]
+)
 def test_thomson_agrees_with_the_published_algorithm(num_classes, dtype):
     start = relu_like(num_classes, 512)
     expected, steps = literal_alignment(start.to(getattr(torch, dtype)))
     result = align(start, everybody(start))
-    assert result.report.iterations == steps
+    assert result.iterations == steps
     assert 20 <= steps <= 40
-    assert result.report.converged
+    assert result.converged
     torch.testing.assert_close(result.values, expected.float(), atol=1e-5, rtol=0)
-    assert result.report.after.energy == pytest.approx(literal_energy(expected), abs=1e-4)
-    assert result.report.before.energy == pytest.approx(
-        literal_energy(start / start.norm(dim=1)[:, None]), abs=1e-4
-    )
+    assert result.after.energy == pytest.approx(literal_energy(expected), abs=1e-4)
+    units = torch.nn.functional.normalize(start.double(), dim=1)
+    assert result.before.energy == pytest.approx(literal_energy(units), abs=1e-4)
 
 
 def test_thomson_agrees_when_there_are_more_classes_than_dimensions():
     start = gaussian(12, 4).double()
     expected, steps = literal_alignment(start, 40)
     result = align(start, everybody(start), max_steps=40)
-    assert result.report.iterations == steps
+    assert result.iterations == steps
     torch.testing.assert_close(result.values, expected.float(), atol=1e-5, rtol=0)
 
 
 def test_the_bound_on_steps_is_reported():
     start = gaussian(12, 4)
     bounded = align(start, everybody(start), max_steps=3)
-    assert bounded.report.iterations == 3
-    assert not bounded.report.converged
+    assert bounded.iterations == 3
+    assert not bounded.converged
 
 
 @settings(max_examples=40)
@@ -147,11 +148,11 @@ def test_close_pairs_are_mended_on_both_sides_however_many_at_a_time(at_once, mo
 
 
 @pytest.mark.parametrize("gap", [1e-1, 1e-3, 1e-5, 1e-8, 0.0])
-@pytest.mark.parametrize("solver", ["thomson", "simplex", "lbfgs"])
+@pytest.mark.parametrize("solver", ["thomson", "simplex"])
 def test_near_coincident_prototypes_do_not_blow_up(gap, solver):
     start = relu_like(10, 64).double()
     start[1] = start[0] + gap * gaussian(1, 64, 1).double()[0]
-    report = align(start, everybody(start), solver).report
+    report = align(start, everybody(start), solver)
     assert math.isfinite(report.before.energy)
     assert report.after.energy < simplex_energy(10) + 0.2
     assert report.after.min_distance > 1.35
@@ -162,14 +163,14 @@ def test_zero_rows_get_a_seeded_direction():
     start = relu_like(5, 16)
     start[[1, 3]] = 0
     first = align(start, everybody(start), seed=4)
-    assert first.report.replaced == 2
+    assert first.replaced == 2
     torch.testing.assert_close(first.values.norm(dim=1), torch.ones(5))
     assert torch.equal(first.values, align(start, everybody(start), seed=4).values)
     assert not torch.equal(first.values, align(start, everybody(start), seed=5).values)
     assert start[1].abs().sum() == 0
 
 
-@pytest.mark.parametrize("solver", ["thomson", "simplex", "lbfgs"])
+@pytest.mark.parametrize("solver", ["thomson", "simplex"])
 def test_absent_classes_take_no_part(solver):
     start = relu_like(8, 32)
     present = torch.tensor([True, False, True, True, False, True, True, False])
@@ -178,19 +179,19 @@ def test_absent_classes_take_no_part(solver):
     alone = align(start[present], everybody(start[present]), solver)
     assert torch.equal(result.values[present], alone.values)
     assert torch.equal(result.values[~present], torch.zeros(3, 32))
-    assert result.report == alone.report
+    assert result.metrics() == alone.metrics()
     assert result.values.dtype == torch.float32
 
 
-@pytest.mark.parametrize("solver", ["thomson", "simplex", "lbfgs"])
+@pytest.mark.parametrize("solver", ["thomson", "simplex"])
 def test_one_class_or_none_is_left_in_its_direction(solver):
     start = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     one = align(start, torch.tensor([True, False]), solver)
     torch.testing.assert_close(one.values, torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
-    assert one.report.iterations == 0
+    assert one.iterations == 0
     none = align(start, torch.tensor([False, False]), solver)
     assert none.values.abs().sum() == 0
-    assert none.report.after.energy == 0
+    assert none.after.energy == 0
 
 
 @pytest.mark.parametrize(
@@ -214,8 +215,8 @@ def test_simplex_is_regular(num_classes, dim, distance, energy):
     torch.testing.assert_close(result.values.norm(dim=1), torch.ones(num_classes), atol=1e-6, rtol=0)
     assert float(result.values.sum(0).abs().max()) < 1e-5
     expected = simplex_energy(num_classes) if energy is None else energy
-    assert result.report.after.energy == pytest.approx(expected, abs=1e-5)
-    assert result.report.after.margin == pytest.approx(distance, abs=1e-6)
+    assert result.after.energy == pytest.approx(expected, abs=1e-5)
+    assert result.after.margin == pytest.approx(distance, abs=1e-6)
 
 
 def test_simplex_is_the_nearest_one():
@@ -239,40 +240,16 @@ def test_simplex_of_prototypes_in_a_subspace(rank):
 
 @settings(max_examples=15)
 @given(st.integers(2, 9), st.integers(8, 20), st.integers(0, 1000))
-def test_no_solver_is_below_the_simplex(num_classes, dim, seed):
+def test_thomson_is_not_below_the_simplex(num_classes, dim, seed):
     start = gaussian(num_classes, dim, seed)
-    lowest = align(start, everybody(start), "simplex").report.after.energy
-    for solver in ("thomson", "lbfgs"):
-        assert lowest <= align(start, everybody(start), solver).report.after.energy + 1e-9
-
-
-@pytest.mark.parametrize(
-    ("num_classes", "dim", "energy", "smallest"),
-    [(6, 2, -5.3753, 1.0), (6, 3, -6.2383, math.sqrt(2))],  # regular hexagon, octahedron
-)
-def test_known_optima_with_more_classes_than_a_simplex_has(num_classes, dim, energy, smallest):
-    start = gaussian(num_classes, dim)
-    report = align(start, everybody(start), "lbfgs").report
-    assert report.converged
-    assert report.after.energy == pytest.approx(energy, abs=1e-4)
-    assert report.after.min_distance == pytest.approx(smallest, abs=1e-4)
-    assert align(start, everybody(start)).report.after.energy >= report.after.energy - 1e-9
-
-
-def test_lbfgs_ends_where_no_prototype_is_pushed_along_the_sphere():
-    start = gaussian(20, 5)
-    units = align(start, everybody(start), "lbfgs").values.double()
-    force = literal_forces(units)
-    along = force - (force * units).sum(1, keepdim=True) * units
-    assert (
-        float(along.abs().max()) < 2e-6 * 19 / 2
-    )  # the tolerance is a share of (K - 1)/2; values are float32
+    lowest = align(start, everybody(start), "simplex").after.energy
+    assert lowest <= align(start, everybody(start)).after.energy + 1e-9
 
 
 def test_the_solver_is_watched_from_the_start_to_the_end():
     start, seen = gaussian(7, 3), []
     result = align(start, everybody(start), watch=lambda units: seen.append(units.clone()))
-    assert len(seen) == 1 + result.report.iterations
+    assert len(seen) == 1 + result.iterations
     torch.testing.assert_close(seen[0].float(), start / start.norm(dim=1, keepdim=True))
     assert torch.equal(seen[-1].float(), result.values)
 
@@ -306,14 +283,5 @@ def test_unit_is_the_length_alone() -> None:
     rows = torch.tensor([[3.0, 4.0], [9.0, 9.0], [0.0, 5.0]])
     actual = align(rows, torch.tensor([True, False, True]), "unit")
     torch.testing.assert_close(actual.values, torch.tensor([[0.6, 0.8], [0.0, 0.0], [0.0, 1.0]]))
-    assert (actual.report.solver, actual.report.iterations, actual.report.converged) == ("unit", 0, True)
-    assert actual.report.before == actual.report.after
-
-
-def test_thomson_agrees_with_the_published_algorithm_at_200_classes():
-    start = relu_like(200, 512)
-    expected, steps = literal_alignment(start)
-    result = align(start, everybody(start))
-    assert result.report.iterations == steps
-    torch.testing.assert_close(result.values, expected, atol=1e-5, rtol=0)
-    assert result.report.after.energy == pytest.approx(literal_energy(expected), abs=1e-4)
+    assert (actual.iterations, actual.converged) == (0, True)
+    assert actual.before == actual.after
