@@ -34,17 +34,9 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
             f"method = '{spec}': the function returned {type(method).__name__}, expected a "
             "pbfl_flwr.method.Method"
         )
-    if lacking := [name for name in ("name", "state", "down", "up") if not hasattr(method, name)]:
-        raise PbflError(
-            f"method = '{spec}': {type(method).__name__} lacks the attribute {', '.join(lacking)}"
-        )
-    if not hasattr(method.up, "reveals"):
-        raise PbflError(
-            f"method = '{spec}': {method.up.__name__} lacks the attribute reveals = (...), which says what an "
-            "upload reveals"
-        )
-    if not hasattr(method.up, "sizes"):
-        raise PbflError(
-            f"method = '{spec}': {method.up.__name__} lacks the method sizes(), which says how large an upload is"
-        )
+    declared = (("name", "state", "down", "up"), method), (("reveals", "sizes"), getattr(method, "up", None))
+    for names, owner in declared:
+        if lacking := [name for name in names if not hasattr(owner, name)]:
+            of = owner if isinstance(owner, type) else type(owner)
+            raise PbflError(f"method = '{spec}': {of.__name__} lacks the attribute {', '.join(lacking)}")
     return method

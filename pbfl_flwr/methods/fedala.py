@@ -30,10 +30,9 @@ from torch import Tensor
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
-from pbfl_flwr.methods.averaging import copies, load_parameters, weighting_of
+from pbfl_flwr.methods.averaging import copies, load_parameters
 from pbfl_flwr.methods.sharing import SharedWeights, answer
 from pbfl_flwr.models.contract import body_names, has_batch_norm, head_names
-from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Weights, part_of
 from pbfl_flwr.training.loop import classification, take
 
@@ -147,10 +146,4 @@ class FedALA(SharedWeights):
 
 def build(settings: Settings) -> FedALA:
     """Return the method."""
-    return FedALA(
-        "fedala",
-        architectures(settings.models.models)[0],
-        "all",
-        weighting=weighting_of(settings, "samples"),
-        config=parse_section(Config, settings),
-    )
+    return FedALA.configured("fedala", settings, config=parse_section(Config, settings))

@@ -13,12 +13,9 @@ average the BatchNorm buffers too. ``weighting="uniform"`` is the latter's unwei
 from __future__ import annotations
 
 from pbfl_flwr.config import Settings
-from pbfl_flwr.methods.averaging import weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights
-from pbfl_flwr.models.registry import architectures
 
 
 def build(settings: Settings) -> SharedWeights:
     """Return the method."""
-    architecture = architectures(settings.models.models)[0]
-    return SharedWeights("fedavg", architecture, "all", weighting=weighting_of(settings, "samples"))
+    return SharedWeights.configured("fedavg", settings)

@@ -28,9 +28,8 @@ from torch.nn import functional as F
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
-from pbfl_flwr.methods.averaging import load_parameters, weighting_of
+from pbfl_flwr.methods.averaging import load_parameters
 from pbfl_flwr.methods.sharing import SharedWeights, answer
-from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Reveal, Weights
 from pbfl_flwr.prototypes.class_means import class_means, class_sums
 from pbfl_flwr.task import Task
@@ -170,10 +169,4 @@ class FedFA(SharedWeights):
 
 def build(settings: Settings) -> FedFA:
     """Return the method."""
-    return FedFA(
-        "fedfa",
-        architectures(settings.models.models)[0],
-        "all",
-        weighting=weighting_of(settings, "samples"),
-        config=parse_section(Config, settings),
-    )
+    return FedFA.configured("fedfa", settings, config=parse_section(Config, settings))

@@ -17,7 +17,7 @@ samples; protocol "htfl" and "pfl" leave out the incomplete last batch (drop-las
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import torch
@@ -80,7 +80,8 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         values, _, seen = class_sums_of(client).means()
         sent = self.release.table(client, released_means(client, self.release, values), seen)
         metrics = {**report.metrics(), **sent.metrics}
-        return Update(Prototypes(sent.rows, sent.present), {**report.optimizer, **sent.memory}, metrics)
+        upload = replace(sent.payload, counts=None, num_examples=None)
+        return Update(upload, {**report.optimizer, **sent.memory}, metrics)
 
     def aggregate(self, state: Weights, uploads: Mapping[int, Prototypes], round_info: Round) -> Weights:
         """Train the head on the prototypes; without any it is not changed."""

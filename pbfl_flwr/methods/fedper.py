@@ -19,9 +19,8 @@ from typing import Literal
 from pydantic import Field
 
 from pbfl_flwr.config import Group, Settings, parse_section
-from pbfl_flwr.methods.averaging import Share, weighting_of
+from pbfl_flwr.methods.averaging import Share
 from pbfl_flwr.methods.sharing import SharedWeights
-from pbfl_flwr.models.registry import architectures
 
 Shared = Literal["auto", "body", "stages"]
 
@@ -44,6 +43,6 @@ def shared_part(shared: Shared, settings: Settings) -> Share:
 
 def build(settings: Settings) -> SharedWeights:
     """Return the method."""
-    share = shared_part(parse_section(Config, settings).shared, settings)
-    architecture = architectures(settings.models.models)[0]
-    return SharedWeights("fedper", architecture, share, weighting=weighting_of(settings, "samples"))
+    return SharedWeights.configured(
+        "fedper", settings, shared_part(parse_section(Config, settings).shared, settings)
+    )

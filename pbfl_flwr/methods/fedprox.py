@@ -22,9 +22,7 @@ from torch import Tensor
 
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client
-from pbfl_flwr.methods.averaging import weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights
-from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Weights
 from pbfl_flwr.training.loop import FitReport, classification, fit
 
@@ -58,10 +56,4 @@ class FedProx(SharedWeights):
 
 def build(settings: Settings) -> FedProx:
     """Return the method."""
-    return FedProx(
-        "fedprox",
-        architectures(settings.models.models)[0],
-        "all",
-        weighting_of(settings, "samples"),
-        mu=parse_section(Config, settings).mu,
-    )
+    return FedProx.configured("fedprox", settings, mu=parse_section(Config, settings).mu)

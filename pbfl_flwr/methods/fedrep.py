@@ -23,10 +23,9 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client
-from pbfl_flwr.methods.averaging import Share, shared_parameters, weighting_of
+from pbfl_flwr.methods.averaging import Share, shared_parameters
 from pbfl_flwr.methods.fedper import Shared, shared_part
 from pbfl_flwr.methods.sharing import SharedWeights
-from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Weights
 from pbfl_flwr.training.loop import FitReport, Loss, classification, fit, fixed_features
 from pbfl_flwr.training.optimizers import ParamGroup, param_group
@@ -108,10 +107,4 @@ def build(settings: Settings) -> FedRep:
     """Return the method."""
     config = parse_section(Config, settings)
     share = shared_part(config.shared, settings)
-    return FedRep(
-        "fedrep",
-        architectures(settings.models.models)[0],
-        share,
-        weighting_of(settings, "samples"),
-        phases=HeadThenBody(config.head_epochs, share),
-    )
+    return FedRep.configured("fedrep", settings, share, phases=HeadThenBody(config.head_epochs, share))

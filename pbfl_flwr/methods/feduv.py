@@ -26,9 +26,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client
-from pbfl_flwr.methods.averaging import weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights
-from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Weights
 from pbfl_flwr.training.loop import FitReport, fit, forward
 
@@ -81,11 +79,4 @@ class FedUV(SharedWeights):
 
 def build(settings: Settings) -> FedUV:
     """Return the method."""
-    return FedUV(
-        "feduv",
-        architectures(settings.models.models)[0],
-        "all",
-        weighting_of(settings, "samples"),
-        moment="after",
-        config=parse_section(Config, settings),
-    )
+    return FedUV.configured("feduv", settings, moment="after", config=parse_section(Config, settings))

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pbfl_flwr.config import Settings
-from pbfl_flwr.methods.averaging import shared_parameters, weighting_of
+from pbfl_flwr.methods.averaging import shared_parameters
 from pbfl_flwr.methods.sharing import SharedWeights, check_heads
 from pbfl_flwr.models.build import build_model
-from pbfl_flwr.models.registry import architectures, without_weights
+from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.task import Task
 
 
@@ -44,10 +44,4 @@ class LGFedAvg(SharedWeights):
 
 def build(settings: Settings) -> LGFedAvg:
     """Return the method."""
-    return LGFedAvg(
-        "lg-fedavg",
-        architectures(settings.models.models)[0],
-        "head",
-        weighting=weighting_of(settings, "samples"),
-        same_architecture=False,
-    )
+    return LGFedAvg.configured("lg-fedavg", settings, "head", same_architecture=False)

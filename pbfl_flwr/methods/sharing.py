@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.averaging import (
@@ -30,9 +32,10 @@ from pbfl_flwr.methods.averaging import (
     copy_into,
     same_shapes,
     shared_parameters,
+    weighting_of,
 )
 from pbfl_flwr.models.build import build_model
-from pbfl_flwr.models.registry import ModelName, without_weights
+from pbfl_flwr.models.registry import ModelName, architectures, without_weights
 from pbfl_flwr.payloads import RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import FitReport, classification, fit
@@ -62,34 +65,30 @@ def initial(architecture: str, task: Task, seed: int, share: Share) -> Weights:
     return Weights(copies(shared_parameters(build_model(name, task, seed), share)))
 
 
-def check_heads(method: str, task: Task, architectures: Sequence[str], *, linear: bool = True) -> None:
+def check_heads(method: str, task: Task, models: Sequence[str], *, linear: bool = True) -> None:
     """Check that heads can be exchanged between all architectures.
 
     Args:
         method: its name.
         task: with d and K.
-        architectures: of the server and of the clients.
+        models: architectures of the server and of the clients.
         linear: whether the head must be one linear layer from d to K, not just the same everywhere.
 
     Raises:
         PbflError: naming the method, the architecture and the tensors of its head.
     """
-    names = dict.fromkeys(architectures)
+    names = dict.fromkeys(models)
     if not any(is_external(name) or ModelName.parse(name).widths for name in names):
         return  # all heads are one linear layer
     shapes = {name: _head_shapes(name, task) for name in names}
-    first = next(iter(names))
-    expected = {"head.weight": (task.num_classes, task.feature_dim), "head.bias": (task.num_classes,)}
-    for name, shape_of_head in shapes.items():
-        if linear and shape_of_head != expected:
+    expected = next(iter(shapes.values()))
+    if linear:
+        expected = {"head.weight": (task.num_classes, task.feature_dim), "head.bias": (task.num_classes,)}
+    for name, shapes_of_head in shapes.items():
+        if shapes_of_head != expected:
             raise PbflError(
-                f"method '{method}' exchanges classifiers and needs a linear classifier in every model "
-                f"({_tensors(expected)}), found {_said(name, shape_of_head)}"
-            )
-        if shape_of_head != shapes[first]:
-            raise PbflError(
-                f"method '{method}' exchanges classifiers and needs the same classifier in every model, found "
-                f"{_said(first, shapes[first])}, but {_said(name, shape_of_head)}"
+                f"method '{method}' exchanges classifiers and needs the classifier {_tensors(expected)} in every "
+                f"model, found {_tensors(shapes_of_head)} in '{name}'"
             )
 
 
@@ -104,27 +103,16 @@ def _tensors(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
 
 
-def _said(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    if is_external(name):
-        return f"{_tensors(shapes)} in '{name}'"
-    widths = ModelName.parse(name).widths
-    return (
-        f"hidden layers of {'-'.join(map(str, widths))} in '{name}'"
-        if widths
-        else f"a linear one in '{name}'"
-    )
-
-
-def to_be_equal(architectures: Sequence[str], share: Share) -> Sequence[str]:
+def to_be_equal(models: Sequence[str], share: Share) -> Sequence[str]:
     """Return the part of each architecture's name that must be the same everywhere: no classifier if it is private.
 
     Args:
-        architectures: names.
+        models: names of architectures.
         share: the part that travels.
     """
     if share == "all":
-        return architectures
-    return [str(replace(ModelName.parse(name), widths=())) for name in architectures]
+        return models
+    return [str(replace(ModelName.parse(name), widths=())) for name in models]
 
 
 def check_both(upload: WeightsAndPrototypes, weights: Weights, task: Task, *, counted: bool = False) -> None:
@@ -204,6 +192,12 @@ class SharedWeights(AveragedWeights):
     weighting: Weighting = "samples"
     moment: Moment = "before"
     same_architecture: bool = True
+
+    @classmethod
+    def configured(cls, name: str, settings: Settings, share: Share = "all", **own: Any) -> Self:
+        """Return the method under a run's settings; ``own`` are further attributes."""
+        architecture = architectures(settings.models.models)[0]
+        return cls(name, architecture, share, weighting=weighting_of(settings, "samples"), **own)
 
     def init(self, task: Task, seed: int) -> Weights:
         """Return the shared part of a newly initialised network."""

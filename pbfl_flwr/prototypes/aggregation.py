@@ -117,12 +117,10 @@ def aps(
         shares: s_i; see the module.
 
     Raises:
-        PbflError: if μ is not positive and finite, or the form is unknown.
+        PbflError: if μ is not positive and finite.
     """
     if not (scale > 0 and math.isfinite(scale)):
         raise PbflError(f"aps-scale is {scale}; it must be positive and finite")
-    if form not in ("sum", "mean"):
-        raise PbflError(f"the form of APS is '{form}'; must be 'sum' or 'mean'")
     total = _Sum.of(uploads, shares)
     rows = total.rows if form == "sum" else total.mean_rows()
     n_t = max(1, round(total.examples)) if total.brings_examples else None
@@ -186,12 +184,7 @@ def keep_stale(
     Returns:
         The new table, and its ages (K,) int64: 0 for a class of this round, the number of rounds since its
         last upload for a kept one, -1 for a class without a prototype.
-
-    Raises:
-        PbflError: if the mode is unknown.
     """
-    if mode not in ("keep", "drop"):
-        raise PbflError(f"stale is '{mode}'; must be 'keep' or 'drop'")
     new_ages = torch.where(fresh.present, 0, -1)
     if previous is None or mode == "drop":
         return Prototypes(fresh.values.clone(), fresh.present.clone()), new_ages

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -142,10 +141,8 @@ def align(
         Unit prototypes on the input's device, the number of steps, and the geometry before and after.
 
     Raises:
-        PbflError: if the solver is unknown, or "simplex" is used for more than d + 1 classes.
+        PbflError: if "simplex" is used for more than d + 1 classes.
     """
-    if solver not in get_args(Solver):
-        raise PbflError(f"alignment is '{solver}'; must be one of {', '.join(get_args(Solver))}")
     device = prototypes.device
     rows = prototypes.detach()[present].to("cpu", torch.float64)
     num_rows, dim = rows.shape

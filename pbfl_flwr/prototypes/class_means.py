@@ -106,9 +106,9 @@ class Collector:
     """
 
     def __init__(self, client: Client, moment: Collect) -> None:
-        self._client, self.by_epoch = client, moment == "last-epoch"
+        self._client, self._by_epoch = client, moment == "last-epoch"
         self._passing: ClassSums | None = None
-        if self.by_epoch or moment == "trajectory":
+        if self._by_epoch or moment == "trajectory":
             self._passing = ClassSums(client.task.num_classes, client.task.feature_dim, client.device)
         self._taken = class_sums_of(client) if moment == "before" else None
 
@@ -118,8 +118,8 @@ class Collector:
             self._passing.add(features.detach(), labels)
 
     def close_epoch(self) -> None:
-        """Replace the sums of the previous epoch by those of this one, if they are kept per epoch (``by_epoch``)."""
-        if self._passing is not None and self.by_epoch:
+        """Replace the sums of the previous epoch by those of this one, if they are kept per epoch."""
+        if self._passing is not None and self._by_epoch:
             self._taken = self._passing.emptied()
 
     def sums(self) -> ClassSums:

@@ -25,7 +25,7 @@ from pbfl_flwr.prototypes.aggregation import (
     weighted,
     weighted_shrunk,
 )
-from pbfl_flwr.prototypes.stages import Stages, default_aps_scale
+from pbfl_flwr.prototypes.stages import Stages
 from pbfl_flwr.task import Task
 
 Uploads = Mapping[int, Prototypes]
@@ -92,7 +92,10 @@ class Combination:
         return self.stages.aps_scale * self._whole(uploads, round_info)
 
     def mu(self, task: Task, num_examples: int | None) -> float:
-        """Return APS's μ.
+        """Return APS's μ: as configured, else 0.9·K/n, with n all samples of all clients.
+
+        The paper's constants are 0.9·K/n for CIFAR-10 and CIFAR-100, 0.83·K/n for Tiny-ImageNet and 0.4-0.5·K/n for the
+        skewed GTSRB and Flowers-102: with the sum at the server, APS is PPA with a tunable constant.
 
         Raises:
             RejectedPayload: if it is derived from n and n was not sent.
@@ -103,7 +106,7 @@ class Combination:
             raise RejectedPayload(
                 "aps-scale = 'auto' needs the number of examples n with the uploads, but none was sent"
             )
-        return default_aps_scale(task.num_classes, num_examples)
+        return 0.9 * task.num_classes / num_examples
 
     def summed(self, total: sums.Total, num_clients: int) -> Prototypes:
         """Return the one upload for which the rule gives the same as for all uploads in a sum.

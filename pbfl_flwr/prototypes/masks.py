@@ -78,7 +78,7 @@ def allocate_masks(
     random = Random(seed)
     if scheme == "dimension":
         masks = _allocate(num_classes, feature_dim, size, random, swaps)
-    elif scheme == "block":
+    else:
         if num_classes > feature_dim:
             raise PbflError(
                 f"cps-scheme block needs a dimension for every class, but there are {num_classes} classes and "
@@ -94,8 +94,6 @@ def allocate_masks(
         masks = np.zeros((num_classes, feature_dim), np.uint8)
         codes = _allocate(num_classes, num_classes, blocks, random, swaps)
         masks[:, : num_classes * width] = codes.repeat(width, axis=1)
-    else:
-        raise PbflError(f"cps-scheme is '{scheme}'; must be 'dimension' or 'block'")
     return torch.from_numpy(masks.astype(np.bool_))
 
 

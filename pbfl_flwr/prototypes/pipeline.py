@@ -35,7 +35,7 @@ from pbfl_flwr.prototypes.combination import Combination
 from pbfl_flwr.prototypes.masks import Sparsity
 from pbfl_flwr.prototypes.norm_bounds import bounded
 from pbfl_flwr.prototypes.privacy import Release, release
-from pbfl_flwr.prototypes.stages import RULES, Stages, resolved, upscale
+from pbfl_flwr.prototypes.stages import RULES, Stages, resolved
 from pbfl_flwr.prototypes.trainable import (
     ServerTraining,
     initial_state,
@@ -154,18 +154,17 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
                 )
             return terms
 
-        report = fit(client, loss, after_epoch=collector.close_epoch if collector.by_epoch else None)
+        report = fit(client, loss, after_epoch=collector.close_epoch)
         values, present_here, seen = collector.sums().means()
         sent = released_means(client, self.release, values)
         released = self.release.table(
             client, sent, seen, lambda rows: self.sparsity.compress(rows, client.task)
         )
-        upload = Prototypes(
-            released.rows,
-            released.present,
-            released.counts if stages.rule.counts else None,
-            released.num_examples if stages.sends_total else None,
-        )
+        upload = released.payload
+        if not stages.rule.counts:
+            upload = replace(upload, counts=None)
+        if not stages.sends_total:
+            upload = replace(upload, num_examples=None)
         memory = {"prototypes": values, "present": present_here, **report.optimizer, **released.memory}
         return Update(upload, memory, {**report.metrics(), **released.metrics})
 
@@ -189,7 +188,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         summed = self.stages.rule.aps and self.server_training is None
         if summed and self.stages.alignment == "off" and down.num_present:
             factor *= self.combination.mu(client.task, down.num_examples)
-        return upscale(values, factor).to(client.device)
+        return (values * factor).to(client.device)
 
     # Server -----------------------------------------------------------------------------------------------
 
@@ -245,14 +244,13 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         assert self.server_training is not None
         dense = [self.dense(up, round_info.task) for up in uploads.values()]
         vectors, labels = stack_uploads(dense, self.combination.training_scale(uploads, round_info))
-        trained, values, report = train_prototypes(
+        return train_prototypes(
             trained,
             vectors,
             labels,
             self.server_training,
             seeds.generator(round_info.seed, "fedtgp", round_info.number),
         )
-        return trained, values, report.metrics()
 
     @property
     def bound(self) -> float:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -42,7 +42,8 @@ from torch import Tensor
 from pbfl_flwr.config import PROTOCOLS, PrivacySettings
 from pbfl_flwr.config.keys import Aggregation
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.method import Client
+from pbfl_flwr.method import Client, Update
+from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.payloads.reveals import COUNTS, HOLDER, MEANS, PRESENCE, SINGLE, TOTAL, Reveal
 from pbfl_flwr.prototypes.stages import RULES, scale_by_counts
 
@@ -115,27 +116,6 @@ def gaussian(rows: int, width: int, generator: torch.Generator | None = None) ->
 
 
 @dataclass(frozen=True)
-class Released:
-    """A class table that may leave the device.
-
-    Attributes:
-        rows: (K, w), zero where not present.
-        present: (K,) bool, the classes that are sent.
-        counts: (K,) int64, n_ij in the form that may be sent, 0 for classes that are held back or absent.
-        num_examples: n_i in the form that may be sent.
-        metrics: for the client's report.
-        memory: tensors that the client must keep.
-    """
-
-    rows: Tensor
-    present: Tensor
-    counts: Tensor
-    num_examples: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    memory: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Release:
     """The stages above for one method, built by :func:`release`.
 
@@ -167,8 +147,10 @@ class Release:
         means: Tensor,
         seen: Tensor,
         narrow: Callable[[Tensor], Tensor] | None = None,
-    ) -> Released:
+    ) -> Update[Prototypes]:
         """Return the client's class table in the form that may leave the device.
+
+        Rows are zero and counts 0 where a class is held back or absent. The memory has the number of noisy releases.
 
         Args:
             client: its counts, memory and random generators are used.
@@ -197,7 +179,8 @@ class Release:
             releases = 1 + int(client.memory.get(RELEASES, torch.zeros(())))
             memory[RELEASES] = torch.tensor(releases)
             metrics["epsilon"] = epsilon_of(keys.dp_noise, releases, keys.dp_delta)
-        return Released(rows, present, shown * large_enough, int(shown.sum()), metrics, memory)
+        table = Prototypes(rows, present, shown * large_enough, int(shown.sum()))
+        return Update(table, memory, metrics)
 
     def sensitivity(self, num_classes: int) -> float:
         """Return Δ, the largest distance between the tables of neighbours; derived in the module's docstring."""

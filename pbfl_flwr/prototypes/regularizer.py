@@ -59,12 +59,7 @@ def prototype_regularizer(
 
     Returns:
         A scalar attached to the graph.
-
-    Raises:
-        PbflError: if the form is unknown.
     """
-    if form not in ("mse", "l2"):
-        raise PbflError(f"regularizer-form is '{form}'; must be 'mse' or 'l2'")
     prototypes = prototypes.detach().to(features)
     present = present.to(features.device)
     targets = torch.where(present[labels].unsqueeze(1), prototypes[labels], features.detach())

@@ -64,32 +64,6 @@ class ServerTraining:
     absent: Literal["exclude", "keep"] = "exclude"
 
 
-@dataclass(frozen=True)
-class TrainingReport:
-    """Result of the server's training in one round.
-
-    Attributes:
-        loss: mean loss over the vectors in the last epoch.
-        margin: δ of this round.
-        converged: whether the loss is below 1e-3, as FedTGP's README requires; the user is told if it is not.
-        epochs: epochs trained, 0 if nobody sent a prototype.
-    """
-
-    loss: float
-    margin: float
-    converged: bool
-    epochs: int
-
-    def metrics(self) -> dict[str, float]:
-        """Return the report as flat numbers for the history."""
-        return {
-            "server-loss": self.loss,
-            "server-margin": self.margin,
-            "server-converged": float(self.converged),
-            "server-epochs": float(self.epochs),
-        }
-
-
 def initial_state(num_classes: int, feature_dim: int, seed: int) -> dict[str, Tensor]:
     """Return the parameters of a new generator (PyTorch's defaults); the global random state is restored."""
     with seeds.seeded(seed):
@@ -171,7 +145,7 @@ def train_prototypes(
     labels: Tensor,
     settings: ServerTraining,
     generator: torch.Generator,
-) -> tuple[dict[str, Tensor], Tensor, TrainingReport]:
+) -> tuple[dict[str, Tensor], Tensor, dict[str, float]]:
     """Train the generator on this round's local prototypes and return the global ones.
 
     Each epoch shuffles all (c̄_ij, j), takes batches (including an incomplete last one) and steps on the
@@ -187,7 +161,9 @@ def train_prototypes(
             arguments.
 
     Returns:
-        The new parameters, the prototypes (K, d) float32 of all K classes, and the report.
+        The new parameters, the prototypes (K, d) float32 of all K classes, and metrics for the history: the last
+        epoch's mean loss, the margin δ, whether the loss is below 1e-3, as FedTGP's README requires, and the epochs
+        trained.
     """
     num_classes, feature_dim = state["embedding.weight"].shape
     network = PrototypeGenerator(num_classes, feature_dim)
@@ -212,5 +188,10 @@ def train_prototypes(
     tensors = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
     with torch.no_grad():
         prototypes = network()
-    report = TrainingReport(loss, margin, trained > 0 and loss < CONVERGED_LOSS, trained)
-    return tensors, prototypes, report
+    metrics = {
+        "server-loss": loss,
+        "server-margin": margin,
+        "server-converged": float(trained > 0 and loss < CONVERGED_LOSS),
+        "server-epochs": float(trained),
+    }
+    return tensors, prototypes, metrics

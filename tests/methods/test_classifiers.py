@@ -71,23 +71,14 @@ def test_lg_fedavg_takes_the_same_deeper_classifier_of_different_networks(
 @pytest.mark.parametrize(
     ("models", "clients", "message"),
     [
-        ("cnn4+5", ["cnn4+5", "cnn2+6-5"], "hidden layers of 5 in 'cnn4+5', but hidden layers of 6-5 in 'cnn2+6-5'"),
-        # the server has another one than all clients
-        ("cnn4", ["cnn4+5"], "a linear one in 'cnn4', but hidden layers of 5 in 'cnn4+5'"),
-        # no memory is taken for it
-        ("cnn4", [f"cnn4{HUGE}"], f"a linear one in 'cnn4', but hidden layers of {HUGE[1:]}"),
+        ("cnn4+5", ["cnn4+5", "cnn2+6-5"], "found head.0.weight (6, 6), .* in 'cnn2+6-5'"),
+        ("cnn4", ["cnn4+5"], "found .* in 'cnn4+5'"),  # the server has another one than all clients
+        ("cnn4", [f"cnn4{HUGE}"], f"found .* in 'cnn4{HUGE}'"),  # no memory is taken for it
     ],
-)  # fmt: skip
-def test_lg_fedavg_names_two_classifiers_that_differ(make_method, task, models, clients, message) -> None:
-    with pytest.raises(PbflError, match=re.escape(f"the same classifier in every model, found {message}")):
+)
+def test_lg_fedavg_names_a_classifier_that_differs(make_method, task, models, clients, message) -> None:
+    with pytest.raises(PbflError, match=re.escape(message).replace(r"\.\*", ".*")):
         make_method("lg-fedavg", models=models).check(task, clients)
-
-
-@pytest.mark.parametrize("method", sorted(LINEAR))
-def test_rejects_deeper_classifiers_where_a_linear_one_is_needed(make_method, task, method: str) -> None:
-    text = r"a linear classifier in every model \(head\.weight \(4, 6\), .*\), found hidden layers of 5 in 'cnn4\+5'$"
-    with pytest.raises(PbflError, match=rf"^method '{method}' exchanges classifiers and needs {text}"):
-        make_method(method, models="cnn4+5").check(task, ["cnn4+5"])
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedcpd", "fednh", "fedpa", "fesem"])

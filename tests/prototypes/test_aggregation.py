@@ -157,10 +157,6 @@ def test_bad_settings_are_named():
         aggregation.aps(UPLOADS, 0)
     with pytest.raises(PbflError, match=r"trim-share is 0\.5"):
         aggregation.trimmed_mean(UPLOADS, 0.5)
-    with pytest.raises(PbflError, match="'sum' or 'mean'"):
-        aggregation.aps(UPLOADS, 1.0, "total")  # type: ignore[arg-type]
-    with pytest.raises(PbflError, match="'keep' or 'drop'"):
-        aggregation.keep_stale(None, FIRST, None, "forget")  # type: ignore[arg-type]
 
 
 def test_keep_stale_overwrites_only_what_was_sent():

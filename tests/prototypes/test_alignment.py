@@ -275,8 +275,6 @@ def test_a_single_prototype_has_no_geometry():
 def test_user_errors_are_named():
     with pytest.raises(PbflError, match="6 classes and feature-dim is 4"):
         align(gaussian(6, 4), everybody(gaussian(6, 4)), "simplex")
-    with pytest.raises(PbflError, match="alignment is 'newton'"):
-        align(gaussian(3, 4), everybody(gaussian(3, 4)), "newton")  # type: ignore[arg-type]
 
 
 def test_unit_is_the_length_alone() -> None:

@@ -48,8 +48,8 @@ def table(stage: Release, samples: list[tuple[tuple[float, float], int]]) -> tup
     if stage.of_samples is not None:
         features = stage.of_samples(features)
     sums, counts = class_sums(features, labels, 2)
-    released = stage.table(client_of(labels.tolist()), class_means(sums, counts), counts)
-    return released.rows, released.present
+    released = stage.table(client_of(labels.tolist()), class_means(sums, counts), counts).payload
+    return released.values, released.present
 
 
 def stage_of(scaled: bool, **keys: Any) -> Release:
@@ -152,19 +152,20 @@ def test_a_class_of_one_sample_stays_at_home() -> None:
     means = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     stage = Release(PrivacySettings(min_class_count=2))
     sent = stage.table(client_of([0, 0, 0, 1]), means, torch.tensor([3, 1]))
-    assert sent.present.tolist() == [True, False]
-    assert sent.rows.tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    assert sent.counts.tolist() == [3, 0]
+    assert sent.payload.present.tolist() == [True, False]
+    assert sent.payload.values.tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    assert sent.payload.counts is not None
+    assert sent.payload.counts.tolist() == [3, 0]
     assert sent.metrics == {"held-back": 1.0}
     # Three samples of which the training has seen one: its mean is a raw feature as well.
     seen_once = stage.table(client_of([0, 0, 0, 1]), means, torch.tensor([1, 1]))
-    assert not seen_once.present.any()
+    assert not seen_once.payload.present.any()
 
 
 def test_counts_that_scale_are_bucketed() -> None:
     stage = Release(PrivacySettings(min_class_count=1, count_bucket="powers"), scaled=True)
-    sent = stage.table(client_of([0, 0, 0, 1]), torch.ones(2, 2), torch.tensor([3, 1]))
-    assert sent.rows.tolist() == [[4.0, 4.0], [1.0, 1.0]]
+    sent = stage.table(client_of([0, 0, 0, 1]), torch.ones(2, 2), torch.tensor([3, 1])).payload
+    assert sent.values.tolist() == [[4.0, 4.0], [1.0, 1.0]]
     assert sent.num_examples == 5
 
 
@@ -175,12 +176,12 @@ def test_noise_has_its_deviation_and_is_never_the_same() -> None:
     stage = stage_of(True, dp_noise=3.0, dense_uploads=True)
     assert stage.sensitivity(2) == pytest.approx(2 * C * math.sqrt(2))
     client, means = client_of([0, 0]), torch.zeros(2, 2)
-    first, second = (stage.table(client, means, torch.tensor([2, 0])) for _ in range(2))
-    assert not torch.equal(first.rows, second.rows)
-    assert bool((first.rows[1] != 0).all())  # the absent class is noise as well
+    first, second = (stage.table(client, means, torch.tensor([2, 0])).payload.values for _ in range(2))
+    assert not torch.equal(first, second)
+    assert bool((first[1] != 0).all())  # the absent class is noise as well
     seeded = stage_of(True, dp_noise=3.0, dense_uploads=True, dp_randomness="seed")
-    first, second = (seeded.table(client, means, torch.tensor([2, 0])) for _ in range(2))
-    assert torch.equal(first.rows, second.rows)
+    first, second = (seeded.table(client, means, torch.tensor([2, 0])).payload.values for _ in range(2))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("byte", [b"\x00", b"\xff"])
@@ -193,7 +194,7 @@ def test_noise_is_finite_for_every_draw(byte: bytes, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("scaled", "keys"), [(False, {}), (True, {"dense_uploads": True})])
 def test_the_rows_that_are_sent_bear_the_whole_noise(scaled: bool, keys: dict[str, Any]) -> None:
     stage, means = stage_of(scaled, dp_noise=0.5, **keys), torch.full((2, 20_000), 0.25 * C)
-    rows = stage.table(client_of([0, 0, 0, 1]), means, torch.tensor([3, 1])).rows.double()
+    rows = stage.table(client_of([0, 0, 0, 1]), means, torch.tensor([3, 1])).payload.values.double()
     sigma = (
         0.5 * 2 * C * math.sqrt(2)
     )  # z·2C·√K; both rows are clipped to C first, so that an entry is C/√20000
@@ -204,7 +205,7 @@ def test_the_rows_that_are_sent_bear_the_whole_noise(scaled: bool, keys: dict[st
     )  # every entry has its own
     # Noise of a seed can be taken off again: what is left are the clipped rows.
     seeded, client = stage_of(scaled, dp_noise=0.5, dp_randomness="seed", **keys), client_of([0, 0, 0, 1])
-    rows = seeded.table(client, means, torch.tensor([3, 1])).rows
+    rows = seeded.table(client, means, torch.tensor([3, 1])).payload.values
     noise = sigma * torch.randn(2, 20_000, generator=client.generator("privacy"), dtype=torch.float64)
     left = torch.full((2, 20_000), C / 20_000**0.5, dtype=torch.float64)
     torch.testing.assert_close(rows - noise, left, atol=2e-6, rtol=0)  # float32 of numbers near 8
@@ -219,9 +220,13 @@ def test_features_are_clipped_where_a_sample_is_the_unit_and_there_is_a_bound() 
 
 
 def test_absent_classes_get_no_noise_where_they_are_not_sent() -> None:
-    sent = stage_of(False, dp_noise=3.0).table(client_of([0, 0]), torch.zeros(2, 2), torch.tensor([2, 0]))
+    sent = (
+        stage_of(False, dp_noise=3.0)
+        .table(client_of([0, 0]), torch.zeros(2, 2), torch.tensor([2, 0]))
+        .payload
+    )
     assert sent.present.tolist() == [True, False]
-    assert sent.rows[1].tolist() == [0.0, 0.0]
+    assert sent.values[1].tolist() == [0.0, 0.0]
 
 
 def test_the_client_counts_its_releases() -> None:

@@ -155,7 +155,5 @@ def test_alignment_loss_sums_over_dimensions():
 
 
 def test_user_errors_are_named():
-    with pytest.raises(PbflError, match="regularizer-form is 'l1'"):
-        prototype_regularizer(features(), LABELS, PROTOTYPES, PRESENT, form="l1")  # type: ignore[arg-type]
     with pytest.raises(PbflError, match="temperature of the contrastive loss is 0"):
         contrast(features(), LABELS, PROTOTYPES, PRESENT, 0)

@@ -99,8 +99,9 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         upload = Mixtures.empty(d)
         if self.exchanges(client.round):
             batches, random = each_feature(client, client.data.train), client.generator("mixtures")
-            fitted = fit_mixtures(batches, d, config.components, random.initial_seed(), config.weight)
-            upload, metrics = fitted.mixtures, metrics | fitted.metrics()
+            seed = random.initial_seed()
+            upload, of_fit = fit_mixtures(batches, d, config.components, seed, config.weight)
+            metrics |= of_fit
         projection = dual[0].state_dict(prefix="projection.") if dual else {}
         return Update(upload, {**projection, **report.optimizer}, {**metrics, **report.metrics()})
 

@@ -40,36 +40,13 @@ Weight = Literal["count", "pi"]
 Distance = Literal["sum", "per-dimension"]
 
 
-@dataclass(frozen=True)
-class MixtureFit:
-    """A client's mixtures, with statistics of their fit.
-
-    Attributes:
-        mixtures: components of the classes that have samples, in ascending class order.
-        reduced: number of classes with too few distinct samples for the requested number of components.
-        not_converged: number of classes whose EM had not converged after MAX_ITERATIONS.
-    """
-
-    mixtures: Mixtures
-    reduced: int
-    not_converged: int
-
-    def metrics(self) -> dict[str, float]:
-        """Return the statistics as metrics for the round's log."""
-        return {
-            "mixture-components": float(self.mixtures.num_components),
-            "mixture-classes-reduced": float(self.reduced),
-            "mixture-classes-not-converged": float(self.not_converged),
-        }
-
-
 def fit_mixtures(
     batches: Iterable[tuple[Tensor, Tensor]],
     width: int,
     components: int,
     seed: int,
     weight: Weight = "count",
-) -> MixtureFit:
+) -> tuple[Mixtures, dict[str, float]]:
     """Fit one mixture with diagonal covariance to the features of every class, by EM (Eq. 4 to 6).
 
     A class with fewer distinct samples than components gets one component per distinct sample. A component based on
@@ -83,14 +60,16 @@ def fit_mixtures(
         seed: of the k-means initialisation, which is drawn separately for every class.
         weight: "count" gives component c of class j the weight π_c·n_j, so that the components of several clients
             together are the mixture of the pooled samples; "pi" gives π_c and does not send n_j.
+
+    Returns:
+        Components of the classes that have samples, in ascending class order, and metrics for the round's log: how many
+        components, how many classes with too few distinct samples for n, and in how many EM had not converged.
     """
     from sklearn.mixture import GaussianMixture
 
     columns = [(features.detach().cpu(), labels.cpu()) for features, labels in batches]
-    if not columns:
-        return MixtureFit(Mixtures.empty(width), 0, 0)
-    X = torch.cat([features for features, _ in columns]).to(torch.float64).numpy()
-    y = torch.cat([labels for _, labels in columns]).numpy()
+    X = torch.cat([torch.zeros(0, width), *(x for x, _ in columns)]).to(torch.float64).numpy()
+    y = torch.cat([torch.zeros(0, dtype=torch.int64), *(labels for _, labels in columns)]).numpy()
     pooled = _pooled_std(X, y)
     parts: list[Mixtures] = []
     reduced = not_converged = 0
@@ -110,7 +89,12 @@ def fit_mixtures(
             parts.append(_fitted(em, rows, int(label), pooled, weight))
             reduced += n < components
             not_converged += not em.converged_
-    return MixtureFit(Mixtures.concatenated(parts, width), reduced, not_converged)
+    mixtures = Mixtures.concatenated(parts, width)
+    return mixtures, {
+        "mixture-components": float(mixtures.num_components),
+        "mixture-classes-reduced": float(reduced),
+        "mixture-classes-not-converged": float(not_converged),
+    }
 
 
 def _fitted(em: GaussianMixture, rows: Floats, label: int, pooled: Floats, weight: Weight) -> Mixtures:
@@ -121,7 +105,7 @@ def _fitted(em: GaussianMixture, rows: Floats, label: int, pooled: Floats, weigh
         pi, means, stds = np.ones(1), rows, np.zeros_like(rows)
     else:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # counted in not_converged
+            warnings.simplefilter("ignore", ConvergenceWarning)  # counted in the metrics
             centre = rows.mean(0)  # EM computes variances as E[x²] - E[x]², which is inexact far from 0
             em.fit(rows - centre)
         pi, means, stds = em.weights_, em.means_ + centre, np.sqrt(em.covariances_)

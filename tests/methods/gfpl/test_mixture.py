@@ -201,10 +201,13 @@ def test_em_is_the_papers_from_the_same_start(monkeypatch):
         )
 
     monkeypatch.setattr("sklearn.mixture.GaussianMixture", from_this_start)
-    result = fit_mixtures([(torch.from_numpy(X), torch.zeros(60, dtype=torch.int64))], 2, 2, seed=0).mixtures
+    result, _ = fit_mixtures([(torch.from_numpy(X), torch.zeros(60, dtype=torch.int64))], 2, 2, seed=0)
     np.testing.assert_allclose(result.weights, 60 * pi, rtol=1e-4)
     np.testing.assert_allclose(result.means, mu, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(result.stds, std, rtol=1e-4)
+
+
+REDUCED, NOT_CONVERGED = "mixture-classes-reduced", "mixture-classes-not-converged"
 
 
 def blobs(count=200, seed=0):
@@ -218,7 +221,7 @@ def blobs(count=200, seed=0):
 
 def test_one_fit_keeps_mean_and_second_moment():
     features, labels = blobs(100)
-    result = fit_mixtures([(features, labels)], 2, 4, seed=0).mixtures
+    result, _ = fit_mixtures([(features, labels)], 2, 4, seed=0)
     weight, mean, second = moments(result)
     assert weight.item() == pytest.approx(100)
     torch.testing.assert_close(mean, features.double().mean(0), rtol=1e-4, atol=1e-4)
@@ -228,9 +231,9 @@ def test_one_fit_keeps_mean_and_second_moment():
 def test_fewer_samples_than_components():
     features = torch.tensor([[0.0, 1], [5, 1], [9, 1], [0, 0], [2, 0], [4, 0], [6, 0], [8, 0]])
     labels = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])
-    fit = fit_mixtures([(features, labels)], 2, 4, seed=0)
-    few = fit.mixtures.chosen(fit.mixtures.labels == 0)
-    assert fit.reduced == 1
+    result, metrics = fit_mixtures([(features, labels)], 2, 4, seed=0)
+    few = result.chosen(result.labels == 0)
+    assert metrics[REDUCED] == 1
     assert sorted(few.means[:, 0].tolist()) == pytest.approx([0, 5, 9], abs=1e-5)
     # Each rests on one sample and takes the pooled deviation. Class 0 about its mean 14/3: 122/3; class 1 about 4:
     # 16 + 4 + 0 + 4 + 16 = 40; together √((122/3 + 40)/(2 + 4)). The second feature is constant: the floor.
@@ -241,39 +244,39 @@ def test_fewer_samples_than_components():
 def test_a_single_sample_takes_the_spread_of_the_other_classes():
     # Class 1: 0 and 4, Σ(x - 2)² = 8 with one degree of freedom.
     features, labels = torch.tensor([[7.0], [0.0], [4.0]]), torch.tensor([0, 1, 1])
-    fit = fit_mixtures([(features, labels)], 1, 1, seed=0)
-    assert fit.mixtures.means[0].item() == 7
-    assert fit.mixtures.stds[0].item() == pytest.approx(math.sqrt(8))
-    assert fit.mixtures.weights[0].item() == 1
-    alone = fit_mixtures([(features[:1], labels[:1])], 1, 4, seed=0)
-    assert alone.mixtures.stds.item() == pytest.approx(STD_FLOOR)
-    assert (alone.reduced, alone.mixtures.num_components) == (1, 1)
+    result, _ = fit_mixtures([(features, labels)], 1, 1, seed=0)
+    assert result.means[0].item() == 7
+    assert result.stds[0].item() == pytest.approx(math.sqrt(8))
+    assert result.weights[0].item() == 1
+    alone, metrics = fit_mixtures([(features[:1], labels[:1])], 1, 4, seed=0)
+    assert alone.stds.item() == pytest.approx(STD_FLOOR)
+    assert (metrics[REDUCED], alone.num_components) == (1, 1)
 
 
 def test_constant_features_and_repeated_samples():
     features = torch.zeros(10, 3)
     features[:, 1] = torch.arange(10) % 2  # two different samples
-    fit = fit_mixtures([(features, torch.zeros(10, dtype=torch.int64))], 3, 4, seed=0)
-    assert (fit.mixtures.num_components, fit.reduced, fit.not_converged) == (2, 1, 0)
-    assert all(bool(torch.isfinite(t).all()) for t in vars(fit.mixtures).values())
-    torch.testing.assert_close(fit.mixtures.stds, torch.full((2, 3), STD_FLOOR))
-    constant = fit_mixtures([(torch.ones(6, 3), torch.zeros(6, dtype=torch.int64))], 3, 4, seed=0).mixtures
+    result, metrics = fit_mixtures([(features, torch.zeros(10, dtype=torch.int64))], 3, 4, seed=0)
+    assert (result.num_components, metrics[REDUCED], metrics[NOT_CONVERGED]) == (2, 1, 0)
+    assert all(bool(torch.isfinite(t).all()) for t in vars(result).values())
+    torch.testing.assert_close(result.stds, torch.full((2, 3), STD_FLOOR))
+    constant, _ = fit_mixtures([(torch.ones(6, 3), torch.zeros(6, dtype=torch.int64))], 3, 4, seed=0)
     torch.testing.assert_close(constant.means, torch.ones(1, 3))
 
 
 def test_features_far_from_zero_keep_their_spread():
     features, labels = blobs(400)
-    near = fit_mixtures([(features.double(), labels)], 2, 2, seed=0).mixtures
-    far = fit_mixtures([(features.double() + 1e7, labels)], 2, 2, seed=0).mixtures
+    near, _ = fit_mixtures([(features.double(), labels)], 2, 2, seed=0)
+    far, _ = fit_mixtures([(features.double() + 1e7, labels)], 2, 2, seed=0)
     torch.testing.assert_close(far.stds, near.stds, rtol=1e-3, atol=0)
 
 
 def test_no_samples_no_components_and_a_slow_fit_is_reported(monkeypatch):
-    empty = fit_mixtures([], 5, 4, seed=0)
-    assert empty.mixtures.means.shape == (0, 5)
-    assert empty.metrics()["mixture-components"] == 0
+    empty, metrics = fit_mixtures([], 5, 4, seed=0)
+    assert empty.means.shape == (0, 5)
+    assert metrics["mixture-components"] == 0
     monkeypatch.setattr(mixture, "MAX_ITERATIONS", 1)
-    assert fit_mixtures([blobs(50)], 2, 4, seed=0).metrics()["mixture-classes-not-converged"] == 1
+    assert fit_mixtures([blobs(50)], 2, 4, seed=0)[1][NOT_CONVERGED] == 1
 
 
 # Pseudo-features --------------------------------------------------------------------------------------------
