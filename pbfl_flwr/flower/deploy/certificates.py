@@ -14,7 +14,6 @@ import ssl
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -31,6 +30,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.util.atomic_files import write_atomically
 
 CA_CERTIFICATE, CA_KEY = "ca.pem", "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.pem", "server.key"
@@ -72,7 +72,6 @@ def make_certificates(
         .add_extension(_usage(signs_certificates=True), critical=True)
         .sign(ca_key, hashes.SHA256())
     )
-    directory.mkdir(parents=True, exist_ok=True)
     authority = {CA_KEY: _pem(ca_key), CA_CERTIFICATE: ca.public_bytes(Encoding.PEM)}
     _write(directory, authority | _of_server(names, days, ca, ca_key), private=(CA_KEY, SERVER_KEY))
 
@@ -228,7 +227,6 @@ def make_keys(directory: Path, names: Sequence[str]) -> None:
         raise PbflError(f"names {', '.join(names)}: must differ")
     files = [directory / file for name in names for file in (name, f"{name}.pub")]
     _refuse_existing(files, "keys are not replaced; choose another name or directory")
-    directory.mkdir(parents=True, exist_ok=True)
     pairs: dict[str, bytes] = {}
     for name in names:
         key = ec.generate_private_key(ec.SECP384R1())
@@ -260,31 +258,9 @@ def readable_by_others(path: Path) -> bool:
 
 
 def _write(directory: Path, files: Mapping[str, bytes], private: Collection[str]) -> None:
-    """Write files that belong together, overwriting existing ones; if a write fails, none of them is changed.
-
-    Args:
-        directory: of the files.
-        files: name -> content.
-        private: names of files created with access for their owner only.
-
-    Raises:
-        PbflError: if a directory has the name of one of the files; nothing is written then.
-    """
-    if directories := [
-        str(path) for name in files if (path := directory / name).is_dir() and not path.is_symlink()
-    ]:
-        raise PbflError(
-            f"{', '.join(directories)}: is a directory; must be a file, which is replaced, or not exist"
-        )
-    with TemporaryDirectory(prefix=".pbfl-", dir=directory) as scratch:
-        for name, data in files.items():
-            mode = 0o600 if name in private else 0o666
-            with os.fdopen(os.open(Path(scratch, name), os.O_WRONLY | os.O_CREAT, mode), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        for name in files:
-            Path(scratch, name).replace(directory / name)
+    """Write files (name -> content), overwriting existing ones; those named in ``private`` are for their owner only."""
+    for name, data in files.items():
+        write_atomically(directory / name, data, private=name in private)
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:

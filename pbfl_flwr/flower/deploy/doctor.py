@@ -29,6 +29,7 @@ from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.errors import PbflError, expanded, format_exception, printable
 from pbfl_flwr.flower.client.device import share_of_cores
 from pbfl_flwr.flower.deploy import certificates as security
+from pbfl_flwr.flower.deploy.processes import health
 from pbfl_flwr.util.memory import available_memory
 from pbfl_flwr.util.paths import home
 
@@ -220,18 +221,11 @@ def check_control_api(address: str, ca: Path | None, insecure: bool) -> Finding:
     if reachable.status is not Status.OK:
         return reachable
     host, port = security.split_address(address)
-    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
     try:
-        if not insecure:
-            trust = ssl.create_default_context(cafile=ca)
-            connection = http.client.HTTPSConnection(host, port, timeout=ANSWER_SECONDS, context=trust)
-        connection.request("GET", "/health")
-        connection.getresponse()
+        health(host, port, None if insecure else ssl.create_default_context(cafile=ca), ANSWER_SECONDS)
     except (OSError, http.client.HTTPException) as error:
         advice = "is it the SuperLink's --port, and is --insecure set only for a server without TLS?"
         return Finding(what, Status.FAILED, f"{address} is not a Control API ({error})", advice)
-    finally:
-        connection.close()
     if ipaddress.ip_address(socket.getaddrinfo(host, port)[0][4][0]).is_loopback:
         return Finding(what, Status.OK, f"{address} answers")
     message = (

@@ -154,19 +154,24 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def health(host: str, port: int, trust: ssl.SSLContext | None, timeout: float) -> int:
+    """Return the HTTP status of Flower's health endpoint; ``trust`` None means without TLS.
+
+    Raises:
+        OSError: if nothing answers, or its certificate is refused.
+        http.client.HTTPException: if the answer is not HTTP.
+    """
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    if trust is not None:
+        connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=trust)
+    with contextlib.closing(connection):
+        connection.request("GET", "/health")
+        return connection.getresponse().status
+
+
 def healthy(port: int, ca: Path | None = None) -> bool:
     """Whether Flower's health endpoint responds on this port of the loopback interface; with TLS if a CA is given."""
-    connection = (
-        http.client.HTTPSConnection(
-            "127.0.0.1", port, timeout=1, context=ssl.create_default_context(cafile=ca)
-        )
-        if ca
-        else http.client.HTTPConnection("127.0.0.1", port, timeout=1)
-    )
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
+        return health("127.0.0.1", port, ssl.create_default_context(cafile=ca) if ca else None, 1) == 200
     except (OSError, http.client.HTTPException):
         return False
-    finally:
-        connection.close()

@@ -1,8 +1,6 @@
 """Certificates and keys, seen by others than their makers: OpenSSL through Python's ssl, Flower's own loaders."""
 
-import errno
 import os
-import re
 import socket
 import ssl
 import stat
@@ -157,41 +155,6 @@ def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     security.make_certificates(tmp_path, ["localhost"], 30, force=True)
     assert (tmp_path / "ca.pem").read_bytes() != before["ca.pem"]
-
-
-@pytest.mark.parametrize("name", ["ca.pem", "server.key"])
-def test_directory_in_place_of_a_file_is_refused_before_writing(tmp_path: Path, name: str) -> None:
-    security.make_certificates(tmp_path, ["localhost"], 30)
-    (tmp_path / name).unlink()
-    (tmp_path / name).mkdir()
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
-    with pytest.raises(
-        PbflError, match=rf"^{re.escape(str(tmp_path / name))}: is a directory; must be a file"
-    ):
-        security.make_certificates(tmp_path, ["localhost"], 30, force=True)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
-
-
-def test_certificate_and_key_are_written_together_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    security.make_certificates(tmp_path, ["localhost"], 30)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    opened: list[int] = []
-
-    def flush(file: int) -> None:
-        opened.append(file)
-        if len(opened) % 2 == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", flush)
-    with pytest.raises(OSError, match="No space"):
-        security.renew_certificate(tmp_path, ["localhost"], 30)
-    with pytest.raises(OSError, match="No space"):
-        security.make_keys(tmp_path, ["site-a"])
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-    monkeypatch.undo()
-    security.make_keys(tmp_path, ["site-a"])
 
 
 def test_keys_are_read_as_by_flower(tmp_path: Path) -> None:
