@@ -38,52 +38,26 @@ class Dataset:
 
 
 DATASETS: dict[str, Dataset] = {
-    "digits": Dataset(
-        digits, "1,797 handwritten digits of scikit-learn, 1x16x16, 10 classes; no files needed"
-    ),
+    "digits": Dataset(digits, "1,797 handwritten digits of scikit-learn, 1x16x16, 10 classes; no files needed"),
     "spiral": Dataset(spiral, "30,000 points on six spiral arms, (2,), 6 classes; no files needed"),
     "mnist": Dataset(mnist, "70,000 handwritten digits, 1x28x28, 10 classes"),
-    "fashion-mnist": Dataset(
-        fashion_mnist,
-        "70,000 pieces of clothing, 1x28x28, 10 classes; also found in Debian's package if data-dir is empty",
-    ),
+    "fashion-mnist": Dataset(fashion_mnist, "70,000 pieces of clothing, 1x28x28, 10 classes; also Debian's package"),
     "emnist": Dataset(emnist, "131,600 handwritten characters (balanced split), 1x28x28, 47 classes"),
-    "femnist": Dataset(
-        femnist,
-        "handwritten characters by writer, 1x28x28, 62 classes; LEAF's JSON files, no automatic download",
-    ),
+    "femnist": Dataset(femnist, "handwritten characters by writer, 1x28x28, 62 classes; LEAF's files, no download"),
     "cifar10": Dataset(cifar10, "60,000 images, 3x32x32, 10 classes; torchvision's files or an image folder"),
-    "cifar100": Dataset(
-        cifar100, "60,000 images, 3x32x32, 100 classes; torchvision's files or an image folder"
-    ),
+    "cifar100": Dataset(cifar100, "60,000 images, 3x32x32, 100 classes; torchvision's files or an image folder"),
     "flowers102": Dataset(flowers102, "8,189 photographs of flowers, resized to 3x64x64, 102 classes"),
     "gtsrb": Dataset(gtsrb, "39,270 traffic signs, resized to 3x32x32, 43 classes"),
-    "tiny-imagenet": Dataset(tiny_imagenet, "110,000 images, 3x64x64, 200 classes; no automatic download"),
-    "har": Dataset(
-        har, "10,299 windows of smartphone sensors, 30 people, (9, 128), 6 classes; data-dir is the .npz"
-    ),
-    "ag-news": Dataset(
-        ag_news,
-        "127,600 news articles, (200,) token ids, 4 classes; train.csv and test.csv, no automatic download",
-    ),
-    "image-folder": Dataset(
-        image_folder, "images in data-dir/train/<class> and test/<class>, or data-dir/<class>"
-    ),
+    "tiny-imagenet": Dataset(tiny_imagenet, "110,000 images, 3x64x64, 200 classes; no download"),
+    "har": Dataset(har, "10,299 windows of 30 people's smartphones, (9, 128), 6 classes; data-dir is the .npz"),
+    "ag-news": Dataset(ag_news, "127,600 news articles, (200,) token ids, 4 classes; CSV files, no download"),
+    "image-folder": Dataset(image_folder, "images in data-dir/train/<class> and test/<class>, or data-dir/<class>"),
     "npz": Dataset(npz, "arrays x, y and optionally client; data-dir is the .npz file"),
     "table": Dataset(table, "features and a class column in a CSV or Parquet file; data-dir is the file"),
-    "text": Dataset(
-        text,
-        "texts and classes in a CSV or Parquet file, (200,) token ids by a vocabulary file; data-dir is "
-        "the file",
-    ),
-    "flwr-datasets": Dataset(
-        flwr_datasets,
-        "a dataset in Hugging Face's format, with Flower's partitioners; data-dir is a folder or hf://<id on the hub>",
-    ),
-    "pflib": Dataset(
-        pflib, "a PFLlib/HtFLlib dataset folder with its own clients and splits; data-dir is the folder"
-    ),
-}
+    "text": Dataset(text, "texts and classes in a CSV or Parquet file, as token ids; data-dir is the file"),
+    "flwr-datasets": Dataset(flwr_datasets, "Hugging Face's format, Flower's partitioners; folder or hf://<id>"),
+    "pflib": Dataset(pflib, "a PFLlib/HtFLlib dataset folder with its own clients and splits; data-dir is the folder"),
+}  # fmt: skip
 
 _DATASET_OF_SUFFIX = {".npz": "npz", **dict.fromkeys(SUFFIXES, "table")}
 

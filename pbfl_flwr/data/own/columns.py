@@ -23,7 +23,7 @@ import numpy as np
 from pbfl_flwr.config import MAX_CLASSES, DataSettings, class_name
 from pbfl_flwr.data.contract import Rows
 from pbfl_flwr.data.labels import numbered_classes
-from pbfl_flwr.data.sources.files import check_memory
+from pbfl_flwr.data.sources.files import check_memory, given_path
 from pbfl_flwr.errors import PbflError
 
 if TYPE_CHECKING:
@@ -37,6 +37,19 @@ _FORM = "separated by ',', ';' or a tab, with their names in the first line"
 _FRACTION = re.compile(r"-?\d*\.\d+(e-?\d+)?", re.IGNORECASE)
 _QUOTED = re.compile(r'"[^"]*"')
 _WHOLE = re.compile(r"(-?\d+)\.0*")
+
+
+def table_path(settings: DataSettings) -> Path:
+    """Return data-dir, which must be a CSV or Parquet file.
+
+    Raises:
+        PbflError: if it is not.
+    """
+    what = f"a file that ends in {', '.join(SUFFIXES)}"
+    path = given_path(settings, what)
+    if not path.is_file() or path.suffix.lower() not in SUFFIXES:
+        raise PbflError(f"{path} is not a table; must be {what}")
+    return path
 
 
 def column_names(path: Path) -> tuple[str, ...]:

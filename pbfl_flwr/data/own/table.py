@@ -20,14 +20,13 @@ from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.own.columns import (
     CLIENT,
-    SUFFIXES,
     classes_and_clients,
     column_names,
     label_column,
     read_table,
     shown,
+    table_path,
 )
-from pbfl_flwr.data.sources.files import given_path
 from pbfl_flwr.errors import PbflError
 
 if TYPE_CHECKING:
@@ -43,9 +42,7 @@ def table(settings: DataSettings) -> Pool:
         PbflError: if it cannot be read, a column is missing, or a cell is empty or not a number; with file, row (from
             1, below the header) and column.
     """
-    path = given_path(settings, f"a file that ends in {', '.join(SUFFIXES)}")
-    if not path.is_file() or path.suffix.lower() not in SUFFIXES:
-        raise PbflError(f"{path} is not a table; must be a file that ends in {', '.join(SUFFIXES)}")
+    path = table_path(settings)
 
     def decode(allocate: Allocate) -> Pool:
         return _decode(path, settings)

@@ -25,8 +25,8 @@ from pbfl_flwr.data.own.columns import (
     label_column,
     read_table,
     shown,
+    table_path,
 )
-from pbfl_flwr.data.sources.files import given_path
 from pbfl_flwr.errors import PbflError
 
 TEXT, LINES = "text", ".txt"
@@ -41,9 +41,7 @@ def text(settings: DataSettings) -> Pool:
         PbflError: if the vocabulary is not set or invalid, the file cannot be read, a column is missing, or a cell is
             empty; with file, row (from 1, below the header) and column.
     """
-    path = given_path(settings, f"a file that ends in {', '.join(SUFFIXES)}")
-    if not path.is_file() or path.suffix.lower() not in SUFFIXES:
-        raise PbflError(f"{path} is not a table of texts; must be a file that ends in {', '.join(SUFFIXES)}")
+    path = table_path(settings)
     known = _vocabulary_file(settings)
 
     def decode(allocate: Allocate) -> Pool:
