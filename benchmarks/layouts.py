@@ -1,4 +1,4 @@
-"""Find the best layout, precision and number of threads for each architecture on this machine; write them as a preset.
+"""Find the best layout, precision and number of threads for models on this machine; write them as a preset.
 
     python benchmarks/layouts.py --models heterogeneous-4 --input 3,32,32 --batch 32 [--preset fast.toml]
     python benchmarks/layouts.py --models cnn4 --input 1,28,28 --batch 10 --reduced [--out layouts.json]
@@ -21,13 +21,14 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from typing import get_args
 
 from local_training import SAMPLES, our_round, start_worker  # first: it sets OMP_WAIT_POLICY
 
 import torch  # isort: skip
 from machine import introduce, write
 
-from pbfl_flwr.config.keys import LAYOUTS, PRECISIONS
+from pbfl_flwr.config.keys import Layout, Precision
 from pbfl_flwr.models.registry import architectures
 
 Candidate = tuple[str, str]
@@ -80,21 +81,24 @@ def speeds(
     return found
 
 
-def best(found: dict[Candidate, float]) -> Candidate:
-    """Return the fastest candidate if it beats the default by WORTH, else the default."""
-    fastest = max(found, key=lambda how: found[how])
-    default = next(iter(found))
-    return fastest if found[fastest] > WORTH * found[default] else default
+def total(found: dict[str, dict[Candidate, float]], how: Candidate) -> float:
+    """Return the seconds for one sample of each architecture: a federation trains all of them."""
+    return sum(1 / speed[how] for speed in found.values())
 
 
-def preset(chosen: dict[str, Candidate], threads: int) -> str:
-    """Return the TOML text of a preset with these choices."""
+def best(found: dict[str, dict[Candidate, float]]) -> Candidate:
+    """Return the fastest candidate over all architectures if it beats the default by WORTH, else the default."""
+    default, *others = next(iter(found.values()))
+    fastest = min((default, *others), key=lambda how: total(found, how))
+    return fastest if WORTH * total(found, fastest) < total(found, default) else default
+
+
+def preset(chosen: Candidate, threads: int) -> str:
+    """Return the TOML text of a preset with this choice."""
     lines = [f"# Measured on {platform.processor() or platform.machine()} with torch {torch.__version__}."]
     if threads > 1:
         lines.append(f"# Workers of {threads} threads were the fastest: pbfl run --cpus-per-client {threads}")
-    for key, part, default in (("layout", 0, LAYOUTS[0]), ("precision", 1, PRECISIONS[0])):
-        others = [f"{name}={how[part]}" for name, how in chosen.items() if how[part] != default]
-        lines.append(f'{key} = "{", ".join([default, *others])}"')
+    lines += [f'{key} = "{value}"' for key, value in zip(("layout", "precision"), chosen, strict=True)]
     return "\n".join(lines) + "\n"
 
 
@@ -114,7 +118,8 @@ def main() -> int:
     arguments = parser.parse_args()
     names = list(dict.fromkeys(architectures(arguments.models)))
     channels, height, width = (int(side) for side in arguments.input.split(","))
-    candidates = list(product(LAYOUTS, PRECISIONS if arguments.reduced else PRECISIONS[:1]))
+    precisions = get_args(Precision)
+    candidates = list(product(get_args(Layout), precisions if arguments.reduced else precisions[:1]))
     introduce(arguments.threads)
     print(
         f"{'architecture':<18}{'threads':>8}{'workers':>9}  {'layout':<15}{'precision':<10}{'samples/s':>12}"
@@ -125,9 +130,9 @@ def main() -> int:
         )
         for threads in map(int, arguments.threads.split(","))
     }
-    # A federation trains all architectures: minimise the total time of one sample of each.
-    threads = min(found, key=lambda threads: sum(1 / max(of.values()) for of in found[threads].values()))
-    text = preset({name: best(of) for name, of in found[threads].items()}, threads)
+    choices = {threads: best(of) for threads, of in found.items()}
+    threads = min(choices, key=lambda threads: total(found[threads], choices[threads]))
+    text = preset(choices[threads], threads)
     print(f"\n{text}", end="")
     if arguments.preset:
         arguments.preset.write_text(text)

@@ -140,7 +140,7 @@ def our_round(
         torch.full((shape[0], 1, 1), 1 / 127.5),
         torch.full((shape[0], 1, 1), -1.0),
     )
-    training = TrainingSettings(batch_size=batch_size, layout=layout)
+    training = TrainingSettings.model_validate({"batch-size": batch_size, "layout": layout})
     method = build_method(parse({"method": "fedproto"}, SECTIONS))
     down = Prototypes(targets(), torch.ones(K, dtype=torch.bool), None, None)
     data = data.on(torch.device(device))

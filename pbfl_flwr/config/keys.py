@@ -21,8 +21,6 @@ from pbfl_flwr.config.parsing import (
     Shape,
     class_names,
     comma_list,
-    one_or_each,
-    value_for,
 )
 
 Auto = Literal["auto"]
@@ -35,6 +33,8 @@ Moment = Literal["after", "before"]
 WireDtype = Literal["float32", "float16", "bfloat16", "int8"]
 Weighting = Literal["samples", "uniform"]
 KlReduction = Literal["batchmean", "mean"]
+Layout = Literal["channels-last", "contiguous"]
+Precision = Literal["float32", "bfloat16"]
 DpUnit = Literal["client", "sample"]
 AttackKind = Literal["sign-flip", "scale", "noise", "permute"]
 
@@ -51,8 +51,6 @@ Alignment = Literal["off", Solver]
 Stale = Literal["keep", "drop"]
 
 PREDICTORS: tuple[str, ...] = get_args(Predictor)
-LAYOUTS = ("channels-last", "contiguous")
-PRECISIONS = ("float32", "bfloat16")
 
 
 class RunSettings(Group):
@@ -311,15 +309,13 @@ class TrainingSettings(Group):
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
         "auto", description="device of the training; auto: the GPU that Flower assigns, else the CPU"
     )
-    layout: Annotated[str, one_or_each("auto", *LAYOUTS)] = Field(
+    layout: Literal[Auto, Layout] = Field(
         "auto",
-        description="memory layout of images: channels-last is faster, contiguous computes like the references; "
-        "one for all, or by architecture: 'contiguous, cnn4=channels-last'",
+        description="memory layout of images: channels-last is faster, contiguous computes like the references",
     )
-    precision: Annotated[str, one_or_each(*PRECISIONS)] = Field(
+    precision: Precision = Field(
         "float32",
-        description="precision of matrix products in a network's body, float32 or bfloat16 (weights, features and head "
-        "stay float32); one for all, or by architecture: 'float32, resnet8=bfloat16'",
+        description="precision of matrix products in a network's body; weights, features and head stay float32",
     )
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
         "auto",
@@ -336,15 +332,6 @@ class TrainingSettings(Group):
         if self.optimizer == "sgd" or self.learning_rate < USUAL_RATE:
             return []
         return [f"learning-rate = {self.learning_rate:g}: 0.001 or less is usual for {self.optimizer}"]
-
-    def of(self, architecture: str) -> TrainingSettings:
-        """Return the settings of a client with this architecture: one layout and one precision."""
-        return self.model_copy(
-            update={
-                "layout": value_for(self.layout, architecture, "auto"),
-                "precision": value_for(self.precision, architecture, "float32"),
-            }
-        )
 
 
 class ConventionSettings(Group):

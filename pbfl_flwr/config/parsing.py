@@ -1,4 +1,4 @@
-"""Groups of settings, and text values that hold more than one thing: lists, shapes, paths, values by architecture.
+"""Groups of settings, and text values that hold more than one thing: lists, shapes, paths.
 
 Flower's run configuration has only scalars, so lists travel as text. Validators return the text or raise ValueError,
 whose message says what the value must be.
@@ -113,49 +113,7 @@ def named_values(text: str) -> dict[str, Scalar]:
     return values
 
 
-# Values by architecture: one for all, or "contiguous, cnn4=channels-last" ------------------------------------
-
-
-def by_architecture(text: str) -> dict[str, str]:
-    """Return architecture -> value; the key "" holds the value for the rest."""
-    parts = (entry.rpartition("=") for entry in text.split(","))
-    return {architecture.strip(): value.strip() for architecture, _, value in parts}
-
-
-def value_for(text: str, architecture: str, default: str) -> str:
-    """Return the value of one architecture, else the one for the rest, else ``default``."""
-    values = by_architecture(text)
-    return values.get(architecture, values.get("", default))
-
-
-def without_auto(text: str, default: str) -> str:
-    """Return the text with ``default`` for "auto" and for a missing value for the rest."""
-    values = by_architecture(text)
-    rest = values.pop("", "auto")
-    named = {name: default if value == "auto" else value for name, value in values.items()}
-    return ", ".join(
-        [default if rest == "auto" else rest, *(f"{name}={value}" for name, value in named.items())]
-    )
-
-
 # Validators -------------------------------------------------------------------------------------------------
-
-
-def one_or_each(*choices: str) -> AfterValidator:
-    """Accept one value, or a comma list of ``architecture=value`` and at most one value for the rest."""
-
-    def check(text: str) -> str:
-        names: set[str] = set()
-        for entry in text.split(","):
-            architecture, _, value = entry.strip().rpartition("=")
-            if value.strip() not in choices or architecture.strip() in names:
-                raise ValueError(
-                    f"{', '.join(choices)}, or a comma list: <value for the rest>, <architecture>=<value>, each once"
-                )
-            names.add(architecture.strip())
-        return text
-
-    return AfterValidator(check)
 
 
 def _text(check: Callable[[str], bool], form: str) -> AfterValidator:

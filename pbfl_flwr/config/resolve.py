@@ -24,7 +24,7 @@ from pbfl_flwr.config.keys import (
     RunSettings,
     TrainingSettings,
 )
-from pbfl_flwr.config.parsing import Group, Scalar, named_values, without_auto
+from pbfl_flwr.config.parsing import Group, Scalar, named_values
 from pbfl_flwr.errors import PbflError
 
 G = TypeVar("G", bound=Group)
@@ -242,9 +242,7 @@ def _apply_protocol(settings: Settings) -> Settings:
             row = PROTOCOLS.get(f"{settings.run.method}.{key}", PROTOCOLS.get(key))
             if group.prefix or row is None:
                 continue
-            if key == "layout":
-                changes[field] = without_auto(value, str(row[settings.run.protocol]))
-            elif value == "auto":
+            if value == "auto":
                 changes[field] = row[settings.run.protocol]
         resolved[name] = group.model_copy(update=changes)
     return settings.model_copy(update=resolved)

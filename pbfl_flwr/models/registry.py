@@ -9,7 +9,6 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 
-from pbfl_flwr.config import TrainingSettings, by_architecture
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.user_code import is_external
 
@@ -241,7 +240,11 @@ def architectures(spec: str) -> tuple[str, ...]:
         family, at, label = item.partition("@")
         members = FAMILIES.get(family, ()) if not at or LABEL.fullmatch(label) else ()
         models = [str(replace(ModelName.parse(name), label=label)) for name in members] or [item]
-        _check_name("models", spec, models[0])
+        if not is_external(models[0]):
+            try:
+                base_and_sizes(models[0])
+            except PbflError as error:
+                raise PbflError(f"models = '{spec}': {error}") from None
         names.extend(models)
     return tuple(names)
 
@@ -255,27 +258,6 @@ def architecture_of(spec: str, client: int) -> str:
     """
     names = architectures(spec)
     return names[client % len(names)]
-
-
-def check_named(training: TrainingSettings) -> None:
-    """Check that the architectures named in ``layout`` and ``precision`` exist.
-
-    Raises:
-        PbflError: for the first unknown name.
-    """
-    for key, text in (("layout", training.layout), ("precision", training.precision)):
-        for name in by_architecture(text):
-            if name:
-                _check_name(key, text, name)
-
-
-def _check_name(key: str, text: str, name: str) -> None:
-    if is_external(name):
-        return
-    try:
-        base_and_sizes(name)
-    except PbflError as error:
-        raise PbflError(f"{key} = '{text}': {error}") from None
 
 
 def unknown(item: str) -> str:

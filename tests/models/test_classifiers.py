@@ -4,27 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.config import parse
-from pbfl_flwr.errors import PbflError
-from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.methods.averaging import shared_parameters
 from pbfl_flwr.models.build import build_model, check_models
 from pbfl_flwr.models.contract import count_parameters, head_names, is_deterministic, random_inputs
-from pbfl_flwr.models.registry import check_named
 from pbfl_flwr.task import Task
 from tests.models.kinds import shapes, task_of, width
 
 K, D = 7, 20
 GREY = (1, 28, 28)
-
-
-def test_layout_and_precision_of_a_model_with_its_classifier() -> None:
-    keys = {"models": "cnn4+32,cnn4", "layout": "contiguous, cnn4+32=channels-last"}
-    training = parse(keys, SECTIONS).training
-    check_named(training)
-    assert [training.of(name).layout for name in ("cnn4+32", "cnn4")] == ["channels-last", "contiguous"]
-    with pytest.raises(PbflError, match=r"precision = '.*model 'cnn4\+': after '\+'"):
-        check_named(parse({"precision": "float32, cnn4+=bfloat16"}, SECTIONS).training)
 
 
 @pytest.mark.parametrize(

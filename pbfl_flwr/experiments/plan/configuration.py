@@ -21,7 +21,7 @@ from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
 from pbfl_flwr.experiments.results import resume_command
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method, privacy_notes
-from pbfl_flwr.models.registry import architecture_of, architectures, check_named
+from pbfl_flwr.models.registry import architecture_of, architectures
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.sinks import check as check_sinks
 from pbfl_flwr.util.user_code import is_external
@@ -106,7 +106,6 @@ def check(requested: RequestedKeys) -> Settings:
         problems.append(str(error))
     if not any(line.startswith("method = ") for line in problems):
         problems += _unknown_method(config.get("method"))
-    problems += _error_lines(lambda: check_named(settings.training))
     problems += _unknown_dataset(config.get("dataset")) + _unknown_model(config.get("models"))
     if problems:
         raise PbflError("\n".join(problems))

@@ -18,7 +18,7 @@ from pbfl_flwr.models.build import build_model, check_models
 from pbfl_flwr.models.contract import count_parameters
 from pbfl_flwr.models.cpu_convolutions import optimize_layout
 from pbfl_flwr.models.pretrained import digest as digest_of_weights
-from pbfl_flwr.models.registry import check_named, without_weights
+from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.augmentation import check_augmentation
 
@@ -57,12 +57,10 @@ def _checked_reply(message: Message, context: Context, source: ClientSource) -> 
     check_augmentation(settings.training.augmentation, task)
     _dry_forward(architecture, task)
     device = choose_device(settings.training.device)
-    check_named(settings.training)
     method = build_method(settings)
     for name in method.auxiliary_architectures():
         digest_of_weights(name)  # raises if they are missing
-    training = settings.training.of(architecture)
-    body, head = _parameters(architecture, task, training.layout, training.precision)
+    body, head = _parameters(architecture, task, settings.training.layout, settings.training.precision)
     full = settings.privacy.client_report == "full"
     properties = ConfigRecord(
         {

@@ -138,10 +138,10 @@ def open_client(message: Message, context: Context, source: ClientSource) -> Cli
     check_identity(config, identity.client, data)
     task = data.task(settings.models.feature_dim)
     store = store_of(message, context, source)
-    training = settings.training.of(store.architecture)
+    training = settings.training
     torch.set_num_threads(share_of_cores() if training.threads == "auto" else training.threads)
     stored = store.load()
-    device = choose_device(settings.training.device)
+    device = choose_device(training.device)
     model, initial = _network(store.architecture, task, settings.run.seed, str(device), training)
     model.load_state_dict(dict(stored.model) if stored else initial)
     model.eval()  # the previous client of this process may have left another mode
