@@ -2,66 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from pbfl_flwr.config import Settings, parse
+from pbfl_flwr.config import parse
 from pbfl_flwr.data import ClientData, client_data
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, reading
 from pbfl_flwr.experiments.results import FinishedRun
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.registry import without_weights
-from pbfl_flwr.payloads import Logits, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
+from pbfl_flwr.payloads import Logits, Payload, Prototypes, WeightsAndPrototypes
 from pbfl_flwr.prototypes.alignment import Geometry, align, geometry
 from pbfl_flwr.prototypes.pipeline import Pipeline, PipelineState
 from pbfl_flwr.runs.client_store import ClientState, ClientStore, load_tensors
+from pbfl_flwr.runs.directory import BROADCAST, CHECKPOINT
 from pbfl_flwr.seeds import derive
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import is_external
-
-
-class NotAvailable(PbflError):
-    """The run does not hold the requested artefact; the message gives the reason."""
-
-
-def settings_of(run: FinishedRun) -> Settings:
-    """Return the run's settings.
-
-    Raises:
-        NotAvailable: if the configuration has keys of another version of this package.
-    """
-    try:
-        return parse(run.config, SECTIONS)
-    except PbflError as error:
-        raise NotAvailable(
-            f"its configuration is from another version ({str(error).splitlines()[0]})"
-        ) from None
 
 
 def method_of(run: FinishedRun) -> Method[Any, Any, Any]:
     """Return the run's method.
 
     Raises:
-        NotAvailable: if it cannot be built here, e.g. an external method that is not installed or not allowed.
+        PbflError: if its configuration is of another version, or it is code that is not installed or not allowed.
     """
     _check_allowed(run, str(run.config["method"]))
-    try:
-        return build_method(settings_of(run))
-    except PbflError as error:
-        raise NotAvailable(str(error).splitlines()[0]) from None
+    return build_method(parse(run.config, SECTIONS))
 
 
 def _check_allowed(run: FinishedRun, name: str) -> None:
     """Refuse to import code that a run directory, which may be untrusted, names unless the user allowed it."""
     if is_external(name) and name not in run.allowed:
-        raise NotAvailable(
+        raise PbflError(
             f"'{name}' is code to be allowed: pbfl report --import {name}, in Python FinishedRun.load(run, ['{name}'])"
         )
 
@@ -70,14 +50,11 @@ def global_prototypes(run: FinishedRun) -> Prototypes:
     """Return the global prototypes after the last round, in d dimensions.
 
     Raises:
-        NotAvailable: if the method broadcasts no prototypes, or the file is missing or damaged.
+        PbflError: if the method broadcasts no prototypes, or the file is missing or damaged.
     """
-    method, task = method_of(run), run.about.task
-    tensors = _tensors(run.path / "prototypes.safetensors")
-    try:
-        sent = method.down.from_tensors(tensors, task)
-    except (RejectedPayload, KeyError) as error:
-        raise NotAvailable(f"prototypes.safetensors does not fit this method ({error})") from None
+    method, task, file = method_of(run), run.about.task, run.path / BROADCAST
+    with reading(str(file)):
+        sent = method.down.from_tensors(load_tensors(file)[0], task)
     return _dense(method, _prototypes(sent, "broadcasts"), task)
 
 
@@ -85,15 +62,13 @@ def local_prototypes(run: FinishedRun) -> dict[int, Prototypes]:
     """Return client -> its last upload, in d dimensions.
 
     Raises:
-        NotAvailable: if the clients' state is not on this machine, or the method uploads no prototypes.
+        PbflError: if the clients' state is not on this machine, or the method uploads no prototypes.
     """
     method, task = method_of(run), run.about.task
     uploads = {}
     for client, state in client_states(run):
-        try:
+        with reading(f"client {client}'s last upload"):
             sent = method.up.from_tensors(state.reply, task)
-        except (RejectedPayload, KeyError) as error:
-            raise NotAvailable(f"client {client}'s last upload does not fit this method ({error})") from None
         uploads[client] = _dense(method, _prototypes(sent, "uploads"), task)
     return uploads
 
@@ -102,7 +77,7 @@ def client_states(run: FinishedRun) -> Iterator[tuple[int, ClientState]]:
     """Yield (client, state) of the simulated clients that have trained, one at a time because networks may be large.
 
     Raises:
-        NotAvailable: if no client's state is on this machine, or a file is damaged or cannot be read.
+        PbflError: if no client's state is on this machine, or a file is damaged or cannot be read.
     """
     experiment = run.about.experiment
     directory = Path(str(run.config["state-dir"]) or run.path / "clients") / experiment
@@ -110,32 +85,24 @@ def client_states(run: FinishedRun) -> Iterator[tuple[int, ClientState]]:
     for client in run.about.clients:
         if not client.simulated:
             continue
-        store = ClientStore(directory, experiment, client.client, client.architecture)
-        try:
-            state = store.load()
-        except PbflError as error:
-            raise NotAvailable(str(error)) from None
-        except OSError as error:
-            raise _unreadable("the clients' own state", directory, error) from None
+        with reading(str(directory)):
+            state = ClientStore(directory, experiment, client.client, client.architecture).load()
         if state is not None:
             none_found = False
             yield client.client, state
     if none_found:
-        raise NotAvailable("the clients' own state is not on this machine (devices keep theirs)")
+        raise PbflError("the clients' own state is not on this machine (devices keep theirs)")
 
 
 def network(run: FinishedRun, client: int, state: ClientState) -> SplitModel:
     """Return a client's network with its weights, in evaluation mode on the CPU.
 
     Raises:
-        NotAvailable: if its architecture cannot be built here, or is code that was not allowed.
+        PbflError: if its architecture cannot be built here, or is code that was not allowed.
     """
     architecture = run.architecture(client)
     _check_allowed(run, architecture)
-    try:
-        model = build_model(without_weights(architecture), run.about.task, run.seed)
-    except PbflError as error:
-        raise NotAvailable(f"the network of client {client} cannot be built ({error})") from None
+    model = build_model(without_weights(architecture), run.about.task, run.seed)
     model.load_state_dict(dict(state.model))
     model.eval()
     return model
@@ -145,16 +112,14 @@ def data_of(run: FinishedRun, client: int) -> ClientData:
     """Return a client's part of the configured dataset, without downloading anything.
 
     Raises:
-        NotAvailable: if the dataset cannot be read here, or clients brought their own data.
+        PbflError: if the dataset cannot be read here, or clients brought their own data.
     """
     if run.counts is None:
-        raise NotAvailable("the clients brought their own data")
-    settings = settings_of(run)
-    try:
+        raise PbflError("the clients brought their own data")
+    settings = parse(run.config, SECTIONS)
+    with reading("the dataset"):
         data = settings.data.model_copy(update={"download": False})
         return client_data(data, settings.run.num_clients, client)
-    except (PbflError, OSError) as error:
-        raise NotAvailable(f"the dataset cannot be read here ({error})") from None
 
 
 def target_scale(run: FinishedRun) -> float:
@@ -180,22 +145,20 @@ def alignment_trajectory(run: FinishedRun) -> Trajectory:
     """Recompute the prototype alignment of the last round.
 
     Raises:
-        NotAvailable: if the method does not align, aligns in closed form, or trains its prototypes first, if the
+        PbflError: if the method does not align, aligns in closed form, or trains its prototypes first, if the
             checkpoint is missing or damaged, or if fewer than two classes have a prototype.
     """
     task = run.about.task
     method = method_of(run)
     if not isinstance(method, Pipeline) or method.stages.alignment == "off":
-        raise NotAvailable(f"{run.config['method']} does not align its prototypes")
+        raise PbflError(f"{run.config['method']} does not align its prototypes")
     if method.stages.alignment == "simplex":
-        raise NotAvailable("the simplex solver has no iterations")
+        raise PbflError("the simplex solver has no iterations")
     if method.server_training is not None:
-        raise NotAvailable("the prototypes that the server trains before alignment are not saved")
-    tensors = _tensors(run.path / "checkpoint.safetensors")
-    try:
-        combined = method.dense(PipelineState.from_tensors(tensors, task).combined, task)
-    except (RejectedPayload, KeyError) as error:
-        raise NotAvailable(f"checkpoint.safetensors does not fit this method ({error})") from None
+        raise PbflError("the prototypes that the server trains before alignment are not saved")
+    file = run.path / CHECKPOINT
+    with reading(str(file)):
+        combined = method.dense(PipelineState.from_tensors(load_tensors(file)[0], task).combined, task)
     steps: list[Geometry] = []
     align(
         combined.values,
@@ -205,7 +168,7 @@ def alignment_trajectory(run: FinishedRun) -> Trajectory:
         watch=lambda units: steps.append(geometry(units)),
     )
     if len(steps) < 2:
-        raise NotAvailable("fewer than two classes have a prototype")
+        raise PbflError("fewer than two classes have a prototype")
     return Trajectory(combined.num_present, tuple(steps))
 
 
@@ -213,35 +176,19 @@ def saved_class_means(state: ClientState) -> tuple[Tensor, Tensor]:
     """Return a client's class means (K, d) and a mask (K,) of the classes it holds, from its saved state.
 
     Raises:
-        NotAvailable: if the method saves none.
+        PbflError: if the method saves none.
     """
     if not {"prototypes", "present"} <= set(state.memory):
-        raise NotAvailable("the method's clients save no class means")
+        raise PbflError("the method's clients save no class means")
     return state.memory["prototypes"], state.memory["present"]
-
-
-def _tensors(file: Path) -> Mapping[str, Tensor]:
-    try:
-        return load_tensors(file)[0]
-    except FileNotFoundError:
-        raise NotAvailable(f"{file.name} is missing") from None
-    except PbflError as error:
-        raise NotAvailable(str(error)) from None
-    except OSError as error:
-        raise _unreadable(file.name, file.parent, error) from None
-
-
-def _unreadable(what: str, place: Path, error: OSError) -> NotAvailable:
-    """Return the error for files that cannot be read, e.g. because they belong to another user."""
-    return NotAvailable(f"{what} in {place} cannot be read ({error.strerror or error})")
 
 
 def _prototypes(sent: Payload, verb: str) -> Prototypes:
     prototypes = sent.prototypes if isinstance(sent, WeightsAndPrototypes) else sent
     if not isinstance(prototypes, Prototypes) or isinstance(prototypes, Logits):
-        raise NotAvailable(f"the method {verb} no prototypes")
+        raise PbflError(f"the method {verb} no prototypes")
     if not prototypes.num_present:
-        raise NotAvailable("no class has a prototype yet")
+        raise PbflError("no class has a prototype yet")
     return prototypes
 
 

@@ -15,8 +15,8 @@ import torch
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import artefacts, pictures, results
-from pbfl_flwr.experiments.artefacts import NotAvailable
 from pbfl_flwr.experiments.pictures import alignment, personalisation, progress, similarity, style
 from pbfl_flwr.experiments.results import Group
 from pbfl_flwr.prototypes.alignment import geometry
@@ -276,11 +276,9 @@ def test_code_that_a_run_names_is_imported_only_for_who_asks(
     about["clients"][0]["architecture"] = "strange_page:net"
     (path / "run.json").write_text(json.dumps(about))
     record = results.FinishedRun.load(path)
-    with pytest.raises(
-        NotAvailable, match="'strange_page:build' is code to be allowed: pbfl report --import"
-    ):
+    with pytest.raises(PbflError, match="'strange_page:build' is code to be allowed: pbfl report --import"):
         artefacts.method_of(record)
-    with pytest.raises(NotAvailable, match="'strange_page:net' is code to be allowed"):
+    with pytest.raises(PbflError, match="'strange_page:net' is code to be allowed"):
         artefacts.network(record, 0, ClientState(1, 1, {}))
     pbfl("report", path, "--out", tmp_path / "page.html")
     assert (tmp_path / "page.html").exists()
@@ -295,5 +293,5 @@ def test_nothing_is_downloaded_for_a_picture(plane_run: Path, tmp_path: Path) ->
     about = about.replace('"spiral"', '"cifar10"').replace('"download": false', '"download": true')
     about = about.replace('"data-dir": ""', f'"data-dir": "{tmp_path}"')
     (tmp_path / "run" / "run.json").write_text(about)
-    with pytest.raises(artefacts.NotAvailable, match=r"not found.*set data-dir"):
+    with pytest.raises(PbflError, match=r"not found.*set data-dir"):
         artefacts.data_of(results.FinishedRun.load(tmp_path / "run"), 0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from matplotlib import rc_context
 
-from pbfl_flwr.experiments.artefacts import NotAvailable
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.pictures import (
     alignment,
     by_class,
@@ -24,7 +24,7 @@ from pbfl_flwr.experiments.pictures import (
 from pbfl_flwr.experiments.pictures.style import RC, Picture
 from pbfl_flwr.experiments.results import Group
 
-Kind = Callable[[Sequence[Group]], Iterator[Picture | NotAvailable]]
+Kind = Callable[[Sequence[Group]], Iterator[Picture | PbflError]]
 
 SECTIONS: dict[str, tuple[Kind, ...]] = {
     "Data": (distribution.label_distribution, features.data_points),
@@ -75,4 +75,4 @@ def draw(groups: Sequence[Group]) -> list[Section]:
     return sections
 
 
-__all__ = ["SECTIONS", "NotAvailable", "Picture", "Section", "draw"]
+__all__ = ["SECTIONS", "Picture", "Section", "draw"]

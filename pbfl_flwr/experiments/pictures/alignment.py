@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from pbfl_flwr.experiments.artefacts import NotAvailable, Trajectory, alignment_trajectory
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.artefacts import alignment_trajectory
 from pbfl_flwr.experiments.pictures.style import (
     GRID,
     Picture,
@@ -13,6 +14,7 @@ from pbfl_flwr.experiments.pictures.style import (
     curve,
     curve_axes,
     logarithmic,
+    of_available,
     titled_picture,
 )
 from pbfl_flwr.experiments.results import Group
@@ -34,14 +36,10 @@ def optimum(num_rows: int, dim: int) -> tuple[float, float] | None:
     return -num_rows * (num_rows - 1) / 4 * math.log(squared), math.sqrt(squared)
 
 
-def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     """Yield distances and energy over the iterations of the last round's alignment."""
-    trajectories: list[tuple[Group, Trajectory]] = []
-    for group in groups:
-        try:
-            trajectories.append((group, alignment_trajectory(group.first)))
-        except NotAvailable as error:
-            yield NotAvailable(f"{group.label}: {error}")
+    trajectories, reasons = of_available(groups, lambda group: alignment_trajectory(group.first))
+    yield from reasons
     if not trajectories:
         return
     figure, (axes,) = canvas(3.0)
@@ -81,7 +79,7 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     )
 
 
-def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     """Yield the number of iterations and the smallest angles of every round's alignment."""
     figure, (above, below) = canvas(4.2, rows=2)
     for number, group in enumerate(groups):
@@ -94,7 +92,7 @@ def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
             if run.server_metrics.get(ITERATIONS) is not None
         ]
         if not entries:
-            yield NotAvailable(f"{group.label}: {group.first.config['method']} does not align its prototypes")
+            yield PbflError(f"{group.label}: {group.first.config['method']} does not align its prototypes")
             continue
         rounds = [number for number, _ in entries]
         steps = [metrics[ITERATIONS] for _, metrics in entries]

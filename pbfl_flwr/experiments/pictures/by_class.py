@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.experiments.artefacts import NotAvailable
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
     Picture,
     canvas,
     curve_axes,
     curve_style,
-    heatmap,
+    heatmap_picture,
     name_ticks,
     of_each_run,
     titled_picture,
@@ -65,9 +65,11 @@ def clients_by_class(group: Group) -> Iterator[Picture]:
         _reject_unscored(group)
         return
     clients, matrix = by_client
-    figure, (axes,) = canvas()
-    heatmap(
-        axes,
+    yield heatmap_picture(
+        "clients-by-class",
+        f"Accuracy by class and client: {group.label}",
+        f"Accuracy of '{run.predictor}' in the last round on each client's test samples of each class; blank: "
+        "no test samples. First seed.",
         100 * matrix.T,
         xlabel="client",
         ylabel="class",
@@ -75,13 +77,6 @@ def clients_by_class(group: Group) -> Iterator[Picture]:
         rows=run.about.label_names,
         columns=[str(client) for client in clients],
         limits=(0, 100),
-    )
-    yield titled_picture(
-        "clients-by-class",
-        f"Accuracy by class and client: {group.label}",
-        f"Accuracy of '{run.predictor}' in the last round on each client's test samples of each class; blank: "
-        "no test samples. First seed.",
-        figure,
     )
 
 
@@ -112,6 +107,6 @@ def _by_client(run: FinishedRun) -> tuple[list[int], NDArray[np.float64]] | None
 
 
 def _reject_unscored(group: Group) -> None:
-    """Raise NotAvailable if a run with ``per-class`` has no accuracies by class; other runs need none."""
+    """Raise PbflError if a run with ``per-class`` has no accuracies by class; other runs need none."""
     if group.first.config.get("per-class"):
-        raise NotAvailable(f"no client was scored{f' by {group.by}' if group.by else ''}")
+        raise PbflError(f"no client was scored{f' by {group.by}' if group.by else ''}")

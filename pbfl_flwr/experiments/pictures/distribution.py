@@ -6,42 +6,35 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pbfl_flwr.experiments.artefacts import NotAvailable
-from pbfl_flwr.experiments.pictures.style import Picture, canvas, heatmap, titled_picture
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.pictures.style import Picture, heatmap_picture
 from pbfl_flwr.experiments.results import Group
 
-TITLE = "Label distribution over clients"
 
-
-def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     """Yield a heatmap of samples, class x client, for every different partition."""
     seen: list[Group] = []
     for number, group in enumerate(groups):
         run = group.first
         if run.counts is None:
-            yield NotAvailable(f"{group.label}: clients bring their own data, whose labels are not counted")
+            yield PbflError(f"{group.label}: clients bring their own data, whose labels are not counted")
             continue
         if any(_alike(group, other) for other in seen):
             continue
         seen.append(group)
         sharing = [other.label for other in groups if _alike(group, other)]
         counts = run.counts.astype(float)  # (M, K)
-        figure, (axes,) = canvas()
-        heatmap(
-            axes,
+        config = run.config
+        yield heatmap_picture(
+            f"label-distribution-{number}",
+            "Label distribution over clients",
+            f"{config['dataset']}, {config['partition']} partition; training, validation and test samples together; "
+            f"blank: none. Runs: {', '.join(sharing)}.",
             np.where(counts > 0, counts, np.nan).T,
             xlabel="client",
             ylabel="class",
             unit="samples",
             rows=run.about.label_names,
-        )
-        config = run.config
-        yield titled_picture(
-            f"label-distribution-{number}",
-            TITLE,
-            f"{config['dataset']}, {config['partition']} partition; training, validation and test samples together; "
-            f"blank: none. Runs: {', '.join(sharing)}.",
-            figure,
         )
 
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.artefacts import (
-    NotAvailable,
     client_states,
     data_of,
     global_prototypes,
@@ -37,7 +37,7 @@ MOST_POINTS = 500  # per picture
 SHOWN_CLIENTS = 2
 
 
-def data_points(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+def data_points(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     """Yield the test samples of all clients, for two-dimensional inputs; runs with the same data share a picture."""
     distinct: list[Group] = []
     for group in groups:
@@ -51,7 +51,7 @@ def _data_points(group: Group) -> Iterator[Picture]:
     run = group.first
     shape = run.about.task.input_shape
     if shape != (2,):
-        raise NotAvailable(f"inputs of shape {'x'.join(map(str, shape))}; drawn only for shape 2")
+        raise PbflError(f"inputs of shape {'x'.join(map(str, shape))}; drawn only for shape 2")
     shards = [data_of(run, client.client).test for client in run.about.clients]
     inputs, labels = torch.cat([s.inputs for s in shards]), torch.cat([s.labels for s in shards])
     figure, (axes,) = canvas(3.6)
@@ -70,7 +70,7 @@ def feature_planes(group: Group) -> Iterator[Picture]:
     """Yield every run's global and local prototypes, and the features of test samples of its two largest clients."""
     run = group.first
     if (width := run.about.task.feature_dim) != 2:
-        raise NotAvailable(f"features have {width} dimensions; drawn only for feature-dim = 2")
+        raise PbflError(f"features have {width} dimensions; drawn only for feature-dim = 2")
     yield _prototype_plane(run, group.label)
     yield from _client_planes(run, group.label)
 

@@ -10,8 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pbfl_flwr.experiments.artefacts import NotAvailable, client_states
-from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, heatmap, of_each_run, titled_picture
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.artefacts import client_states
+from pbfl_flwr.experiments.pictures.style import (
+    GRID,
+    Picture,
+    canvas,
+    heatmap,
+    heatmap_picture,
+    of_each_run,
+    titled_picture,
+)
 from pbfl_flwr.experiments.results import FinishedRun, Group
 from pbfl_flwr.models.contract import HEAD_PREFIX
 from pbfl_flwr.util.user_code import is_external
@@ -29,7 +38,7 @@ def head_norms(group: Group) -> Iterator[Picture]:
     """Yield the clients' label counts above the norms of their classifiers' rows."""
     run = group.first
     if run.counts is None:
-        raise NotAvailable("clients bring their own data, whose labels are not counted")
+        raise PbflError("clients bring their own data, whose labels are not counted")
     norms, clients = _head_rows(run)
     matrices = [normalised_columns(values) for values in (run.counts[clients].astype(float), norms)]
     figure, panels = canvas(5.0, rows=2)
@@ -64,9 +73,14 @@ def layer_distances(group: Group) -> Iterator[Picture]:
     matrix = np.full((deepest, len(order)), np.nan)
     for column, client in enumerate(order):
         matrix[: len(distances[client]), column] = distances[client]
-    figure, (axes,) = canvas()
-    heatmap(
-        axes,
+    names = [group.first.architecture(client) for client in order]
+    parts = "; ".join(f"{name} x {count}" for name, count in Counter(names).items())
+    picture = heatmap_picture(
+        "layer-distances",
+        f"Distance of layers to their mean: {group.label}",
+        "Frobenius distance of a layer's weights to their mean over the clients with the same architecture, "
+        f"relative to the norm of that mean. From left to right: {parts}. Without clients whose architecture no "
+        "other has; blank: no such layer.",
         matrix,
         xlabel="client, by architecture",
         ylabel="layer, from the input",
@@ -75,27 +89,17 @@ def layer_distances(group: Group) -> Iterator[Picture]:
         columns=[str(client) for client in order],
         limits=(0.0, None),
     )
-    names = [group.first.architecture(client) for client in order]
     for place in range(1, len(names)):
         if names[place] != names[place - 1]:
-            axes.axvline(place - 0.5, color=GRID, linewidth=2)
-    title = f"Distance of layers to their mean: {group.label}"
-    parts = "; ".join(f"{name} x {count}" for name, count in Counter(names).items())
-    yield titled_picture(
-        "layer-distances",
-        title,
-        "Frobenius distance of a layer's weights to their mean over the clients with the same architecture, "
-        f"relative to the norm of that mean. From left to right: {parts}. Without clients whose architecture no "
-        "other has; blank: no such layer.",
-        figure,
-    )
+            picture.figure.axes[0].axvline(place - 0.5, color=GRID, linewidth=2)
+    yield picture
 
 
 def _head_rows(run: FinishedRun) -> tuple[NDArray[np.float64], list[int]]:
     """Return the row norms of the last layer (M, K) and the clients' ids (M,).
 
     Raises:
-        NotAvailable: if networks are not on this machine, or the matrix with a row per class is unknown, as in an
+        PbflError: if networks are not on this machine, or the matrix with a row per class is unknown, as in an
             external model with several matrices in its head.
     """
     rows, clients = [], []
@@ -103,7 +107,7 @@ def _head_rows(run: FinishedRun) -> tuple[NDArray[np.float64], list[int]]:
         heads = [tensor for name, tensor in _matrices(state.model).items() if name.startswith(HEAD_PREFIX)]
         known = len(heads) == 1 or (heads and not is_external(run.architecture(client)))
         if not known or heads[-1].dim() != 2 or len(heads[-1]) != len(run.about.label_names):
-            raise NotAvailable("a client's classifier is not one matrix with a row per class")
+            raise PbflError("a client's classifier is not one matrix with a row per class")
         rows.append(torch.linalg.vector_norm(heads[-1], dim=1).numpy())
         clients.append(client)
     return np.array(rows), clients
@@ -128,7 +132,7 @@ def _distances(run: FinishedRun) -> dict[int, list[float]]:
                 for name, weight in _matrices(state.model).items()
             ]
     if not distances:
-        raise NotAvailable("no two clients have the same architecture")
+        raise PbflError("no two clients have the same architecture")
     return distances
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from pbfl_flwr.config import PREDICTORS
-from pbfl_flwr.experiments.artefacts import NotAvailable
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.notes import accuracy_name
 from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
@@ -28,7 +28,7 @@ Curve = Sequence[tuple[int, float]]
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
-def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     """Yield accuracy curves of each configuration's shown predictor; for one configuration, of all predictors."""
     figure, (axes,) = canvas()
     if len(groups) == 1:
@@ -39,10 +39,10 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvail
         curves = {group.label: [dict(run.curve()) for run in group.runs] for group in groups}
         for group in groups:
             if not any(curves[group.label]):
-                yield NotAvailable(f"{group.label}: no client was scored by '{group.first.predictor}'")
+                yield PbflError(f"{group.label}: no client was scored by '{group.first.predictor}'")
     drawn = {label: per_seed for label, per_seed in curves.items() if any(per_seed)}
     if not drawn:
-        yield NotAvailable("no client was scored")
+        yield PbflError("no client was scored")
         return
     for number, (label, per_seed) in enumerate(drawn.items()):
         rounds, each = _shared(per_seed)
@@ -60,7 +60,7 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvail
     )
 
 
-def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     """Yield the cumulative payload over rounds, all clients and both directions."""
     figure, (axes,) = canvas()
     totals = {group.label: _travelled(group.first) for group in groups}
@@ -80,7 +80,7 @@ def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailabl
     )
 
 
-def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     """Yield accuracy against the cumulative payload, all clients and both directions."""
     figure, (axes,) = canvas()
     totals = {group.label: _travelled(group.first) for group in groups}
@@ -90,7 +90,7 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
         at = dict(zip((entry.round for entry in run.rounds), totals[group.label], strict=True))
         points = [(at[done] / scale, 100 * value) for done, value in run.curve() if done in at]
         if not points or not at[max(at)]:
-            yield NotAvailable(
+            yield PbflError(
                 f"{group.label}: nothing was transmitted" if points else f"{group.label}: not scored"
             )
             continue
@@ -112,13 +112,13 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
     )
 
 
-def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     """Yield the clients' accuracies in the last round, sorted: the flatter the curve, the fairer the method."""
     figure, (axes,) = canvas()
     for number, group in enumerate(groups):
         values = sorted(group.first.accuracies().values())
         if not values:
-            yield NotAvailable(
+            yield PbflError(
                 f"{group.label}: no client was scored by '{group.first.predictor}' in the last round"
             )
             continue
@@ -142,7 +142,7 @@ def clients_over_rounds(group: Group) -> Iterator[Picture]:
     run = group.first
     curves, together = run.client_curves(), run.curve()
     if not curves or not together:
-        raise NotAvailable(f"no client was scored by '{run.predictor}'")
+        raise PbflError(f"no client was scored by '{run.predictor}'")
     figure, (axes,) = canvas()
     for place, points in enumerate(_evenly(curves)):
         _thin(axes, points, "" if place else "one client")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pbfl_flwr.experiments.artefacts import global_prototypes, local_prototypes
-from pbfl_flwr.experiments.pictures.style import Picture, canvas, heatmap, of_each_run, titled_picture
+from pbfl_flwr.experiments.pictures.style import Picture, heatmap_picture, of_each_run
 from pbfl_flwr.experiments.results import Group
 
 HOW = "Magnitude of each dimension, relative to the largest in its row; blank: zero."
@@ -24,44 +24,30 @@ def local_heatmaps(group: Group) -> Iterator[Picture]:
     rows = np.array(
         [sent.values[chosen].numpy() for sent in locals_.values()] + [globals_.values[chosen].numpy()]
     )
-    names = [f"L{client}" for client in locals_] + ["G"]
-    figure, (axes,) = canvas()
-    heatmap(
-        axes,
+    yield heatmap_picture(
+        "prototypes-of-a-class",
+        f"Prototypes of class {run.about.label_names[chosen]}: {group.label}",
+        f"L: a client's last upload, G: the global prototype. {HOW} The class is the one that most clients hold.",
         _magnitudes(rows),
         xlabel="dimension",
         ylabel="prototype",
         unit="relative magnitude",
-        rows=names,
-    )
-    title = f"Prototypes of class {run.about.label_names[chosen]}: {group.label}"
-    yield titled_picture(
-        "prototypes-of-a-class",
-        title,
-        f"L: a client's last upload, G: the global prototype. {HOW} The class is the one that most clients hold.",
-        figure,
+        rows=[*(f"L{client}" for client in locals_), "G"],
     )
 
 
 @of_each_run
 def global_heatmaps(group: Group) -> Iterator[Picture]:
     """Yield a heatmap of all global prototypes for every run."""
-    prototypes = global_prototypes(group.first)
-    figure, (axes,) = canvas()
-    heatmap(
-        axes,
-        _magnitudes(prototypes.values.numpy()),
+    yield heatmap_picture(
+        "global-prototypes",
+        f"Global prototypes: {group.label}",
+        f"After the last round. {HOW}",
+        _magnitudes(global_prototypes(group.first).values.numpy()),
         xlabel="dimension",
         ylabel="class",
         unit="relative magnitude",
         rows=group.first.about.label_names,
-    )
-    title = f"Global prototypes: {group.label}"
-    yield titled_picture(
-        "global-prototypes",
-        title,
-        f"After the last round. {HOW}",
-        figure,
     )
 
 

@@ -8,15 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics.pairwise import cosine_similarity, euclidean_distances
 
-from pbfl_flwr.experiments.artefacts import NotAvailable, global_prototypes
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.artefacts import global_prototypes
 from pbfl_flwr.experiments.pictures.style import (
     DIVERGING,
     Picture,
     canvas,
     curve,
     curve_axes,
-    heatmap,
+    heatmap_picture,
     name_ticks,
+    of_available,
     of_each_run,
     titled_picture,
 )
@@ -52,10 +54,12 @@ def matrices(group: Group) -> Iterator[Picture]:
         ("Cosine similarity", "cosine similarity", cosine, (-1.0, 1.0), DIVERGING),
         ("Distance", "Euclidean distance", distance, (0.0, None), "cividis"),
     ):
-        figure, (axes,) = canvas(3.1)
-        heatmap(
-            axes,
+        yield heatmap_picture(
+            f"{kind.split()[0].lower()}-of-prototypes",
+            f"{kind} of global prototypes: {group.label}",
+            "Every pair of classes after the last round, in all d dimensions.",
             matrix,
+            height=3.1,
             xlabel="class",
             ylabel="class",
             unit=unit,
@@ -64,30 +68,19 @@ def matrices(group: Group) -> Iterator[Picture]:
             limits=limits,
             colours=colours,
         )
-        title = f"{kind} of global prototypes: {group.label}"
-        yield titled_picture(
-            f"{kind.split()[0].lower()}-of-prototypes",
-            title,
-            "Every pair of classes after the last round, in all d dimensions.",
-            figure,
-        )
 
 
-def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+def per_class(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     """Yield two pictures with all runs: each class's mean similarity to the others, and its normalised margin."""
-    rows: list[tuple[Group, NDArray[np.float64], list[str]]] = []
-    for group in groups:
-        try:
-            rows.append((group, *_present(group)))
-        except NotAvailable as error:
-            yield NotAvailable(f"{group.label}: {error}")
+    rows, reasons = of_available(groups, _present)
+    yield from reasons
     if not rows:
         return
-    longest = max((labels for _, _, labels in rows), key=len)
-    shared = all(labels == longest for _, _, labels in rows)
+    longest = max((labels for _, (_, labels) in rows), key=len)
+    shared = all(labels == longest for _, (_, labels) in rows)
     names = longest if shared else [str(number) for number in range(len(longest))]
     figure, (axes,) = canvas()
-    for number, (group, values, _) in enumerate(rows):
+    for number, (group, (values, _)) in enumerate(rows):
         cosine = similarities(values)
         mean = np.nanmean(cosine, axis=1)
         band = np.nanmin(cosine, axis=1), np.nanmax(cosine, axis=1)
@@ -102,7 +95,7 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         figure,
     )
     figure, (axes,) = canvas()
-    for number, (group, values, _) in enumerate(rows):
+    for number, (group, (values, _)) in enumerate(rows):
         margin = margins(values)
         curve(axes, range(len(margin)), margin, group.label, number, markevery=1)
     curve_axes(axes, "class", "margin / largest margin")
@@ -121,11 +114,11 @@ def _present(group: Group) -> tuple[NDArray[np.float64], list[str]]:
     """Return the rows of the classes that have a prototype, and their names.
 
     Raises:
-        NotAvailable: if there are fewer than two, or as in :func:`global_prototypes`.
+        PbflError: if there are fewer than two, or as in :func:`global_prototypes`.
     """
     prototypes = global_prototypes(group.first)
     if prototypes.num_present < 2:
-        raise NotAvailable("fewer than two classes have a prototype")
+        raise PbflError("fewer than two classes have a prototype")
     present = prototypes.present.numpy()
     names = [name for name, there in zip(group.first.about.label_names, present, strict=True) if there]
     return prototypes.values.numpy()[present].astype(float), names

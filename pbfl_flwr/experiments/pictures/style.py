@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from pbfl_flwr.experiments.artefacts import NotAvailable
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.results import Group
 
 INK, GRID, BLANK = "#1b1f24", "#c9ced6", "#f4f5f6"
@@ -26,6 +26,7 @@ SEQUENTIAL, DIVERGING = "cividis", "PuOr"
 WIDTH = 4.2  # inches: 403 CSS pixels, so that 9 points stay readable on a phone
 PNG_DPI = 220
 MOST_TICKS = 12
+T = TypeVar("T")
 
 RC: dict[Any, Any] = {
     "font.size": 9,
@@ -73,7 +74,7 @@ class Picture:
 
 def of_each_run(
     draw: Callable[[Group], Iterator[Picture]],
-) -> Callable[[Sequence[Group]], Iterator[Picture | NotAvailable]]:
+) -> Callable[[Sequence[Group]], Iterator[Picture | PbflError]]:
     """Return the kind that draws every configuration's first run, or yields the reason why it cannot.
 
     Args:
@@ -81,21 +82,43 @@ def of_each_run(
     """
 
     @wraps(draw)
-    def drawn(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+    def drawn(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
         for number, group in enumerate(groups):
             try:
                 for picture in draw(group):
                     yield replace(picture, name=f"{picture.name}-{number}")
-            except NotAvailable as error:
-                yield NotAvailable(f"{group.label}: {error}")
+            except PbflError as error:
+                yield PbflError(f"{group.label}: {error}")
 
     return drawn
+
+
+def of_available(
+    groups: Sequence[Group], read: Callable[[Group], T]
+) -> tuple[list[tuple[Group, T]], list[PbflError]]:
+    """Return (what was read of the configurations that have it, the reasons why the others do not)."""
+    available, reasons = [], []
+    for group in groups:
+        try:
+            available.append((group, read(group)))
+        except PbflError as error:
+            reasons.append(PbflError(f"{group.label}: {error}"))
+    return available, reasons
 
 
 def canvas(height: float = 2.9, rows: int = 1) -> tuple[Figure, list[Axes]]:
     """Return a figure of the common width with ``rows`` axes one below the other."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, [figure.add_subplot(rows, 1, row + 1) for row in range(rows)]
+
+
+def heatmap_picture(
+    name: str, title: str, caption: str, values: Any, *, height: float = 2.9, **properties: Any
+) -> Picture:
+    """Return the picture of one :func:`heatmap` with these properties; the other arguments are those of Picture."""
+    figure, (axes,) = canvas(height)
+    heatmap(axes, values, **properties)
+    return titled_picture(name, title, caption, figure)
 
 
 def heatmap(
@@ -109,7 +132,7 @@ def heatmap(
     columns: Sequence[str] | None = None,
     limits: tuple[float | None, float | None] = (None, None),
     colours: str = SEQUENTIAL,
-) -> ScalarMappable:
+) -> None:
     """Draw a matrix (rows, columns) with a labelled colour bar; NaN cells are blank.
 
     Args:
@@ -137,7 +160,6 @@ def heatmap(
     bar.outline.set_linewidth(0.5)
     bar.locator = MaxNLocator(5)
     bar.update_ticks()
-    return drawn
 
 
 def name_ticks(axis: Any, names: Sequence[str] | None) -> None:
@@ -234,8 +256,6 @@ def titled_picture(name: str, title: str, caption: str, figure: Figure) -> Pictu
 
     The arguments are those of :class:`Picture`; a legend that it already has stays.
     """
-    import textwrap
-
     if not figure.legends:
         legend_below(figure, figure.axes[0])
     figure.suptitle("\n".join(textwrap.wrap(title, 52)), fontsize=RC["axes.titlesize"], color=INK)
