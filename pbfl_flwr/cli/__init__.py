@@ -17,7 +17,7 @@ import click
 import typer
 from typer.core import TyperGroup
 
-from pbfl_flwr.cli import cleaning, deployment, devices, experiments, reports, tables, watching
+from pbfl_flwr.cli import cleaning, deployment, devices, experiments, reports, tables
 from pbfl_flwr.cli.common import error_exit
 from pbfl_flwr.cli.privacy import privacy
 from pbfl_flwr.cli.weights import weights
@@ -49,7 +49,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compare": tables.compare,
     "reproduce": tables.reproduce,
     "sweep": tables.sweep,
-    "watch": watching.watch,
+    "watch": experiments.watch,
     "show": experiments.show,
     "report": reports.report,
     "list": experiments.list_,

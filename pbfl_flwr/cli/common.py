@@ -103,6 +103,18 @@ Preset = Annotated[
     str | None,
     typer.Argument(metavar="[PRESET.toml]", help="A TOML file, or one of `pbfl list presets`."),
 ]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        click_type=NON_EMPTY_PATH,
+        help="Directory for runs and tables; default runs/<name>, a reproduction's with scale, a sweep's with keys.",
+    ),
+]
+Seeds = Annotated[
+    str, typer.Option("--seeds", help="One run per seed, e.g. 0,1,2 or 0-2; a paper has seeds of its own.")
+]
+Only = Annotated[str, typer.Option("--only", help="Run only these rows, separated by commas.")]
 By = Annotated[
     Predictor | None,
     typer.Option("--by", help="Predictor for all rows; default: each run's primary predictor."),
@@ -134,17 +146,18 @@ def running(interrupted: str = "") -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def resources_for(
+def engine_for(
     engine: EngineName,
     ray_address: str,
     workers: int | None,
     gpus_per_client: float,
+    app_dir: Path | None,
     cpus_per_client: int = 1,
-) -> Resources:
-    """Return the resources of a run's workers.
+) -> tuple[Resources, Path]:
+    """Return the resources of a run's workers, and the directory of the Flower app, which only ``flower`` needs.
 
     Raises:
-        PbflError: if the engine does not use the address, or needs Ray and there is none.
+        PbflError: if the engine does not use an option, needs Ray and there is none, or as :func:`checkout`.
     """
     from pbfl_flwr.flower.engines.placement import Resources
 
@@ -152,25 +165,15 @@ def resources_for(
         raise PbflError(f"--ray-address: only with --engine ray, not {engine}")
     if engine != "processes" and not find_spec("ray"):
         raise PbflError(f"--engine {engine}: Ray is missing; pip install 'pbfl-flwr[simulation]'")
-    if engine == "ray":
-        ray_address = ray_address or os.environ.get("RAY_ADDRESS", "")
-    return Resources(cpus_per_client, gpus_per_client, workers, engine, ray_address)
-
-
-def app_for(engine: EngineName, given: Path | None) -> Path:
-    """Return the directory of the Flower app, which only the engine ``flower`` needs.
-
-    Raises:
-        PbflError: as :func:`checkout`, or if a directory was given that would not be used.
-    """
-    if engine == "flower":
-        return checkout(given)
-    refuse_older()
-    if given is not None:
+    if app_dir is not None and engine != "flower":
         raise PbflError(
             f"--app: not used with --engine {engine}, whose clients run the installed package; add --engine flower"
         )
-    return Path()
+    if engine == "ray":
+        ray_address = ray_address or os.environ.get("RAY_ADDRESS", "")
+    refuse_older()
+    resources = Resources(cpus_per_client, gpus_per_client, workers, engine, ray_address)
+    return resources, checkout(app_dir) if engine == "flower" else Path()
 
 
 def checkout(given: Path | None) -> Path:

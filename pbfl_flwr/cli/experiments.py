@@ -1,4 +1,4 @@
-"""``pbfl run``, ``show`` and ``list``: single runs, their results, and what there is to choose from."""
+"""``pbfl run``, ``watch``, ``show`` and ``list``: single runs, their results, and what there is to choose from."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import typer
 
 from pbfl_flwr.cli.common import (
     COMPLETED,
+    FAILED,
+    INTERRUPTED,
     NON_EMPTY_PATH,
     AppDirectory,
     Assignments,
@@ -17,10 +19,10 @@ from pbfl_flwr.cli.common import (
     Preset,
     RayAddress,
     Resumed,
+    RunDir,
     WhichEngine,
     Workers,
-    app_for,
-    resources_for,
+    engine_for,
     running,
 )
 from pbfl_flwr.errors import PbflError, expanded, reading
@@ -59,8 +61,7 @@ def run(
     from pbfl_flwr.runs.directory import RunDirectory
 
     console = screen()
-    resources = resources_for(engine, ray_address, workers, gpus_per_client, cpus_per_client)
-    source = app_for(engine, app_dir)
+    resources, source = engine_for(engine, ray_address, workers, gpus_per_client, app_dir, cpus_per_client)
     requested = configuration.gather(preset, assignments or [])
     if resume is None:
         settings = configuration.check(requested)
@@ -99,6 +100,31 @@ def run(
     if code == COMPLETED:
         show_run(directory, console)
     raise typer.Exit(code)
+
+
+def watch(
+    run: RunDir,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between updates.")] = 1.0,
+) -> None:
+    """Follow a run of another process until it ends: a line per round, failures, and how it ended."""
+    from pbfl_flwr.experiments.execute.progress import Follower, follow
+    from pbfl_flwr.experiments.status import show_status, snapshot
+
+    console = screen()
+    path = expanded(run).absolute()
+    try:
+        with reading(str(path)):
+            if once:
+                Follower(path, 0, console, from_start=True).update()
+                status = snapshot(path)
+                show_status(status, console)
+                state = status.state
+            else:
+                state = follow(path, console, interval)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(FAILED if state in ("failed", "stopped") else COMPLETED)
 
 
 def show(

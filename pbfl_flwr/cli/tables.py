@@ -13,20 +13,21 @@ from pbfl_flwr.cli.common import (
     COMPLETED,
     FAILED,
     INTERRUPTED_NOTE,
-    NON_EMPTY_PATH,
     REFUSED,
     AppDirectory,
     Assignments,
     By,
     DryRun,
     Gpus,
+    Only,
+    Out,
     Parallel,
     Preset,
     RayAddress,
+    Seeds,
     WhichEngine,
     Workers,
-    app_for,
-    resources_for,
+    engine_for,
     running,
 )
 from pbfl_flwr.errors import PbflError, expanded
@@ -42,15 +43,10 @@ def compare(
     name: Annotated[
         str, typer.Argument(metavar="COMPARISON", help="A TOML file, or one of `pbfl list comparisons`.")
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", click_type=NON_EMPTY_PATH, help="Directory for runs and tables; default runs/<name>."
-        ),
-    ] = None,
+    out: Out = None,
     assignments: Assignments = None,
-    seeds: Annotated[str, typer.Option("--seeds", help="One run per seed, e.g. 0,1,2 or 0-2.")] = "",
-    only: Annotated[str, typer.Option("--only", help="Run only these labels, separated by commas.")] = "",
+    seeds: Seeds = "",
+    only: Only = "",
     by: By = None,
     parallel: Parallel = 1,
     gpus_per_client: Gpus = 0.0,
@@ -65,8 +61,7 @@ def compare(
     from pbfl_flwr.experiments.plan import comparison
     from pbfl_flwr.experiments.plan.planned_runs import parse_seeds, plan, selected
 
-    resources = resources_for(engine, ray_address, workers, gpus_per_client)
-    app = app_for(engine, app_dir)
+    resources, app = engine_for(engine, ray_address, workers, gpus_per_client, app_dir)
     title, runs = comparison.read(name)
     directory = expanded(out or Path("runs") / Path(name).stem).absolute()
     planned = plan(runs, assignments or [], parse_seeds(seeds), directory)
@@ -85,14 +80,7 @@ def sweep(
             help="A key and its values; may be repeated. Quote a value with a comma: 'models=\"cnn4,resnet8\"'.",
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            click_type=NON_EMPTY_PATH,
-            help="Directory for runs and tables; default runs/sweep-<preset>-<keys>-<fixed values>.",
-        ),
-    ] = None,
+    out: Out = None,
     parallel: Parallel = 1,
     by: By = None,
     gpus_per_client: Gpus = 0.0,
@@ -106,8 +94,7 @@ def sweep(
     from pbfl_flwr.experiments.plan import sweep as sweeping
     from pbfl_flwr.experiments.plan.planned_runs import plan, selected
 
-    resources = resources_for(engine, ray_address, workers, gpus_per_client)
-    app = app_for(engine, app_dir)
+    resources, app = engine_for(engine, ray_address, workers, gpus_per_client, app_dir)
     swept = sweeping.read(preset, assignments or [])
     directory = expanded(out or sweeping.directory(preset, swept)).absolute()
     planned = selected(plan(swept.runs, [], swept.seeds, directory), [])
@@ -125,24 +112,11 @@ def reproduce(
         Literal["small", "paper"],
         typer.Option("--scale", help="paper: the full setting. small: minutes on a small machine."),
     ] = "small",
-    seeds: Annotated[
-        str,
-        typer.Option(
-            "--seeds",
-            help="One run per seed, e.g. 0,1,2 or 0-2; default: the paper's, only the first at small.",
-        ),
-    ] = "",
-    only: Annotated[str, typer.Option("--only", help="Run only these rows, separated by commas.")] = "",
+    seeds: Seeds = "",
+    only: Only = "",
     by: By = None,
     assignments: Assignments = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            click_type=NON_EMPTY_PATH,
-            help="Directory for runs and tables; default runs/<table>-<scale>.",
-        ),
-    ] = None,
+    out: Out = None,
     parallel: Parallel = 1,
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
@@ -157,8 +131,7 @@ def reproduce(
     from pbfl_flwr.experiments.plan.planned_runs import parse_seeds, selected
 
     console = screen()
-    resources = resources_for(engine, ray_address, workers, gpus_per_client)
-    app = app_for(engine, app_dir)
+    resources, app = engine_for(engine, ray_address, workers, gpus_per_client, app_dir)
     paper = reproduction.read(name)
     directory = expanded(out or Path("runs") / f"{Path(name).stem}-{scale}").absolute()
     planned = reproduction.plan(paper, scale, assignments or [], parse_seeds(seeds), directory)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
 from pbfl_flwr.errors import PbflError, reading
-from pbfl_flwr.experiments.console import clock, print_blocks
+from pbfl_flwr.experiments.console import clock, print_blocks, say
 from pbfl_flwr.experiments.results import resume_command, scores
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.runs.directory import RunDirectory
@@ -91,31 +91,27 @@ def snapshot(path: Path) -> RunStatus:
     )
 
 
-def status_lines(status: RunStatus) -> Iterator[tuple[str, str]]:
-    """Yield (line, style) on how far a run is, whom it waits for, and how it can be resumed if it was stopped."""
-    if status.about is None and status.state == "stopped":
-        yield (
-            (
-                f"{status.path} has no run.json, and no process works on it: the run was stopped or killed before it "
-                "began; start it again with the same command"
-            ),
-            "red",
-        )
+def show_status(status: RunStatus, console: Console) -> None:
+    """Print how far a run is, whom it waits for, and how it can be resumed if it was stopped."""
+    about, state = status.about, status.state
+    if about is None and state == "stopped":
+        begun = "the run was stopped or killed before it began; start it again with the same command"
+        say(console, f"{status.path} has no run.json, and no process works on it: {begun}", "red")
         return
-    if status.about is None:
+    if about is None:
         missing = "has no run.json yet" if status.path.exists() else "does not exist yet"
-        yield f"waiting for a run: {status.path} {missing}", "yellow"
+        say(console, f"waiting for a run: {status.path} {missing}", "yellow")
     else:
-        yield _progress_line(status), ""
-        if wanted := status.about.new_client_rounds:
-            yield f"new clients: {len(status.new_clients)} of {wanted} own rounds", ""
-    if status.waiting and status.state in ("waiting", "running"):
-        yield status.waiting, "yellow"
-    if status.about is not None and status.state == "stopped":
-        command = resume_command(status.path, status.about)
-        yield f"no process works on it: it was stopped or killed; resume with {command}", "red"
+        say(console, _progress_line(status))
+        if wanted := about.new_client_rounds:
+            say(console, f"new clients: {len(status.new_clients)} of {wanted} own rounds")
+    if status.waiting and state in ("waiting", "running"):
+        say(console, status.waiting, "yellow")
+    if about is not None and state == "stopped":
+        command = resume_command(status.path, about)
+        say(console, f"no process works on it: it was stopped or killed; resume with {command}", "red")
     if status.error:
-        yield f"ended with: {status.error}", "red"
+        say(console, f"ended with: {status.error}", "red")
 
 
 def _progress_line(status: RunStatus) -> str:
@@ -129,52 +125,6 @@ def _progress_line(status: RunStatus) -> str:
     else:
         rest = f"{clock(status.pace)} per round, {clock(status.pace * (status.wanted - done))} left"
     return f"{done} of {status.wanted} rounds, {rest}"
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A run in a list.
-
-    Attributes:
-        path: the run directory.
-        method, dataset: from its configuration; the dataset is "own" if clients bring their own data.
-        seed: of the run; None if it cannot be read.
-        done, wanted: number of finished and of configured rounds.
-        primary_predictor: the predictor that the method reports.
-        last: last sample-weighted primary predictor's accuracy, 0 to 1; None if it was not scored.
-        state: a state of :class:`RunStatus`, or unreadable.
-    """
-
-    path: Path
-    method: str = ""
-    dataset: str = ""
-    seed: int | None = None
-    done: int = 0
-    wanted: int = 0
-    primary_predictor: str = ""
-    last: float | None = None
-    state: str = "unreadable"
-
-    def row(self) -> tuple[str, ...]:
-        """Return the formatted cells in the order of :data:`COLUMNS`."""
-        seed = "-" if self.seed is None else str(self.seed)
-        last = "-" if self.last is None else f"{100 * self.last:.2f}"
-        rounds = f"{self.done}/{self.wanted}"
-        cells = (
-            str(self.path),
-            self.method,
-            self.dataset,
-            seed,
-            rounds,
-            self.primary_predictor,
-            last,
-            self.state,
-        )
-        return tuple(cell or "-" for cell in cells)
-
-    def plain(self) -> dict[str, object]:
-        """Return the values for JSON and CSV."""
-        return {**asdict(self), "path": str(self.path)}
 
 
 def is_run(path: Path) -> bool:
@@ -205,16 +155,45 @@ def runs_in(directory: Path, depth: int = 1) -> list[Path]:
     return runs
 
 
-def listed(path: Path) -> Listed:
-    """Return the status of a run, also if it cannot be read."""
+def listed(path: Path) -> dict[str, Any]:
+    """Return what lists say of a run, also if it cannot be read.
+
+    Path, method, dataset ("own" if clients bring their own data), seed, finished and configured rounds, primary
+    predictor, its last sample-weighted accuracy (0 to 1, None if not scored), and a state of :class:`RunStatus` or
+    "unreadable".
+    """
+    line: dict[str, Any] = {
+        "path": str(path),
+        "method": "",
+        "dataset": "",
+        "seed": None,
+        "done": 0,
+        "wanted": 0,
+    }
+    line |= {"primary_predictor": "", "last": None, "state": "unreadable"}
     try:
         with reading(str(path)):
-            return _listed(snapshot(path))
+            status = snapshot(path)
+            if (about := status.about) is None:
+                return line
+            config, predictor = about.configuration, about.primary_predictor
+            score = scores(status.rounds).get(predictor)
+            return {
+                "path": str(path),
+                "method": config["method"],
+                "dataset": "own" if about.own_data else config["dataset"],
+                "seed": config["seed"],
+                "done": len(status.rounds),
+                "wanted": status.wanted,
+                "primary_predictor": predictor,
+                "last": None if score is None else score.last[1].weighted,
+                "state": status.state,
+            }
     except PbflError:
-        return Listed(path)
+        return line
 
 
-def below(directory: Path) -> list[Listed]:
+def below(directory: Path) -> list[dict[str, Any]]:
     """Return all runs in a directory, up to ``DEPTH`` levels deep.
 
     Raises:
@@ -231,21 +210,27 @@ def below(directory: Path) -> list[Listed]:
     return [listed(path) for path in runs]
 
 
-def show_list(runs: Sequence[Listed], console: Console) -> None:
+def show_list(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print one line per run."""
-    print_blocks(console, COLUMNS, [run.row() for run in runs], words=3)
+    rows = []
+    for run in runs:
+        last = None if run["last"] is None else f"{100 * run['last']:.2f}"
+        rounds = f"{run['done']}/{run['wanted']}"
+        names = [run[name] for name in ("path", "method", "dataset", "seed")]
+        cells = [*names, rounds, run["primary_predictor"], last, run["state"]]
+        rows.append(["-" if cell in ("", None) else str(cell) for cell in cells])
+    print_blocks(console, COLUMNS, rows, words=3)
 
 
-def as_json(runs: Sequence[Listed]) -> str:
+def as_json(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return the runs as a JSON list of objects; accuracies are from 0 to 1."""
-    return json.dumps([run.plain() for run in runs], indent=1) + "\n"
+    return json.dumps(runs, indent=1) + "\n"
 
 
-def as_csv(runs: Sequence[Listed]) -> str:
+def as_csv(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return CSV with one line per run and the fields of :func:`as_json`."""
-    lines = [run.plain() for run in runs]
-    rows = tuple(tuple("" if cell is None else str(cell) for cell in line.values()) for line in lines)
-    return Sheet("", tuple(lines[0]), rows).csv()
+    rows = tuple(tuple("" if cell is None else str(cell) for cell in run.values()) for run in runs)
+    return Sheet("", tuple(runs[0]), rows).csv()
 
 
 def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
@@ -263,7 +248,7 @@ def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
     for path in places:
         if not is_run(path) and (inside := runs_in(path)):
             for run in inside:
-                if (state := listed(run).state) == "finished":
+                if (state := listed(run)["state"]) == "finished":
                     runs.append(run)
                 else:
                     left_out.setdefault(state, []).append(str(run))
@@ -275,24 +260,6 @@ def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
     if not runs:
         raise PbflError(f"no finished run to report; {'; '.join(lines)}")
     return runs, lines
-
-
-def _listed(status: RunStatus) -> Listed:
-    if status.about is None:
-        return Listed(status.path)
-    config, primary_predictor = status.about.configuration, status.about.primary_predictor
-    score = scores(status.rounds).get(primary_predictor)
-    return Listed(
-        status.path,
-        str(config["method"]),
-        "own" if status.about.own_data else str(config["dataset"]),
-        int(config["seed"]),
-        len(status.rounds),
-        status.wanted,
-        primary_predictor,
-        None if score is None else score.last[1].weighted,
-        status.state,
-    )
 
 
 def _in_order(path: Path) -> list[tuple[int, str]]:

@@ -12,7 +12,7 @@ from filelock import FileLock
 from rich.console import Console
 
 from pbfl_flwr.experiments import status
-from pbfl_flwr.experiments.execute.progress import follow, show_status
+from pbfl_flwr.experiments.execute.progress import follow
 from pbfl_flwr.runs.directory import ERROR, SERVER_LOCK, WAITING, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK, claim, lock_of
 from tests.small_runs import entry, pbfl, records, write_run
@@ -21,7 +21,7 @@ from tests.small_runs import entry, pbfl, records, write_run
 def shown(view: status.RunStatus) -> str:
     # wide: where a path of any length would be broken is no matter of these tests
     console = Console(width=400, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    show_status(view, console)
+    status.show_status(view, console)
     console.file.close()
     return console.export_text()
 

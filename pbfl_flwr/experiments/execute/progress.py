@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pbfl_flwr.config import AttackSettings
 from pbfl_flwr.experiments.console import clients_named, clock, kilobytes, percent, say
-from pbfl_flwr.experiments.status import RunStatus, State, snapshot, status_lines
+from pbfl_flwr.experiments.status import State, show_status, snapshot
 from pbfl_flwr.runs.directory import NEW_CLIENTS, RunDirectory
 from pbfl_flwr.runs.records import NewClientsRecord, RoundRecord, RunRecord
 
@@ -142,12 +142,6 @@ def follow(path: Path, console: Console, seconds: float, now: Callable[[], float
             return status.state
         time.sleep(seconds)
         status = snapshot(path)
-
-
-def show_status(status: RunStatus, console: Console) -> None:
-    """Print how far a run is."""
-    for line, style in status_lines(status):
-        say(console, line, style)
 
 
 def introduction(about: RunRecord) -> str:
