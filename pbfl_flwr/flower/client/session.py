@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import Context, Message
 from torch import Tensor
 
 from pbfl_flwr import seeds
@@ -147,7 +147,7 @@ def open_client(message: Message, context: Context, source: ClientSource) -> Cli
     model.eval()  # the previous client of this process may have left another mode
     name = identity.client if isinstance(identity.client, str) else ""
     client = Client(
-        _number(config, identity.client),
+        identity.client if isinstance(identity.client, int) else int(str(config["client"])),
         number,
         task,
         model,
@@ -164,18 +164,6 @@ def open_client(message: Message, context: Context, source: ClientSource) -> Cli
     method = build_method(settings)
     opening = time.perf_counter() - started - loading
     return ClientSession(client, method, settings, store, stored, (loading, opening))
-
-
-def _number(config: ConfigRecord, client: int | str) -> int:
-    """Return a client's number; for a named one, that in the server's message."""
-    if isinstance(client, int):
-        return client
-    if "client" not in config:
-        raise PbflError(
-            f"client-id = '{client}': Flower's older strategy interface does not support names; must be a whole "
-            "number from 0"
-        )
-    return int(str(config["client"]))
 
 
 def architecture_for(settings: Settings, identity: Identity) -> str:

@@ -13,12 +13,11 @@ from typing import Literal, TypeVar
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from safetensors import SafetensorError
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from pbfl_flwr.config.keys import WireDtype as WireDtype
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.messages.safetensors_codec import load
 from pbfl_flwr.payloads import Payload, Prototypes, RejectedPayload, separate
 from pbfl_flwr.task import Task
 
@@ -111,7 +110,7 @@ def decode(record: ArrayRecord, payload: type[P], task: Task, again: bool = Fals
     if not again:
         _check(arrays[0])
     try:
-        tensors = load(arrays[0].data)
+        tensors = _load(arrays[0].data)
     # Besides its own error, the reader raises torch's errors for invalid shapes and unknown types.
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
         raise RejectedPayload(f"not a safetensors payload: {_one_line(error)}") from None
@@ -123,9 +122,18 @@ def decode(record: ArrayRecord, payload: type[P], task: Task, again: bool = Fals
 
 def largest_number(record: ArrayRecord) -> float:
     """Return the largest absolute value among the floating-point numbers of a valid payload; 0 if it has none."""
-    tensors = [tensor for array in record.values() for tensor in _dequantised(load(array.data)).values()]
+    tensors = [tensor for array in record.values() for tensor in _dequantised(_load(array.data)).values()]
     sizes = [tensor.abs().max() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     return float(max(sizes, default=0.0))
+
+
+def _load(data: bytes) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, each in memory of its own.
+
+    That memory is aligned: with another alignment, matrix products of the same numbers may round differently, and
+    results would depend on where a message was stored in memory.
+    """
+    return {name: tensor.clone() for name, tensor in load(data).items()}
 
 
 def _check(array: Array) -> None:

@@ -41,8 +41,8 @@ from pbfl_flwr.flower.server.recorder import Recorder
 from pbfl_flwr.flower.server.replies import Exchange, read
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.flower.server.rounds import FinishedRound
-from pbfl_flwr.method import Method, Moment, Round, resolved_moment
-from pbfl_flwr.methods import build_method, check_method
+from pbfl_flwr.method import Moment, Round, resolved_moment
+from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.payloads.plausibility import NO_LIMITS, Plausibility
 from pbfl_flwr.prototypes.attacks import malicious
@@ -73,7 +73,6 @@ class MethodStrategy(Strategy):
     Args:
         settings: the run configuration.
         directory: where the run is written; None keeps everything in memory.
-        method: by default the one named in the settings.
 
     Attributes:
         state: the method's state after the last finished round.
@@ -84,12 +83,9 @@ class MethodStrategy(Strategy):
         membership: the clients and their nodes; None before the handshake.
     """
 
-    def __init__(
-        self, settings: Settings, directory: Path | None = None, method: Method[Any, Any, Any] | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, directory: Path | None = None) -> None:
         self.settings = settings
-        self.method = method or build_method(settings)
-        check_method(settings, self.method)
+        self.method = build_method(settings)
         self.run = RunDirectory(directory) if directory else None
         self.state: Any = None
         self.history: list[RoundRecord] = []

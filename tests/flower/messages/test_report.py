@@ -106,7 +106,6 @@ LENGTH, COUNT, CONTRADICT = "lacks 'k' of length 12", "values that are not count
     ("change", "message"),
     [
         (lambda k: k[:-1], LENGTH),
-        (lambda k: [*k, 0, 0, 0, 0], LENGTH),
         (lambda k: 3, LENGTH),
         (lambda k: [float(value) for value in k], COUNT),
         (lambda k: [*k[:-1], -1], COUNT),

@@ -193,6 +193,15 @@ def test_rejects_arrays_of_another_format(array: Array) -> None:
         decode(ArrayRecord({"s": array}), Prototypes, TASK)
 
 
+def test_tensors_are_aligned_and_own_their_memory() -> None:
+    record = encode(Weights({"a": torch.ones(3), "b": torch.ones(2, 3)}, 1))
+    first, second = (decode(record, Weights, TASK).tensors for _ in range(2))
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in (*first.values(), *second.values()))
+    first["a"].fill_(7.0)
+    assert torch.equal(second["a"], torch.ones(3))
+    assert torch.equal(decode(record, Weights, TASK).tensors["a"], torch.ones(3))
+
+
 def test_rejects_a_second_array() -> None:
     array = encode(table())["s"]
     with pytest.raises(RejectedPayload, match="2 arrays, expected one"):

@@ -19,23 +19,11 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.sinks import new_client_step, steps
-from pbfl_flwr.training.class_metrics import Areas, ByClass
+from pbfl_flwr.training.class_metrics import Areas
 from tests.flower.inprocess import SPLITS, Federation, altered, federation, numbers, same_tensors
+from tests.flower.messages.test_report import FIRST, SECOND, report_by_class
 
 SCORES = {"balanced", "balanced_mean", "macro_f1", "macro_f1_mean", "by_class", "tested"}
-
-
-# Two clients, four classes, of which nobody tests the last one.
-# Client 0: labels 0 0 0 1, answers 0 0 1 1; client 1: labels 0 2, answers 0 3.
-FIRST = ByClass([3, 1, 0, 0], {"head": [2, 1, 0, 0]}, {"head": [2, 2, 0, 0]})
-
-
-SECOND = ByClass([1, 0, 1, 0], {"head": [1, 0, 0, 0]}, {"head": [1, 0, 0, 1]})
-
-
-def report(counts: ByClass, **more: Any) -> Report:
-    right = {name: sum(row) for name, row in counts.right.items()}
-    return Report(9, sum(counts.tested), 1, right, metrics={}, by_class=counts, **more)
 
 
 def test_records_hold_only_occurring_classes() -> None:
@@ -45,7 +33,7 @@ def test_records_hold_only_occurring_classes() -> None:
         "right": {"head": [1, 0, 0]},
         "answered": {"head": [1, 0, 1]},
     }
-    reports = {0: report(FIRST), 1: Report(9, 0)}
+    reports = {0: report_by_class(FIRST), 1: Report(9, 0)}
     down = {number: Traffic() for number in reports}
     exchange = Exchange(Phase([], RoundPlan(1, {}), down, 0, 0.0), reports=reports, up=down)
     columns = clients_record(exchange)
@@ -56,7 +44,7 @@ def test_records_hold_only_occurring_classes() -> None:
 
 
 def test_validation_samples_are_not_counted_by_class() -> None:
-    scored = report(FIRST, num_validation=2, validation={"head": 1})
+    scored = report_by_class(FIRST, num_validation=2, validation={"head": 1})
     assert set(summarise_accuracy({0: scored})["head"].to_json()) >= SCORES
     assert not SCORES & set(summarise_accuracy(on_validation({0: scored}))["head"].to_json())
 

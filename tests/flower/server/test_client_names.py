@@ -1,7 +1,6 @@
 """Devices with names: numbers, seeds, state and books, in a federation of real messages."""
 
 import json
-import re
 from collections.abc import Mapping
 from io import StringIO
 from itertools import count
@@ -10,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ConfigRecord
 from rich.console import Console
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.show import failure_lines, show_run
-from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.roster import Roster, client_from_reply
 from pbfl_flwr.runs.client_store import load_tensors
@@ -45,30 +43,17 @@ def test_assigns_numbers_to_names(came: list[str | int], numbers: dict[str, int]
     assert {m.label: number for number, m in membership.roster.clients.items()} == numbers
 
 
-def test_rejects_more_names_than_numbers(tmp_path: Path) -> None:
-    with pytest.raises(
-        PbflError,
-        match=r"^client-id d on node \d+ cannot join the run: the run already has its num-clients = 3 clients$",
-    ):
-        run(tmp_path, sites(tmp_path, *"abcd"), num_clients=3).run()
-
-
-def test_refused_device_is_named(tmp_path: Path) -> None:
+def test_refused_device_is_named_by_its_id_or_its_node(tmp_path: Path) -> None:
     a, b, c = sites(tmp_path, "a", "b", "c")
+    b["client-id"] = 1.5
     with pytest.raises(
         PbflError, match=r"^1 of 3 clients: client-id = 1\.5 in --node-config: must be a whole"
     ):
-        run(tmp_path, [a, {**b, "client-id": 1.5}, c]).run()
-
-
-def test_device_without_id_is_named_by_its_node(tmp_path: Path) -> None:
-    a, b, c = sites(tmp_path, "a", "b", "c")
-    del b["client-id"]
-    with pytest.raises(
-        PbflError, match=r"^1 of 3 clients: client-id is missing in --node-config; .*"
-    ) as error:
         run(tmp_path, [a, b, c]).run()
-    assert re.search(r" \(on node 70000000\d\d\)$", str(error.value))
+    del b["client-id"]
+    refused = r"^1 of 3 clients: client-id is missing in --node-config; .* \(on node 70000000\d\d\)$"
+    with pytest.raises(PbflError, match=refused):
+        run(tmp_path, [a, b, c]).run()
 
 
 def test_records_and_tables_hold_names(tmp_path: Path) -> None:
@@ -135,15 +120,6 @@ def test_random_draws_depend_on_the_name_alone(tmp_path: Path) -> None:
     one, two, three = ({k: v for k, v in r.items() if k.startswith("model.")} for r in results)
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not all(torch.equal(one[name], three[name]) for name in one)
-
-
-def test_resumed_run_keeps_the_numbers(tmp_path: Path) -> None:
-    nodes = sites(tmp_path, "a", "c")
-    run(tmp_path, nodes, num_server_rounds=1).run()
-    # 'c' came back on another node; with the names alone 'b' would take its number
-    fed = run(tmp_path, list(reversed(nodes)), num_server_rounds=2, resume=True).run()
-    assert fed.strategy.roster is not None
-    assert fed.strategy.roster.names == {0: "a", 1: "c"}
 
 
 def test_resumed_run_continues_without_missing_clients(tmp_path: Path) -> None:
@@ -229,20 +205,4 @@ def test_secure_aggregation_with_names(tmp_path: Path) -> None:
     assert line.accuracy == plain.history[0].accuracy
     torch.testing.assert_close(
         secure.state.combined.values, plain.state.combined.values, atol=0.01, rtol=0.001
-    )
-
-
-def test_older_interface_of_flower_refuses_names(tmp_path: Path) -> None:
-    fed = run(tmp_path, sites(tmp_path, "north", "south"), num_server_rounds=1).run()
-    asked = fed.grid.sent[-1]
-    payload = asked.content[wire.PAYLOAD]
-    assert isinstance(payload, ArrayRecord)
-    config = ConfigRecord({"round": 2, "experiment": fed.strategy.experiment})
-    question = Message(
-        wire.content(payload, config=config), dst_node_id=asked.metadata.dst_node_id, message_type="train"
-    )
-    (reply,) = fed.grid.send_and_receive([question])
-    assert reply.error.reason is not None
-    assert reply.error.reason.startswith(
-        "client-id = 'south': Flower's older strategy interface does not support names"
     )

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import LONGEST
-from pbfl_flwr.flower.messages import safetensors_codec as headers
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server.strategy import MethodStrategy
@@ -313,7 +312,7 @@ def test_reply_above_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) ->
 
     def reading(data: bytes) -> dict[str, Tensor]:
         read.append(len(data))
-        return headers.load(data)
+        return load(data)
 
     monkeypatch.setattr(wire, "load", reading)
 

@@ -103,50 +103,35 @@ def test_longer_run_trains_new_clients_from_scratch(tmp_path: Path) -> None:
     assert [len(longer.directory.new_client_records(after)) for after in (1, 2, 3)] == [0, 3, 3]
 
 
-def test_run_stopped_in_a_round_of_new_clients_resumes_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_run_ended_in_a_round_of_new_clients_resumes_there(tmp_path: Path, torn: bool, policy: str) -> None:
+    """Killed once client 4 has trained, or because client 4 failed; with or without half a line of its record."""
+
     def pull(message: Message, answer: Answer) -> Message:
-        answer()  # client 4 has trained and kept it
+        answer()
         raise Stopped
 
-    stopped = federation(tmp_path, on_disk=True, faults={(4, 4): pull}, **NEW)
-    with pytest.raises(Stopped):
-        stopped.run()
-    assert len(stopped.directory.new_client_records(2)) == 1
-    assert status.snapshot(stopped.directory.path).state != "finished"
-    run = again(tmp_path).run()
+    fault = raises if policy == "stop" else pull
+    ended = federation(tmp_path, on_disk=True, faults={(4, 4): fault}, failure_policy=policy, **NEW)
+    with pytest.raises(PbflError if policy == "stop" else Stopped):
+        ended.run()
+    assert [record.round for record in ended.directory.new_client_records(2)] == [3]
+    assert status.snapshot(ended.directory.path).state != "finished"
+    console = Console(record=True, width=200)
+    show.show_run(ended.directory.path, console)
+    assert "1 of 3 rounds of the new clients; resume with: pbfl run --resume" in console.export_text()
+    if torn:
+        with (ended.directory.path / "new-clients.jsonl").open("a") as file:
+            file.write('{"round": 4, "aft')
+    run = again(tmp_path, failure_policy=policy).run()
     assert asked(run, "train") == {4: {3, 4}, 5: {3, 4}}
     straight = federation(tmp_path / "straight", **NEW).run()
     accuracies = [line.accuracy for line in straight.strategy.new_client_rounds]
     assert [line.accuracy for line in run.strategy.new_client_rounds] == accuracies
+    assert [line.round for line in run.directory.new_client_records(2)] == [3, 4, 5]
     assert status.snapshot(run.directory.path).state == "finished"
     assert asked(again(tmp_path).run(), "train") == {}, "all is done"
-
-
-def test_torn_record_of_new_clients_is_repeated(tmp_path: Path) -> None:
-    def pull(message: Message, answer: Answer) -> Message:
-        raise Stopped
-
-    stopped = federation(tmp_path, on_disk=True, faults={(3, 4): pull}, **NEW)
-    with pytest.raises(Stopped):
-        stopped.run()
-    console = Console(record=True, width=200)
-    show.show_run(stopped.directory.path, console)
-    assert "1 of 3 rounds of the new clients; resume with: pbfl run --resume" in console.export_text()
-    with (stopped.directory.path / "new-clients.jsonl").open("a") as file:
-        file.write('{"round": 4, "aft')
-    again(tmp_path).run()
-    assert [line.round for line in stopped.directory.new_client_records(2)] == [3, 4, 5]
-
-
-def test_failed_round_of_new_clients_is_repeated(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"on_disk": True, "failure_policy": "stop", **NEW}
-    ended = federation(tmp_path, faults={(3, 5): raises}, **keys)
-    with pytest.raises(PbflError, match="new client 3 failed"):
-        ended.run()
-    assert [record.round for record in ended.directory.new_client_records(2)] == [3, 4]
-    run = again(tmp_path, failure_policy="stop").run()
-    assert asked(run, "train") == {5: {3, 4}}
-    assert run.strategy.new_client_rounds[-1].columns.client == [3, 4]
 
 
 def test_failing_new_client_is_named_and_does_not_affect_others(tmp_path: Path) -> None:
@@ -199,13 +184,16 @@ def test_rejects_incompatible_keys_of_new_clients(keys: dict[str, Scalar], messa
 
 
 def test_tables_and_summaries_show_new_clients(tmp_path: Path) -> None:
-    run = federation(tmp_path, on_disk=True, data=None, num_clients=4, max_samples=200, **NEW).run()
+    keys: dict[str, Any] = {"num_clients": 4, "max_samples": 200, "dp_clip": 1.0, "dp_noise": 1.0, **NEW}
+    run = federation(tmp_path, on_disk=True, data=None, **keys).run()
     path = run.directory.path
     console = Console(width=120, record=True)
     show.show_run(path, console)
     output = console.export_text()
     assert "4 clients (2 of them new after the last round)" in output
     assert "2 new clients after round 2: sample-weighted accuracy, %" in output
+    # Three releases of a new client against two of the others.
+    assert f"ε = {epsilon_of(1.0, 3, 1e-5):.3g} for client 2" in " ".join(output.split())
     partition = check_data(run.strategy.settings.data, 4)
     theirs = replace(partition, splits=partition.splits[2:])
     skew = 100 * (theirs.majority(load_pool(run.strategy.settings.data).labels) or 0.0)
@@ -237,14 +225,6 @@ def test_comparison_waits_for_new_clients(tmp_path: Path) -> None:
     assert check_finished(planned)
 
 
-def test_epsilon_of_new_clients_is_shown(tmp_path: Path) -> None:
-    run = federation(tmp_path, on_disk=True, dp_clip=1.0, dp_noise=1.0, **NEW).run()
-    console = Console(width=200, record=True)
-    show.show_run(run.directory.path, console)
-    # Three releases of a new client against two of the others.
-    assert f"ε = {epsilon_of(1.0, 3, 1e-5):.3g} for client 3" in console.export_text()
-
-
 def test_state_of_new_clients_has_its_own_directory(tmp_path: Path) -> None:
     run = federation(tmp_path, on_disk=True, **NEW).run()
     name = run.strategy.experiment
@@ -257,18 +237,13 @@ def test_state_of_new_clients_has_its_own_directory(tmp_path: Path) -> None:
         f"{name}-new-2": [f"client-{client:05d}.safetensors" for client in (3, 4)],
     }
     again(tmp_path, num_server_rounds=10).run()
-    home = state_file(run.directory.path, "3").parent.name
-    assert home == f"{name}-new-10", "of the last time that it came"
+    file = state_file(run.directory.path, "3")
+    assert file.parent.name == f"{name}-new-10", "of the last time that it came"
     assert state_file(run.directory.path, "2").parent.name == name
-
-
-def test_finds_state_of_a_new_device_on_this_machine(tmp_path: Path) -> None:
-    run = federation(tmp_path, on_disk=True, **NEW).run()
-    file = state_file(run.directory.path, "4")
-    moved = tmp_path / "run" / "clients" / "node-4" / file.parent.name / file.name
+    moved = tmp_path / "run" / "clients" / "node-3" / file.parent.name / file.name  # as of a device here
     moved.parent.mkdir(parents=True)
     file.rename(moved)
-    assert state_file(run.directory.path, "4") == moved
+    assert state_file(run.directory.path, "3") == moved
 
 
 def test_new_clients_give_the_same_bits_in_any_order(tmp_path: Path) -> None:

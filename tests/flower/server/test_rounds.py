@@ -131,12 +131,8 @@ def test_class_ages_by_hand() -> None:
 
 
 def test_rejects_predictor_that_the_method_lacks(tmp_path: Path) -> None:
-    message = (
-        "predictor = 'etf': method 'fedproto' has no such predictor with these settings; must be one of auto, head, "
-        "global, global-local, local"
-    )
-    with pytest.raises(PbflError, match=f"^{message}$"):
-        federation(tmp_path, "fedproto", predictor="etf").run()
+    with pytest.raises(PbflError, match=r"^predictor = 'etf': method 'fedproto' has no .* one of auto, head"):
+        federation(tmp_path, "fedproto", predictor="etf")
 
 
 @pytest.mark.parametrize(("predictor", "num_warnings"), [("global", 1), ("head", 0), ("auto", 0)])
@@ -147,10 +143,7 @@ def test_warns_of_predictor_that_no_client_could_score(
     warnings = [warning for record in result.strategy.history for warning in record.warnings]
     about_predictor = [warning for warning in warnings if warning.startswith("predictor = ")]
     assert len(about_predictor) == num_warnings
-    assert all(
-        "method 'fedproto' has no scores of it" in warning and "there are scores of head" in warning
-        for warning in about_predictor
-    )
+    assert all("has no scores of it" in line and "scores of head" in line for line in about_predictor)
 
 
 @pytest.mark.parametrize(
