@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, plan, selected
+from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.records import VERSION, ClientsRecord, NewClientsRecord, RoundRecord
 
@@ -21,6 +22,32 @@ from pbfl_flwr.runs.records import VERSION, ClientsRecord, NewClientsRecord, Rou
 def pbfl(*arguments: object) -> Result:
     """Call the command."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: object) -> str:
+    """Call the command, which must refuse in one line with exit code 2, and return that line."""
+    result = pbfl(*arguments)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def edit(file: Path, **changes: Any) -> dict[str, Any]:
+    """Change fields of a JSON object in a file, and return what it held before."""
+    content: dict[str, Any] = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, **changes}))
+    return content
+
+
+def write_lines(file: Path, *lines: dict[str, Any]) -> None:
+    """Append lines of JSON to a file, which need not exist."""
+    with file.open("a") as stream:
+        stream.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def rows_of(sheet: Sheet) -> list[dict[str, str]]:
+    """Return the rows of a table, each as title of the column -> cell."""
+    return [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
 
 
 def planned_of(
@@ -174,7 +201,8 @@ def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
     }
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps(about))
-    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
+    (path / "rounds.jsonl").touch()
+    write_lines(path / "rounds.jsonl", *rounds)
     # By FedProto's paper (K_1 + K)·d + (K_2 + K)·d = (2 + 3)·4 + (1 + 3)·4 scalars travel in a round.
     (path / "partition.json").write_text(
         json.dumps(

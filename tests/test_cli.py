@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,7 +34,19 @@ from pbfl_flwr.models.registry import ARCHITECTURES, FAMILIES
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import ClientsRecord
 from tests.real_runs import sets
-from tests.small_runs import columns, entry, over, pbfl, rounds_of, unread, without_room, write_run
+from tests.small_runs import (
+    columns,
+    edit,
+    entry,
+    over,
+    pbfl,
+    refused,
+    rounds_of,
+    unread,
+    without_room,
+    write_lines,
+    write_run,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -61,22 +74,14 @@ def test_help_says_what_every_argument_is() -> None:
 
 
 def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> None:
-    wrong = [
-        "lerning-rate=3",
-        "seed=abc",
-        "fraction-train=1.5",
-        "fedtgp.epochs=3",
-        "method=fedprot",
-        "dataset=digit",
-        "models=cnn5",
-        "batch-size=[1, 2]",
-        "nonsense",
-    ]
-    result = pbfl("run", *(word for assignment in wrong for word in ("--set", assignment)))
+    wrong = (
+        "lerning-rate=3 seed=abc fraction-train=1.5 fedtgp.epochs=3 method=fedprot dataset=digit models=cnn5"
+    )
+    assignments = [*wrong.split(), "batch-size=[1, 2]", "nonsense"]
+    result = pbfl("run", *sets(*assignments))
     assert result.exit_code == 2
-    lines = result.stderr.splitlines()
-    assert len(lines) == len(wrong)
-    for name in (
+    assert len(result.stderr.splitlines()) == len(assignments)
+    for name in [
         "learning-rate",
         "seed",
         "fraction-train",
@@ -85,53 +90,59 @@ def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> Non
         "digits",
         "cnn4",
         "batch-size",
-    ):
-        assert any(name in line for line in lines), name
+    ]:
+        assert name in result.stderr
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere.toml"], "preset 'nowhere.toml'"),
-        (["--set", "dataset=npz", "--set", "data-dir=nowhere.npz"], "nowhere.npz"),
-        (["--set", "models=har-cnn"], "har-cnn"),
-        (["--set", "method=fedavg"], "one architecture"),
-        (["--set", "device=cuda"], "--gpus-per-client"),
-        (["--cpus-per-client", "5000"], "--cpus-per-client 5000"),
-        (["--resume", "nowhere"], "no run.json"),
-        (["--set", "resume=true"], "names no run; give --resume RUN"),
-        (["--resume", "nowhere", "--run-dir", "there"], "--resume and --run-dir"),
-        (["--run-dir", ""], "--run-dir '': must be a path, . for the current directory"),
-        (["--resume", ""], "--resume '': must be a path"),
-        (["--app", ".", "--engine", "flower"], "is not a checkout"),
-        (["--app", "."], "--app: not used with --engine processes, whose clients run the installed package"),
-        (["--ray-address", "auto"], "--ray-address: only with --engine ray, not processes"),
-    ],
-)
-def test_what_cannot_run_is_one_line(arguments: list[str], said: str) -> None:
-    result = pbfl("run", *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+EMPTY = "'': must be a path, . for the current directory"
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "said"),
     [
-        ["clean", "--yes"],
-        ["clean", "--yes", "runs"],
-        ["show"],
-        ["watch", "--once"],
-        ["report"],
-        ["report", "runs"],
+        ("run nowhere.toml", "preset 'nowhere.toml'"),
+        ("run --set dataset=npz --set data-dir=nowhere.npz", "nowhere.npz"),
+        ("run --set models=har-cnn", "har-cnn"),
+        ("run --set method=fedavg", "one architecture"),
+        ("run --set device=cuda", "--gpus-per-client"),
+        ("run --set data-dir=~nobody-of-that-name/x", "there is no user 'nobody-of-that-name'"),
+        ("run --cpus-per-client 5000", "--cpus-per-client 5000"),
+        ("run --resume nowhere", "no run.json"),
+        ("run --set resume=true", "names no run; give --resume RUN"),
+        ("run --resume nowhere --run-dir there", "--resume and --run-dir"),
+        ("run --app . --engine flower", "is not a checkout"),
+        ("run --app .", "--app: not used with --engine processes, whose clients run the installed package"),
+        ("run --ray-address auto", "--ray-address: only with --engine ray, not processes"),
+        ("run --run-dir ''", f"error: --run-dir {EMPTY}"),
+        *(
+            (f"{words} ''", f"error: {EMPTY}")
+            for words in ("clean --yes", "clean --yes runs", "show", "watch --once", "report", "report runs")
+        ),
+        ("deploy local -n 2 --set num-clients=3", "-n 2 and num-clients = 3"),
+        ("deploy local -n 1 --node \"model='cnn4'\" --node \"model='cnn4'\"", "--node was given 2 times"),
+        ("deploy local --node model=cnn4", "model='cnn4'"),
+        ("deploy local --node \"modle='cnn4'\"", "--node 0: --node-config: unknown key 'modle'"),
+        ("deploy local --node \"data-path='nowhere.npz'\"", "--node 0: "),
+        ("deploy local --node client-id=1 --node client-id=1", "--node 0 and --node 1: both are client-id 1"),
+        ("deploy local --method fedprot", "fedproto"),
+        ("deploy local --run-dir r\udcfc", "must be a name in UTF-8; rename it"),
+        ("deploy local --resume nowhere", "no run.json"),
+        ("deploy local --resume nowhere -n 2", "--resume: "),
+        ("list runs", "error: 'runs' is not a directory that holds runs"),
+        ("list runs .", "error: '.' holds no run: no run.json in it or up to 3 levels below it"),
+        ("show .", "error: '.' is not a run directory: it has no run.json"),
+        ("run --set num-server-rounds=1 --run-dir file/x", "file/x cannot be written (Not a directory)"),
+        ("deploy local --run-dir file/x", "file/x cannot be written (Not a directory)"),
+        ("certs --host fl.example.org --out file/x", "cannot be written"),
+        ("certs --host fl.example.org --force --out file/x", "cannot be written"),
+        ("keys site-a --out file/x", "cannot be written"),
     ],
 )
-def test_a_path_without_a_name_is_not_the_current_directory(words: list[str]) -> None:
-    """``pbfl clean --yes "$DIR"`` with a variable that is not set."""
-    result = pbfl(*words, "")
-    said = "error: '': must be a path, . for the current directory\n"
-    assert (result.exit_code, result.stderr) == (2, said)
+def test_what_cannot_be_done_is_one_line(words: str, said: str) -> None:
+    Path("file").touch()
+    assert said in refused(*shlex.split(words))
+    assert not Path("runs").exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the home directory is HOME's or that of /etc/passwd")
@@ -143,17 +154,7 @@ def test_a_user_without_a_home_is_told_so(command: list[str], monkeypatch: pytes
     for name in ("HOME", "PBFL_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", nobody)
-    result = pbfl(*command)
-    assert result.exit_code == 2
-    assert "this user has no home directory" in result.stderr
-    assert "PBFL_HOME" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-def test_a_home_of_a_user_who_is_not_there_is_one_line() -> None:
-    result = pbfl("run", "--set", "data-dir=~nobody-of-that-name/x")
-    assert result.exit_code == 2
-    assert "there is no user 'nobody-of-that-name'" in result.stderr
+    assert re.search("this user has no home directory.*PBFL_HOME", refused(*command))
 
 
 def test_a_dry_run_prints_a_preset_and_starts_nothing(tmp_path: Path) -> None:
@@ -164,28 +165,25 @@ def test_a_dry_run_prints_a_preset_and_starts_nothing(tmp_path: Path) -> None:
         "data-dir=",
         "tinyproto.base=fedtgp",
     ]
-    words = [word for setting in wanted for word in ("--set", setting)]
-    result = pbfl("run", "fedproto-digits", *words, "--run-dir", "there", "--dry-run")
+    result = pbfl("run", "fedproto-digits", *sets(*wanted), "--run-dir", "there", "--dry-run")
     assert result.exit_code == 0
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "there").exists()
     lines = result.stdout.splitlines()
     assert "# tinyproto.base: without effect, the method is 'fedtgp'" in lines
     assert "# the primary predictor is predictor 'global', before local training" in lines
-    asked, by_protocol = (
-        lines.index('method = "fedtgp"'),
-        lines.index("# keys that are auto, as resolved by protocol = 'htfl'"),
-    )
-    assert asked < lines.index("fedtgp.server-epochs = 7") < by_protocol < lines.index('collect = "before"')
-    assert lines.index('collect = "before"') < lines.index("momentum = 0.0")
+    ordered = [
+        'method = "fedtgp"',
+        "fedtgp.server-epochs = 7",
+        "# keys that are auto, as resolved by protocol = 'htfl'",
+    ]
+    ordered += ['collect = "before"', "momentum = 0.0"]
+    assert [line for line in lines if line in ordered] == ordered
     own = configuration.gather("fedproto-digits", wanted[:3])
     (tmp_path / "mine.toml").write_text(result.stdout)
     again = configuration.check(configuration.gather("mine.toml", []))
-    assert again.as_dict() == configuration.check(own).as_dict(), (
-        "every key is said, also those of the method"
-    )
-    refused = pbfl("run", "--set", "models=har-cnn", "--dry-run")
-    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert again.as_dict() == configuration.check(own).as_dict(), "every key is said, also the method's"
+    assert pbfl("run", "--set", "models=har-cnn", "--dry-run").stdout == ""
 
 
 def test_a_dry_run_of_a_resumed_run(tmp_path: Path) -> None:
@@ -209,28 +207,17 @@ def test_versions_in_a_line() -> None:
 
 
 def test_values_are_toml_scalars_and_bare_words() -> None:
-    assignments = [
-        "a=3",
-        "b=0.5",
-        "c=true",
-        "d=fedproto",
-        "e='x y'",
-        "f=cnn4,resnet8",
-        "g=",
-        "h=1e-3",
-        "i=a=b",
-    ]
-    assert configuration.gather(None, assignments).values == {
-        "a": 3,
-        "b": 0.5,
-        "c": True,
-        "d": "fedproto",
-        "e": "x y",
-        "f": "cnn4,resnet8",
-        "g": "",
-        "h": 0.001,
-        "i": "a=b",
+    values: dict[str, Scalar] = {
+        "3": 3,
+        "0.5": 0.5,
+        "1e-3": 0.001,
+        "true": True,
+        "fedproto": "fedproto",
+        "": "",
     }
+    values |= {"'x y'": "x y", "cnn4,resnet8": "cnn4,resnet8", "a=b": "a=b"}
+    assignments = [f"{number}={text}" for number, text in enumerate(values)]
+    assert [*configuration.gather(None, assignments).values.values()] == [*values.values()]
 
 
 def test_set_overrides_the_preset_and_tables_are_flattened(tmp_path: Path) -> None:
@@ -321,7 +308,7 @@ def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
     assert ", 2 rounds, protocol " in lines[1]
     assert "last round: held back" in lines
     assert f"0 of 1 rounds of the new clients; resume with: pbfl run --resume {run}" in lines
-    (run / "new-clients.jsonl").write_text(json.dumps(entry(3, 0.25, 0.75, after=2)) + "\n")
+    write_lines(run / "new-clients.jsonl", entry(3, 0.25, 0.75, after=2))
     text = pbfl("show", run).stdout
     assert "1 new client after round 2: sample-weighted accuracy, %" in " ".join(text.split())
     assert ["own rounds", "head", "global (primary)"] in cells_of(text)
@@ -390,8 +377,7 @@ def test_the_title_says_what_devices_brought(tmp_path: Path) -> None:
 def test_a_count_that_is_not_known_has_a_reason_below(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
     assert "The paper's scalars are unknown" not in pbfl("show", run).stdout
-    file = run / "partition.json"
-    file.write_text(file.read_text().replace("36.0", "null"))
+    edit(run / "partition.json", paper_scalars=None)
     text = pbfl("show", run).stdout
     assert ["by the paper's formula, all participants", "-"] in cells_of(text)
     assert text.count("The paper's scalars are unknown without a formula") == 1
@@ -425,23 +411,17 @@ def test_between_two_runs_a_signal_is_an_interruption(
     try:
         with pytest.raises(typer.Exit) as ended, running(INTERRUPTED_NOTE):
             signal.raise_signal(number)
+        assert signal.getsignal(number) is signal.SIG_DFL
     finally:
         signal.signal(number, before)
     assert ended.value.exit_code == INTERRUPTED
     assert INTERRUPTED_NOTE in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["list", "keys", "--markdown"],
-        ["show", "run", "--format", "csv"],
-        ["watch", "run", "--once"],
-    ],
-)
-def test_what_nobody_reads_is_no_error(words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["list keys --markdown", "show run --format csv", "watch run --once"])
+def test_what_nobody_reads_is_no_error(words: str, tmp_path: Path) -> None:
     write_run(tmp_path / "run", [entry(1, 0.5, 0.25)])
-    assert unread(*words) == (0, "")
+    assert unread(*words.split()) == (0, "")
 
 
 def test_runs_are_made_though_nobody_reads_their_lines(tmp_path: Path) -> None:
@@ -458,9 +438,9 @@ def test_show_for_other_programs(tmp_path: Path) -> None:
     first, last = entry(1, 0.25, None, accuracy_of_round=0), entry(2, 0.5, 0.75, accuracy_of_round=1)
     final = {"accuracy": entry(2, 0.625, 0.875)["accuracy"], "failures": []}
     run = write_run(tmp_path / "run", [first, {**last, "failures": failures, "final": final}])
-    about = json.loads((run / "run.json").read_text())
-    about["clients"][1]["name"] = "site-\x1b[31mb"
-    (run / "run.json").write_text(json.dumps({**about, "moment": "before"}))
+    about = edit(run / "run.json", moment="before")
+    one, other = about["clients"]
+    edit(run / "run.json", clients=[one, {**other, "name": "site-\x1b[31mb"}])
 
     def line(number: int, *correct: dict[str, int]) -> dict[str, Any]:
         return columns(number, list(correct), num_train=[6, 5], num_test=[2, 4])
@@ -470,7 +450,7 @@ def test_show_for_other_programs(tmp_path: Path) -> None:
         {**line(2, {"head": 1, "global": 2}, {}), "final": line(2, {"head": 2}, {"head": 3})},
         line(3, {"head": 0}, {"head": 0}),  # torn off before its line of rounds.jsonl
     ]
-    (run / "clients.jsonl").write_text("".join(json.dumps(each) + "\n" for each in clients))
+    write_lines(run / "clients.jsonl", *clients)
     found = json.loads(pbfl("show", run, "--format", "json").stdout)
     assert found["settings"]["configuration"] == about["configuration"]
     assert (found["settings"]["primary_predictor"], found["settings"]["moment"]) == ("global", "before")
@@ -504,7 +484,7 @@ def test_new_clients_for_other_programs(tmp_path: Path) -> None:
     keys = {"new-clients": 1, "new-client-rounds": 1, "num-clients": 3}
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.75)], **keys)
     line = entry(2, 0.75, None, after=1, columns=columns(2, [{"head": 3}], client=[1]))
-    (run / "new-clients.jsonl").write_text(json.dumps(line) + "\n")
+    write_lines(run / "new-clients.jsonl", line)
     found = json.loads(pbfl("show", run, "--format", "json").stdout)["new-clients"]
     assert found["rounds"] == {"done": 1, "wanted": 1}
     assert [(each["round"], each["weighted"]) for each in found["accuracies"]["head"]] == [(1, 0.75)]
@@ -541,16 +521,6 @@ def test_many_runs_are_a_list(tmp_path: Path) -> None:
     ]
     text = pbfl("show", "runs/mine", "--format", "csv").stdout
     assert text.splitlines()[1] == "runs/mine/A-seed2,fedproto,digits,2,2,2,global,0.75,finished"
-
-
-def test_a_list_of_no_runs_is_one_line(tmp_path: Path) -> None:
-    for words, said in (
-        (["list", "runs"], "error: 'runs' is not a directory that holds runs"),
-        (["list", "runs", "."], "error: '.' holds no run: no run.json in it or up to 3 levels below it"),
-        (["show", "."], "error: '.' is not a run directory: it has no run.json"),
-    ):
-        result = pbfl(*words)
-        assert (result.exit_code, result.stderr.splitlines()) == (2, [said])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
@@ -600,9 +570,7 @@ def test_runs_that_the_system_refuses_are_unreadable_in_lists_and_one_line_elsew
     refuse("read_bytes", {"closed", "locked"})
     refuse("stat", {"closed", ".closed"})  # may not even be entered
     for words in (["show", "runs/locked"], ["watch", "runs/locked", "--once"], ["report", "runs/locked"]):
-        result = pbfl(*words)
-        assert result.exit_code == 2
-        (line,) = result.stderr.splitlines()
+        line = refused(*words)
         assert line.startswith("error: ")
         assert line.endswith("runs/locked/run.json cannot be read (Permission denied)")
     assert "left out, unreadable: runs/closed, runs/locked\n" in pbfl("report", "runs").stdout
@@ -613,9 +581,7 @@ def test_runs_that_the_system_refuses_are_unreadable_in_lists_and_one_line_elsew
         ("runs/mine", "finished"),
     ]
     monkeypatch.setattr(Path, "iterdir", lambda path: (path / "run.json").read_bytes())
-    result = pbfl("list", "runs", "runs/closed")
-    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-    assert "cannot be read (Permission denied)" in result.stderr
+    assert "cannot be read (Permission denied)" in refused("list", "runs", "runs/closed")
 
 
 def test_round_line() -> None:
@@ -654,24 +620,21 @@ def test_many_clients_that_fail_alike_are_one_line() -> None:
 
 
 def test_figures() -> None:
-    assert [kilobytes(n) for n in (999, 999.6, 41_234, 999_960, 3_100_000, 2.5e12)] == [
-        "999 B",
-        "1.0 kB",
-        "41.2 kB",
-        "1.0 MB",
-        "3.1 MB",
-        "2500.0 GB",
-    ]
+    sizes = {
+        999: "999 B",
+        999.6: "1.0 kB",
+        41_234: "41.2 kB",
+        999_960: "1.0 MB",
+        3.1e6: "3.1 MB",
+        2.5e12: "2500.0 GB",
+    }
+    assert {size: kilobytes(size) for size in sizes} == sizes
     assert [clock(s) for s in (42.4, 59.6, 3723)] == ["0:42", "1:00", "1:02:03"]
 
 
 def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
-    run = write_run(
-        tmp_path / "run",
-        [entry(1, 0.25, 0.5)],
-        method="tinyproto",
-        **{"tinyproto.base": "fedtgp", "cps-dim": 2},
-    )
+    keys = {"tinyproto.base": "fedtgp", "cps-dim": 2}
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)], method="tinyproto", **keys)
     requested = configuration.resumed(run, configuration.RequestedKeys({"num-server-rounds": 30}))
     settings = configuration.check(requested)
     assert settings.run.resume
@@ -684,8 +647,8 @@ def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
         "cps-dim": 2,
         "collect": "auto",
         "threads": 1,
-        "batch-size": 5,
     }
+    wanted["batch-size"] = 5
     with pytest.raises(PbflError, match=r"^seed = 4, batch-size = 5: changes the results of the resumed run"):
         configuration.resumed(run, configuration.RequestedKeys(wanted))
     with pytest.raises(PbflError, match=r"state-dir = '/elsewhere': .* where it is, in its own directory"):
@@ -693,12 +656,10 @@ def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
 
 
 def test_a_run_is_not_resumed_for_fewer_rounds_than_it_has(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5), entry(2, 0.5, 0.5)], method="fedproto")
-    requested = configuration.resumed(run, configuration.RequestedKeys({"num-server-rounds": 2}))
-    assert requested.values["num-server-rounds"] == 2
-    result = pbfl("run", "--resume", run, "--set", "num-server-rounds=1")
-    assert result.exit_code == 2
-    assert "num-server-rounds = 1: the run has 2 rounds already" in result.stderr
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5), entry(2, 0.5, 0.5)])
+    configuration.resumed(run, configuration.RequestedKeys({"num-server-rounds": 2}))
+    said = refused("run", "--resume", run, "--set", "num-server-rounds=1")
+    assert "num-server-rounds = 1: the run has 2 rounds already" in said
 
 
 def test_a_finished_run_that_is_resumed_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -724,16 +685,13 @@ def test_a_run_of_devices_is_no_simulation(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("COLUMNS", "400")
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)], **{"num-server-rounds": 9})
     assert f"resume with: pbfl run --resume {run}" in pbfl("show", run).stdout
-    about = json.loads((run / "run.json").read_text())
-    for client in about["clients"]:
-        client["simulated"] = False
-    (run / "run.json").write_text(json.dumps(about))
-    result = pbfl("run", "--resume", run)
-    assert result.exit_code == 2
-    assert "is a run of devices" in result.stderr
-    assert "resume it with flwr run, with the same configuration" in result.stderr
+    clients = json.loads((run / "run.json").read_text())["clients"]
+    edit(run / "run.json", clients=[{**client, "simulated": False} for client in clients])
+    said = refused("run", "--resume", run)
+    assert "is a run of devices" in said
+    assert "resume it with flwr run, with the same configuration" in said
     (run / "nodes.json").write_text("{}")
-    assert f"resume it with pbfl deploy local --resume {run}" in pbfl("run", "--resume", run).stderr
+    assert f"resume it with pbfl deploy local --resume {run}" in refused("run", "--resume", run)
     assert f"resume with: pbfl deploy local --resume {run}" in pbfl("show", run).stdout
     assert f"resume with pbfl deploy local --resume {run}" in pbfl("watch", run, "--once").stdout
 
@@ -753,33 +711,9 @@ def test_runs_that_begin_in_the_same_second_have_directories_of_their_own(
 
 def test_what_is_to_be_typed_can_be_typed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "an odd 'name", [entry(1, 0.25, 0.5)])
-    refused = pbfl("run", "--run-dir", run)
-    assert refused.exit_code == 2
-    assert f"already holds a run; choose another one, or --resume {quote(str(run))}" in refused.stderr
+    said = refused("run", "--run-dir", run)
+    assert f"already holds a run; choose another one, or --resume {quote(str(run))}" in said
     assert resume_command(run, RunDirectory(run).record()) == f"pbfl run --resume {quote(str(run))}"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["-n", "2", "--set", "num-clients=3"], "-n 2 and num-clients = 3"),
-        (["-n", "1", "--node", "model='cnn4'", "--node", "model='cnn4'"], "--node was given 2 times"),
-        (["--node", "model=cnn4"], "model='cnn4'"),
-        (["--node", "modle='cnn4'"], "--node 0: --node-config: unknown key 'modle'"),
-        (["--node", "data-path='nowhere.npz'"], "--node 0: "),
-        (["--node", "client-id=1", "--node", "client-id=1"], "--node 0 and --node 1: both are client-id 1"),
-        (["--method", "fedprot"], "fedproto"),
-        (["--run-dir", "r\udcfc"], "must be a name in UTF-8; rename it"),
-        (["--resume", "nowhere"], "no run.json"),
-        (["--resume", "nowhere", "-n", "2"], "--resume: "),
-    ],
-)
-def test_a_deployment_that_cannot_run_is_one_line(arguments: list[str], said: str) -> None:
-    result = pbfl("deploy", "local", *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert not Path("runs").exists()
 
 
 def test_certificates_and_keys_say_what_goes_where(tmp_path: Path) -> None:
@@ -800,40 +734,18 @@ def test_certificates_and_keys_say_what_goes_where(tmp_path: Path) -> None:
     assert pbfl("keys", "--out", tmp_path / "k", "b").exit_code == 2
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["run", "--set", "num-server-rounds=1", "--run-dir"],
-        ["deploy", "local", "--run-dir"],
-        ["certs", "--host", "fl.example.org", "--out"],
-        ["certs", "--host", "fl.example.org", "--force", "--out"],
-        ["keys", "site-a", "--out"],
-    ],
-    ids=" ".join,
-)
-def test_what_cannot_be_written_is_one_line(tmp_path: Path, arguments: list[str]) -> None:
-    (tmp_path / "file").touch()
-    result = pbfl(*arguments, tmp_path / "file" / "x")
-    assert result.exit_code == 2
-    assert re.fullmatch(rf"error: {tmp_path}/file/x(/[\w.-]+)? cannot be written \(.*\).*\n", result.stderr)
-
-
 def test_who_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
-    result = pbfl("export", run, "--client", "²", "--out", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "holds no client ²" in result.stderr
+    assert "holds no client ²" in refused("export", run, "--client", "²", "--out", tmp_path / "out")
 
 
-@pytest.mark.parametrize("command", ["show", "watch", "report"])
-def test_a_damaged_run_is_one_line(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("words", ["show", "watch --once", "report"])
+def test_a_damaged_run_is_one_line(tmp_path: Path, words: str) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
     (run / "rounds.jsonl").write_bytes(b"{}\n")
-    result = pbfl(command, run, *(["--once"] if command == "watch" else []))
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith(f"error: {run / 'rounds.jsonl'}")
-    assert "is damaged, or was written by another version: accuracy: " in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    said = refused(*words.split(), run)
+    assert said.startswith(f"error: {run / 'rounds.jsonl'}")
+    assert "is damaged, or was written by another version: accuracy: " in said
 
 
 def test_a_run_says_over_how_many_clients_its_accuracies_are(tmp_path: Path) -> None:
@@ -854,30 +766,22 @@ def test_a_run_cannot_steer_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in pbfl("show", tmp_path / "\x1b[2Jnowhere").stderr
 
 
-@pytest.mark.parametrize("content", [b"{", b"null", b"{}", b'{"nodes": [{}], "secure": true}', b"\xff"])
+@pytest.mark.parametrize("content", [b"{", b'{"nodes": [{}], "secure": true}'])
 def test_resuming_with_damaged_supernodes_is_one_line(tmp_path: Path, content: bytes) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
     (run / "nodes.json").write_bytes(content)
-    result = pbfl("deploy", "local", "--resume", run)
-    assert result.exit_code == 2
-    assert f"{run / 'nodes.json'} is damaged" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert f"{run / 'nodes.json'} is damaged" in refused("deploy", "local", "--resume", run)
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["compare", "all-methods-fashion-mnist"],
-        ["reproduce", "fedcpd-table1"],
-        ["sweep", "--set", "seed=0,1"],
-    ],
+    "words", ["compare all-methods-fashion-mnist", "reproduce fedcpd-table1", "sweep --set seed=0,1"]
 )
-def test_commands_of_several_runs_take_workers(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_several_runs_take_workers(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(planned: object, resources: Resources) -> None:
         raise PbflError(f"{resources.workers} workers, engine: {resources.engine}")
 
     monkeypatch.setattr(planned_runs, "preflight", told)
     monkeypatch.setattr(reproduce, "absent", lambda planned: {})  # Fashion-MNIST, where it is not installed
-    done = pbfl(*words, "--workers", 3, "--engine", "flower")
+    done = pbfl(*words.split(), "--workers", 3, "--engine", "flower")
     assert done.exit_code == 2
     assert "3 workers, engine: flower" in done.output

@@ -128,17 +128,6 @@ def test_a_run_says_how_many_threads_it_has(
     assert handed == {"threads": threads, "run-dir": str(tmp_path / "run")}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_who_ends_a_run_politely_interrupts_it(number: signal.Signals) -> None:
-    before = signal.signal(number, signal.SIG_DFL)  # who calls the tests with nohup ignores it
-    try:
-        with pytest.raises(KeyboardInterrupt), interruptible():
-            signal.raise_signal(number)
-        assert signal.getsignal(number) is signal.SIG_DFL
-    finally:
-        signal.signal(number, before)
-
-
 def test_under_nohup_a_run_goes_on_without_its_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
