@@ -2,8 +2,8 @@
 
 import csv
 import io
-import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ from pbfl_flwr.models.registry import architecture_of
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import InProcessGrid
-from tests.real_runs import left_behind, start, wait_for_rounds
-from tests.small_runs import columns, entry, over, pbfl, planned_of, write_run
+from tests.real_runs import left_behind, sets, start, wait_for_rounds
+from tests.small_runs import columns, edit, entry, over, pbfl, planned_of, rows_of, write_lines, write_run
 
 FILE = """
 title = "Two methods"
@@ -91,24 +91,6 @@ def test_runs_of_another_comparison_take_other_common_keys(tmp_path: Path) -> No
     assert [*runs] == [*compare.read("prototype-family-cifar10")[1]]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('runs-of = "all-methods-cifar10"', "which has no [runs.<label>] tables"),
-        ('runs-of = "prototype-family-cifar10"\n[runs.A]\nmethod = "local"', "needed are either"),
-        ('runs-of = "nothing"', "nothing"),
-        ("[common]", "needed are either [runs.<label>] tables or runs-of"),
-    ],
-)
-def test_runs_of_that_cannot_be_is_one_line(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "bad.toml"
-    path.write_text(text)
-    with pytest.raises(PbflError) as error:
-        compare.read(str(path))
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def test_every_method_for_different_architectures_is_in_theirs() -> None:
     different = {
         name for name in METHODS if not build_method(parse({"method": name}, SECTIONS)).same_architecture
@@ -135,15 +117,20 @@ def test_common_keys_and_labels(file: Path, tmp_path: Path) -> None:
     assert planned[0].requested.values["seed"] == 3
 
 
-def test_every_bad_key_of_every_run_is_named_at_once(file: Path, tmp_path: Path) -> None:
+def test_every_bad_key_of_every_run_is_named_at_once_and_nothing_starts(file: Path, tmp_path: Path) -> None:
     file.write_text(
         FILE.replace('base = "fedtgp"', 'base = "nobody"').replace("num-clients = 2", "num-clients = 0")
     )
-    with pytest.raises(PbflError) as caught:
-        rows(file, tmp_path)
-    said = str(caught.value).splitlines()
-    assert any(line.startswith("A: num-clients = 0") for line in said)
-    assert any(line.startswith("B: tinyproto.base = 'nobody'") for line in said)
+    result = pbfl("compare", file, "--out", tmp_path / "out", "--set", "nonsense=1")
+    assert result.exit_code == 2
+    lines = [line.removeprefix("error: ").partition(":")[::2] for line in result.stderr.splitlines()]
+    for label, start in (
+        ("A", "num-clients = 0"),
+        ("B", "tinyproto.base = 'nobody'"),
+        ("A", "unknown key 'nonsense'"),
+    ):
+        assert any(name == label and said.strip().startswith(start) for name, said in lines), start
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -151,19 +138,23 @@ def test_every_bad_key_of_every_run_is_named_at_once(file: Path, tmp_path: Path)
     [
         ("[other]\na = 1", "other: Extra inputs are not permitted"),
         ("x =", "is not TOML"),
-        ("common = 3\n[runs.A]", "common: Input should be a valid dictionary"),
         ("runs = 3", "runs: Input should be a valid dictionary"),
         ("[runs]\nA = 3", "runs.A: Input should be a valid dictionary"),
         ('[runs."../esc/A"]\nseed = 1', "runs.../esc/A.*: String should match pattern"),
         ('[runs.".."]\nseed = 1', "runs.....*: String should match pattern"),
         ("title = 'K\xe4se'", "is not TOML: .* in position 10"),
+        ('runs-of = "all-methods-cifar10"', r"which has no \[runs.<label>\] tables"),
+        ('runs-of = "prototype-family-cifar10"\n[runs.A]\nmethod = "local"', "needed are either"),
+        ('runs-of = "nothing"', "comparison 'nothing': no such file"),
+        ("[common]", r"needed are either \[runs.<label>\] tables or runs-of"),
     ],
 )
 def test_files_that_are_no_comparison(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(PbflError, match=reason):
+    with pytest.raises(PbflError, match=reason) as error:
         compare.read(str(path))
+    assert "\n" not in str(error.value)
 
 
 def test_only_and_seeds_are_checked(file: Path, tmp_path: Path) -> None:
@@ -181,67 +172,65 @@ def test_only_and_seeds_are_checked(file: Path, tmp_path: Path) -> None:
     assert [run.seed for run in planned_of({"A": {}}, [], repeated, [], tmp_path)] == [0, 1]
 
 
+class Starting:
+    """Starts nothing: remembers which runs with which keys it was asked for, and returns their exit code."""
+
+    def __init__(self, code: int = 0, **codes: int) -> None:
+        self.code, self.codes = code, codes
+        self.asked: dict[str, RequestedKeys] = {}
+
+    def __call__(self, requested: RequestedKeys, directory: Path) -> int:
+        self.asked[directory.name] = requested
+        if (code := self.codes.get(directory.name.replace("-", "_"), self.code)) < 0:
+            raise PbflError("in use by another run")
+        return code
+
+
+LINES = [entry(number, 0.5, 0.5) for number in (1, 2, 3, 4)]
+
+
 def test_finished_runs_are_kept_and_a_failure_stops_nobody(file: Path, tmp_path: Path) -> None:
     planned = rows(file, tmp_path, seeds=[0, 1])
-    write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)])
-    started: list[str] = []
-
-    def start(requested: RequestedKeys, directory: Path) -> int:
-        started.append(directory.name)
-        return 1 if directory.name == "A-seed1" else 0
-
-    assert several.run_in_turn(planned, start) == ["A, seed 1"]
-    assert started == ["A-seed1", "B-seed0", "B-seed1"]
+    write_run(planned[0].directory, LINES[:2])
+    starting = Starting(A_seed1=1)
+    assert several.run_in_turn(planned, starting) == ["A, seed 1"]
+    assert [*starting.asked] == ["A-seed1", "B-seed0", "B-seed1"]
 
 
 def test_a_run_that_is_refused_stops_nobody_and_is_in_no_table(file: Path, tmp_path: Path) -> None:
     planned = rows(file, tmp_path, seeds=[0, 1])
-    other, damaged, used, _ = planned
-    lines = [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)]
-    write_run(other.directory, lines, **{"data-dir": "/old", "threads": 2})
-    write_run(damaged.directory, lines)
+    other, damaged, *_ = planned
+    write_run(other.directory, LINES[:2], **{"data-dir": "/old", "threads": 2})
+    write_run(damaged.directory, LINES[:2])
     (damaged.directory / "run.json").write_text("{")
-
-    def start(requested: RequestedKeys, directory: Path) -> int:
-        if directory == used.directory:
-            raise PbflError("in use by another run")
-        return 0
-
-    said = several.run_in_turn(planned, start)
+    said = several.run_in_turn(planned, Starting(B_seed0=-1))
     assert said[0].startswith("A, seed 0: ")
     assert "was run with data-dir = /old; give" in said[0]
     assert said[1].startswith("A, seed 1: ")
     assert "is damaged" in said[1]
     assert said[2:] == ["B, seed 0: in use by another run"]
     assert planned_runs.finished_groups(planned) == []
-    assert planned_runs.finished_groups(planned) == []
 
 
 def test_a_longer_run_is_not_taken_for_the_one_that_is_asked_for(file: Path, tmp_path: Path) -> None:
     first, second = rows(file, tmp_path)  # two rounds each
-    lines = [entry(number, 0.5, 0.5) for number in (1, 2, 3)]
-    write_run(first.directory, lines)
-    write_run(second.directory, lines[:2], **{**second.requested.values, "num-server-rounds": 3})
-    said = several.run_in_turn([first, second], lambda requested, directory: 0)
+    write_run(first.directory, LINES[:3])
+    write_run(second.directory, LINES[:2], **{**second.requested.values, "num-server-rounds": 3})
+    said = several.run_in_turn([first, second], Starting())
     assert [line.rsplit(": ", 1)[0] for line in said] == ["A, seed 0", "B, seed 0"]
     assert all("was run with num-server-rounds = 3, not 2; give at least as many" in s for s in said)
-    assert planned_runs.finished_groups([first, second]) == []
     assert planned_runs.finished_groups([first, second]) == []
     longer = rows(file, tmp_path, ["num-server-rounds=3"], only=["A"])
     assert [summary.ROUNDS.cell(row) for row in planned_runs.finished_groups(longer)] == ["3"]
 
 
-def test_an_interrupted_run_ends_sooner_where_it_has_not_come_that_far(file: Path, tmp_path: Path) -> None:
-    (run,) = rows(file, tmp_path, only=["A"])
-    write_run(run.directory, [entry(1, 0.5, 0.5)], **{"num-server-rounds": 3})
-    seen: list[RequestedKeys] = []
-
-    def start(requested: RequestedKeys, directory: Path) -> int:
-        seen.append(requested)
-        return 0
-
-    assert several.run_in_turn([run], start) == []
-    assert (seen[0].values["resume"], seen[0].values["num-server-rounds"]) == (True, 2)
+def test_an_interrupted_run_goes_on_and_may_end_sooner(file: Path, tmp_path: Path) -> None:
+    run, _ = planned = rows(file, tmp_path)
+    write_run(run.directory, LINES[:1], **{"num-server-rounds": 3})
+    with pytest.raises(KeyboardInterrupt):  # an interruption ends the comparison
+        several.run_in_turn(planned, starting := Starting(INTERRUPTED))
+    ((name, requested),) = starting.asked.items()
+    assert (name, requested.values["resume"], requested.values["num-server-rounds"]) == ("A-seed0", True, 2)
 
 
 def test_a_run_that_patience_ended_is_finished_for_who_asks_with_the_same_patience(
@@ -249,54 +238,30 @@ def test_a_run_that_patience_ended_is_finished_for_who_asks_with_the_same_patien
 ) -> None:
     sections, more = compare.read(str(file))[1], ["num-server-rounds=9", "patience=2"]
     first, second = planned_of(sections, more, [0, 1], ["A"], tmp_path)
-    lines = [entry(number, 0.5, 0.5) for number in (1, 2, 3, 4)]
-    for run, made in ((first, lines[:3]), (second, lines)):
+    for run, made in ((first, LINES[:3]), (second, LINES)):
         write_run(run.directory, made, **run.requested.values)
         RunDirectory(run.directory).mark_early_stop(len(made))
     assert planned_runs.check_finished(first)
     assert [summary.ROUNDS.cell(row) for row in planned_runs.finished_groups([first, second])] == ["3–4"]
     assert [summary.ROUNDS.cell(row) for row in planned_runs.finished_groups([second])] == ["4"]
-    (further,) = planned_of(sections, ["num-server-rounds=50", "patience=2"], [0], ["A"], tmp_path)
-    assert planned_runs.check_finished(further)
-    (sooner,) = planned_of(sections, ["num-server-rounds=5", "patience=2"], [0], ["A"], tmp_path)
-    assert planned_runs.check_finished(sooner)
-    (shorter,) = planned_of(sections, ["num-server-rounds=2", "patience=2"], [0], ["A"], tmp_path)
-    with pytest.raises(PbflError, match="was run with num-server-rounds = 9, not 2"):
-        planned_runs.check_finished(shorter)
-    (other,) = planned_of(sections, ["num-server-rounds=9", "patience=3"], [0], ["A"], tmp_path)
-    with pytest.raises(PbflError, match="was run with patience = 2; give the same keys"):
-        planned_runs.check_finished(other)
-
-
-@pytest.mark.parametrize("seed", ["abc", "1.5", "true", "-1"])
-def test_a_seed_is_a_whole_number(file: Path, tmp_path: Path, seed: str) -> None:
-    with pytest.raises(PbflError, match="A: seed = "):
-        rows(file, tmp_path, [f"seed={seed}"])
-
-
-def test_an_interrupted_run_goes_on_and_an_interruption_ends_the_comparison(
-    file: Path, tmp_path: Path
-) -> None:
-    planned = rows(file, tmp_path)
-    write_run(planned[0].directory, [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
-    seen: list[RequestedKeys] = []
-
-    def start(requested: RequestedKeys, directory: Path) -> int:
-        seen.append(requested)
-        return INTERRUPTED
-
-    with pytest.raises(KeyboardInterrupt):
-        several.run_in_turn(planned, start)
-    assert len(seen) == 1
-    assert seen[0].values["resume"] is True
+    for rounds in (50, 5):
+        (run,) = planned_of(sections, [f"num-server-rounds={rounds}", "patience=2"], [0], ["A"], tmp_path)
+        assert planned_runs.check_finished(run)
+    for rounds, patience, said in (
+        (2, 2, "num-server-rounds = 9, not 2"),
+        (9, 3, "patience = 2; give the same keys"),
+    ):
+        keys = [f"num-server-rounds={rounds}", f"patience={patience}"]
+        (run,) = planned_of(sections, keys, [0], ["A"], tmp_path)
+        with pytest.raises(PbflError, match=f"was run with {said}"):
+            planned_runs.check_finished(run)
 
 
 def test_the_table(file: Path, tmp_path: Path) -> None:
     planned = rows(file, tmp_path, seeds=[0, 1], only=["A"])
     write_run(planned[0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
     write_run(planned[1].directory, [entry(1, 0.5, 0.5), entry(2, 0.25, 0.75)], seed=1)
-    groups = planned_runs.finished_groups(planned)
-    (row,) = groups
+    (row,) = planned_runs.finished_groups(planned)
     assert [len(row.runs), summary.LAST.values(row), summary.BEST.values(row)] == [
         2,
         [25.0, 75.0],
@@ -340,11 +305,11 @@ def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path)
     lines[1]["accuracy"]["global"] |= {"balanced": 0.3125, "macro_f1": 0.1875}
     write_run(first.directory, [lines[0], {**lines[1], "other_accuracy": entry(1, 0.5, 0.125)["accuracy"]}],
               **first.requested.values)  # fmt: skip
-    (first.directory / "new-clients.jsonl").write_text(json.dumps(entry(3, 0.5, 0.875, after=2)) + "\n")
+    write_lines(first.directory / "new-clients.jsonl", entry(3, 0.5, 0.875, after=2))
     write_run(second.directory, [entry(n, 0.5, 0.5) for n in (1, 2)], **second.requested.values)
     found = planned_runs.finished_groups([first, second])
     sheet = summary.comparison_sheet("", found)
-    a, b = (dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows)
+    a, b = rows_of(sheet)
     optional = {"validation-chosen": "75.00", "at the other moment": "12.50", "new clients": "87.50"}
     optional |= {"balanced accuracy": "31.25", "macro-F1": "18.75"}
     expected = {"last": "37.50", "best (on test data)": "75.00", "worst decile": "25.00", "head": "50.00"}
@@ -353,15 +318,12 @@ def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path)
     assert {name: a[name] for name in expected} == expected
     assert {b[name] for name in optional} == {"-"}
     notes = "\n".join(sheet.notes)
-    for said in (
-        "Balanced accuracy (mean",
-        "The other moment is",
-        "New clients took no part",
-        "Never",
-    ):
-        assert (f"\n{said}" in notes) == (said != "Never")
+    for said in ("Balanced accuracy (mean", "The other moment is", "New clients took no part"):
+        assert f"\n{said}" in notes
+    assert "\nNever" not in notes
     plain = summary.comparison_sheet("", found[1:])
-    assert not {*optional, "local", "etf"} & {*plain.columns}
+    assert not {*optional, "local", "etf", "AUC macro", "AUC micro"} & {*plain.columns}
+    assert not any(note.startswith("Balanced") for note in plain.notes)
     assert [(group.label, [run.path for run in group.runs]) for group in found] == [
         ("A", [first.directory]), ("B", [second.directory])
     ]  # fmt: skip
@@ -384,7 +346,7 @@ def test_the_table_says_over_how_many_clients_it_is(file: Path, tmp_path: Path) 
     assert [summary.CLIENTS.cell(row) for row in found] == [
         "1–2 of 2",
         "2",
-    ]  # B's primary_predictor is global
+    ]  # B's primary predictor is global
 
 
 def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Path, tmp_path: Path) -> None:
@@ -392,10 +354,9 @@ def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Pa
     first, second = rows(file, tmp_path)
     write_run(first.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
     write_run(second.directory, [entry(1, 0.5, 0.5)], **second.requested.values)
-    about = second.directory / "run.json"
     sheet = summary.comparison_sheet("", planned_runs.finished_groups([first, second]))
     assert sheet.columns[1:4] == ("primary predictor", "seeds", "rounds")
-    about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
+    edit(second.directory / "run.json", moment="before")
     sheet = summary.comparison_sheet("", planned_runs.finished_groups([first, second]))
     assert sheet.columns[1:5] == ("primary predictor", "scored", "seeds", "rounds")
     assert [(row[2], row[4]) for row in sheet.rows] == [("after", "2"), ("before", "1")]
@@ -434,19 +395,14 @@ def test_scores_with_every_class_the_same_weight_have_columns_where_a_run_has_th
     assert sheet.columns[at - 1 : at + 3] == ("worst decile", "balanced accuracy", "macro-F1", "head")
     # (50 + 75)/2 and 25/√2, A over two seeds; B was made without per-class
     assert [row[at : at + 2] for row in sheet.rows] == [("62.50 ± 17.68", "25.00 ± 0.00"), ("-", "-")]
-    assert any(note.startswith("Balanced accuracy (mean") for note in sheet.notes)
     ends = [line.split(",")[-4:] for line in summary.csv_text(found).splitlines()]
     assert ends[0] == ["balanced", "balanced_sd", "macro_f1", "macro_f1_sd"]
     assert ends[1:] == [["62.5000", "17.6777", "25.0000", "0.0000"], [""] * 4]
-    assert not {"AUC macro", "AUC micro"} & set(sheet.columns)
     area = entry(2, 0.5, 0.5)
     area["accuracy"]["global"] |= {"auc_macro": 0.75, "auc_micro": 0.875}
     place = write_run(tmp_path / "areas", [entry(1, 0.5, 0.5), area])
-    row = summary.comparison_sheet("", load([place]))
-    assert [row.rows[0][row.columns.index(name)] for name in ("AUC macro", "AUC micro")] == ["75.00", "87.50"]
-    without = summary.comparison_sheet("", found[1:])
-    assert "balanced accuracy" not in without.columns
-    assert not any(note.startswith("Balanced") for note in without.notes)
+    (row,) = rows_of(summary.comparison_sheet("", load([place])))
+    assert (row["AUC macro"], row["AUC micro"]) == ("75.00", "87.50")
 
 
 def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None:
@@ -457,13 +413,9 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
         globals_ = None if run.label == "C" else scores[1]
         write_run(run.directory, [entry(n, scores[0], globals_) for n in (1, 2)], **run.requested.values)
         predictors = {"head": 1} if run.label == "C" else {"head": 1, "global": round(4 * scores[1])}
-        line = columns(2, [predictors] * 2)
-        (run.directory / "clients.jsonl").write_text(json.dumps(line) + "\n")
+        write_lines(run.directory / "clients.jsonl", columns(2, [predictors] * 2))
         if run.label != "A":
-            about = run.directory / "run.json"
-            about.write_text(
-                about.read_text().replace('"primary_predictor": "global"', '"primary_predictor": "head"')
-            )
+            edit(run.directory / "run.json", primary_predictor="head")
     words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
     assert pbfl(*words).exit_code == 0
     assert "| A − B | clients | 2 | +50.00 |" in (out / "paired.md").read_text()
@@ -487,13 +439,6 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
     assert "\nNever scored by global, so in no pair: C.\n" in pairs
     assert [line.split(",")[1] for line in (out / "table.csv").read_text().splitlines()[1:]] == ["global"] * 3
     assert pbfl(*words, "--by", "nobody").exit_code == 2
-
-
-def test_the_command_refuses_before_it_starts(file: Path, tmp_path: Path) -> None:
-    result = pbfl("compare", file, "--out", tmp_path / "out", "--set", "nonsense=1")
-    assert result.exit_code == 2
-    assert "A: unknown key 'nonsense'" in result.output
-    assert not (tmp_path / "out").exists()
 
 
 def test_data_that_look_wrong_are_warned_of_once_before_the_runs(file: Path, tmp_path: Path) -> None:
@@ -538,7 +483,7 @@ def test_runs_of_several_methods_make_one_table(tmp_path: Path) -> None:
 
 def test_a_table_that_cannot_be_written_is_one_line(file: Path, tmp_path: Path) -> None:
     for run in rows(file, tmp_path / "x"):
-        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.requested.values)
+        write_run(run.directory, LINES[:2], **run.requested.values)
     (tmp_path / "x" / "table.md").mkdir()
     result = pbfl("compare", file, "--out", tmp_path / "x", "--engine", "processes")
     assert result.exit_code == 1
@@ -549,7 +494,7 @@ def test_a_table_that_cannot_be_written_is_one_line(file: Path, tmp_path: Path) 
 def compared(file: Path, out: Path) -> tuple[list[object], dict[Path, bytes]]:
     """Finish all runs of a comparison; return the command that made its tables, and these."""
     for run in rows(file, out):
-        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.requested.values)
+        write_run(run.directory, LINES[:2], **run.requested.values)
     words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
     assert pbfl(*words).exit_code == 0
     return words, {path: path.read_bytes() for path in out.glob("*.*")}
@@ -580,11 +525,72 @@ def test_runs_with_other_keys_are_not_finished(file: Path, tmp_path: Path) -> No
 def test_without_a_finished_run_there_is_no_table(file: Path, tmp_path: Path) -> None:
     planned = rows(file, tmp_path)
     assert planned_runs.reason_not_to_write(planned) == "no run is finished"
-    write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)])
+    write_run(planned[0].directory, LINES[:2])
     assert not planned_runs.reason_not_to_write(planned)
     write_run(planned[1].directory, [entry(1, 0.5, 0.5)], **planned[1].requested.values)
     (planned[1].directory / "clients-removed.txt").touch()  # it can not go on
     assert planned_runs.reason_not_to_write(planned) == "a run is refused"
+
+
+def dry(*words: object) -> tuple[int, list[list[str]], str]:
+    """Return exit code, rows and text of a dry run."""
+    done = pbfl("compare", *words, "--engine", "processes", "--dry-run")
+    return done.exit_code, [line.split() for line in done.stdout.splitlines()], done.stdout
+
+
+def test_a_dry_run_says_of_every_run_whether_it_is_finished_or_refused(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    words = [file, "--seeds", "0-1", "--out", tmp_path]
+    planned = rows(file, tmp_path, seeds=[0, 1])
+    there, some, other, wrong = planned
+    write_run(there.directory, LINES[:2], **there.requested.values)
+    write_run(some.directory, LINES[:1], **some.requested.values)
+    code, table, _ = dry(*words)
+    assert code == 0
+    assert [row[:-1] for row in table[2:6]] == [
+        ["A", "fedproto", "finished", "0", "2/2"],
+        ["A", "fedproto", "to", "resume", "1", "1/2"],
+        ["B", "tinyproto", "to", "run", "0", "0/2"],
+        ["B", "tinyproto", "to", "run", "1", "0/2"],
+    ]
+    assert table[2][-1] == str(there.directory)
+    assert " ".join(table[6]) == "3 of 4 runs are to be run; nothing was started"
+    write_run(wrong.directory, LINES[:2], **{**wrong.requested.values, "learning-rate": 0.5})
+    before = (wrong.directory / "run.json").read_bytes()
+    code, table, text = dry(*words)
+    assert code == 2
+    assert table[5][:5] == ["B", "tinyproto", "refused", "1", "-"]
+    assert "2 of 4 runs are to be run; nothing was started" in text
+    assert re.search("B, seed 1: .* was run with learning-rate = 0.5", text)
+    assert (wrong.directory / "run.json").read_bytes() == before
+    assert not other.directory.exists()
+
+
+def test_a_dry_run_of_a_run_that_patience_ended_lacks_nothing(file: Path, tmp_path: Path) -> None:
+    more = ["num-server-rounds=9", "patience=1"]
+    (run,) = rows(file, tmp_path, more, only=["A"])
+    write_run(run.directory, LINES[:2], **run.requested.values)
+    RunDirectory(run.directory).mark_early_stop(2)
+    code, table, _ = dry(file, "--only", "A", "--out", tmp_path, *sets(*more))
+    assert code == 0
+    assert table[2][:5] == ["A", "fedproto", "finished", "0", "2/2"]
+
+
+def test_a_dry_run_checks_the_data_and_warns_once(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", file, "--dry-run"]
+    assert "2 of 2 runs are to be run; nothing was started" in pbfl(*words).stdout
+    assert pbfl(*words, *sets("data-dir=/nowhere", "dataset=npz")).exit_code == 2
+    assert not (tmp_path / "runs").exists()
+    _, _, text = dry(
+        file, *sets("method=gfpl", "feature-dim=16", "cps-dim=auto"), "--seeds", "0-1", "--out", tmp_path
+    )
+    warning = "gfpl: num-server-rounds = 2: the first exchange of mixtures is in round 10"
+    assert " ".join(text.split()).count(warning) == 1
 
 
 SIDE_BY_SIDE = """
