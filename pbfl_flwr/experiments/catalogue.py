@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
-from pydantic.fields import FieldInfo
 from rich.console import Console
 
 from pbfl_flwr.config import GROUPS, Group
@@ -21,8 +20,8 @@ from pbfl_flwr.models.registry import ARCHITECTURES, CLASSIFIER, FAMILIES
 from pbfl_flwr.util.paths import home, stored_weights
 
 Rows = list[tuple[str, str]]
-TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
-SYMBOLS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
+SYMBOLS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 ROWS: dict[str, Callable[[], Rows]] = {  # topic -> names with descriptions
@@ -152,11 +151,6 @@ def show_rows(topic: str, word: str, console: Console) -> None:
         print_hanging(console, name, description, indent)
 
 
-def allowed(field: FieldInfo) -> str:
-    """Return the allowed values of a key: its choices, or its type and range."""
-    return ", ".join(_alternatives(field.annotation, field.metadata))
-
-
 def _group(name: str) -> tuple[str, list[Key]]:
     """Return the title and the keys of a configuration group, or of a method with keys of its own."""
     if name in GROUPS:
@@ -166,28 +160,20 @@ def _group(name: str) -> tuple[str, list[Key]]:
 
 
 def _keys(group: type[Group], prefix: str) -> Iterator[Key]:
-    for key, field in zip(group.key_names(), group.model_fields.values(), strict=True):
-        default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
-        yield Key(prefix + key, default or '""', field.description or "", allowed(field))
+    for name, key in group.model_json_schema()["properties"].items():
+        default = str(key["default"]).lower() if isinstance(key["default"], bool) else str(key["default"])
+        yield Key(prefix + name, default or '""', key.get("description", ""), ", ".join(_allowed(key)))
 
 
-def _alternatives(annotation: Any, constraints: Iterable[Any]) -> list[str]:
-    if get_origin(annotation) is Annotated:
-        base, *extras = get_args(annotation)
-        inner = [
-            item for extra in extras for item in (extra.metadata if isinstance(extra, FieldInfo) else [extra])
-        ]
-        return _alternatives(base, [*constraints, *inner])
-    if get_origin(annotation) is Literal:
-        return [str(choice) for choice in get_args(annotation)]
-    if parts := get_args(annotation):
-        return [name for part in parts for name in _alternatives(part, constraints)]
-    bounds = " and ".join(_bounds(constraints))
-    return [f"{TYPES[annotation]} {bounds}".rstrip()]
-
-
-def _bounds(constraints: Iterable[Any]) -> Iterator[str]:
-    for constraint in constraints:
-        for name, symbol in SYMBOLS.items():
-            if (limit := getattr(constraint, name, None)) is not None:
-                yield f"{symbol} {limit}"
+def _allowed(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the allowed values of a key by its JSON schema: its choices, or its type and range."""
+    if choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        yield from map(str, choices)
+    elif "anyOf" in schema:
+        for alternative in schema["anyOf"]:
+            yield from _allowed(alternative)
+    else:
+        bounds = " and ".join(
+            f"{symbol} {schema[name]}" for name, symbol in SYMBOLS.items() if name in schema
+        )
+        yield f"{TYPES[schema['type']]} {bounds}".rstrip()
