@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -125,42 +125,28 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
         PbflError: with one line for every invalid key: the key, its value and what it must be.
     """
     sections = sections or {}
-    prefixed = {name: group for name, group in GROUPS.items() if group.prefix}
-    tables = [*prefixed, *sections]
-    by_prefix: dict[str, dict[str, Scalar]] = {"": {}}
+    owners = {group.prefix + key: name for name, group in GROUPS.items() for key in group.key_names()}
+    owners |= {f"{name}.{key}": f"{name}." for name, group in sections.items() for key in group.key_names()}
+    by_table: dict[str, dict[str, Scalar]] = {}
+    problems: list[str] = []
     for name, value in run_config.items():
-        prefix, _, key = name.partition(".") if "." in name else ("", "", name)
-        by_prefix.setdefault(prefix, {})[key] = int(value) if _is_whole(value) else value
-    common = {key: name for name, group in GROUPS.items() if not group.prefix for key in group.key_names()}
-    full_names = [group.prefix + key for group in GROUPS.values() for key in group.key_names()]
-    top = by_prefix.pop("")
-    problems = [
-        _unknown(key, [*full_names, *(f"{name}." for name in sections)]) for key in top if key not in common
-    ]
-    groups: dict[str, Any] = {}
-    for name, group in GROUPS.items():
-        if not group.prefix:
-            values = {key: value for key, value in top.items() if common.get(key) == name}
-            groups[name] = _parse_group(group, values, "", problems)
-    method = str(top.get("method", RunSettings().method))
-    section: dict[str, Scalar] = {}
-    for prefix, values in by_prefix.items():
-        table = prefixed.get(prefix) or sections.get(prefix)
-        keys = table.key_names() if table else []
-        misplaced = [key for key in values if key in common and key not in keys]
-        problems += [_misplaced(key, prefix) for key in misplaced]
-        values = {key: value for key, value in values.items() if key not in misplaced}
-        if table is None:
-            if values:
-                problems.append(f"unknown section '{prefix}.'; sections are {_listed(tables)}")
-            continue
-        parsed = _parse_group(table, values, f"{prefix}.", problems)
-        if prefix in GROUPS:
-            groups[prefix] = parsed
-        elif prefix == method and parsed is not None:
-            section = parsed.model_dump(by_alias=True)
-    if method in sections and not section:
-        section = sections[method]().model_dump(by_alias=True)
+        if name in owners:
+            key = name.rpartition(".")[2]
+            by_table.setdefault(owners[name], {})[key] = int(value) if _is_whole(value) else value
+        else:
+            problems.append(_unknown(name, owners))
+    problems = [*dict.fromkeys(problems)]
+    groups: dict[str, Any] = {
+        name: _parse_group(group, by_table.get(name, {}), group.prefix, problems)
+        for name, group in GROUPS.items()
+    }
+    method = str(run_config.get("method", RunSettings().method))
+    own = {
+        name: _parse_group(group, by_table.get(f"{name}.", {}), f"{name}.", problems)
+        for name, group in sections.items()
+        if name == method or f"{name}." in by_table
+    }
+    section = chosen.model_dump(by_alias=True) if (chosen := own.get(method)) else {}
     if problems or (problems := _conflicts(settings := Settings(**groups, method_section=section))):
         raise PbflError("\n".join(problems))
     return _apply_protocol(settings)
@@ -257,12 +243,9 @@ PLAIN = {
 
 
 def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, problems: list[str]) -> G | None:
-    """Return a group of these values, or None after appending a line for every invalid key."""
-    names = group.key_names()
-    unknown = [key for key in values if key not in names]  # Python's field names are not keys
-    problems += [_unknown(prefix + key, [prefix + name for name in names]) for key in unknown]
+    """Return a group of these values, or None after appending a line for every invalid one."""
     try:
-        parsed = group.model_validate({key: value for key, value in values.items() if key in names})
+        return group.model_validate(values)
     except ValidationError as error:
         by_key: dict[str, list[str]] = {}
         for problem in error.errors():
@@ -272,23 +255,22 @@ def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, prob
             form = " or ".join(dict.fromkeys(messages))
             value = f"{values[key]!r}: must be {form}" if key in values else "?: it has no default"
             problems.append(f"{prefix}{key} = {value}")
-        return None
-    return None if unknown else parsed
+    return None
 
 
-def _unknown(key: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, list(known), n=1)
+def _unknown(name: str, known: Mapping[str, str]) -> str:
+    """Return the message for a key that there is not, by full name; ``known`` are the full names that there are."""
+    prefix, dot, key = name.partition(".")
+    sections = {full.partition(".")[0] for full in known if "." in full}
+    if dot and key in known:  # a [table] of a TOML file adds its prefix to all keys below it
+        return (
+            f"unknown key '{name}'; '{key}' is a common key: in a file move it above the first [table], with "
+            f"--set omit '{prefix}.'"
+        )
+    if dot and prefix not in sections:
+        listed = ", ".join(f"'{section}'" for section in sorted(sections))
+        return f"unknown section '{prefix}.'; sections are {listed}"
+    names = [full for full in known if not dot or full.startswith(f"{prefix}.")]
+    close = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean '{close[0]}'?" if close else "; `pbfl list keys` shows them all"
-    return f"unknown key '{key}'{hint}"
-
-
-def _misplaced(key: str, prefix: str) -> str:
-    """Return the message for a common key below a [table] of a TOML file, which adds the table's prefix."""
-    return (
-        f"unknown key '{prefix}.{key}'; '{key}' is a common key: in a file move it above the first [table], with "
-        f"--set omit '{prefix}.'"
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for name in sorted(names)) or "none"
+    return f"unknown key '{name}'{hint}"

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -339,9 +337,7 @@ def csv_text(groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> str:
     keys: list[str] = []
     for column in columns:
         keys += [column.key] if isinstance(column, Text) else [column.key, f"{column.key}_sd"]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(keys)
+    rows: list[tuple[str, ...]] = []
     for group in groups:
         cells: list[str] = []
         for column in columns:
@@ -349,8 +345,8 @@ def csv_text(groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> str:
                 cells.append(column.cell(group))
             else:
                 cells += mean_and_deviation(column.values(group))
-        writer.writerow(cells)
-    return text.getvalue()
+        rows.append(tuple(cells))
+    return Sheet("", tuple(keys), tuple(rows)).csv()
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[str, str]:

@@ -30,7 +30,7 @@ def error_lines(config: dict[str, Any]) -> list[str]:
 
 
 def test_all_invalid_keys_are_reported_at_once() -> None:
-    common = {
+    wrong = {
         "num-clients": 0,
         "learning-rate": "fast",
         "batchsize": 8,
@@ -38,17 +38,17 @@ def test_all_invalid_keys_are_reported_at_once() -> None:
         "partition": "random",
     }
     lines = error_lines(
-        {**common, "fedtgp.rate": -1.0, "fedtgp.knd": "a", "fedtgx.rate": 1.0, "alignment": "off"}
+        {**wrong, "fedtgp.rate": -1.0, "fedtgp.knd": "a", "fedtgx.rate": 1.0, "alignment": "off"}
     )
     assert lines == [
         "unknown key 'batchsize'; did you mean 'batch-size'?",
         "unknown key 'attack'; did you mean 'attack.kind'?",
+        "unknown key 'fedtgp.knd'; did you mean 'fedtgp.kind'?",
+        "unknown section 'fedtgx.'; sections are 'attack', 'faults', 'fedtgp'",
         "num-clients = 0: must be greater than or equal to 1",
         "partition = 'random': must be 'dirichlet', 'pathological', 'way-shot', 'natural' or 'iid'",
         "learning-rate = 'fast': must be a number",
-        "unknown key 'fedtgp.knd'; did you mean 'fedtgp.kind'?",
         "fedtgp.rate = -1.0: must be greater than 0",
-        "unknown section 'fedtgx.'; sections are 'attack', 'faults', 'fedtgp'",
     ]
 
 
