@@ -110,8 +110,7 @@ app.add_typer(deployment.deploy, name="deploy")
 def main() -> None:
     """Run the command line.
 
-    Errors of the system, such as a full disk (also when printing) or missing permissions, give one line and exit code
-    1, as does an incompatible version of Flower.
+    Errors of the system, such as a full disk (also when printing) or missing permissions, give a line and exit code 1.
     """
     if sys.stdout is None:  # it was closed
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, as long as the process
@@ -128,9 +127,3 @@ def main() -> None:
         discard_output(sys.stdout)
         where = error.filename or "a file or what is printed"  # a failed write does not say which
         sys.exit(f"error: {where}: {error.strerror}")
-    except ImportError as error:
-        from pbfl_flwr.flower.flower_version import misfit
-
-        if (reason := misfit(error)) is None:
-            raise
-        sys.exit(f"error: {reason}")

@@ -1,7 +1,7 @@
 """Checks of a device or the server before a federation starts: ``pbfl doctor``.
 
 Every check is a function that returns findings: subject, status, message and advice. Checks change nothing, neither on
-this machine nor on the SuperLink.
+this machine nor on the SuperLink. Imports nothing of Flower, of which there may be another version.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import get_args
 
+import joblib
 import torch
 from packaging.requirements import Requirement
 
 from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.errors import PbflError, expanded, format_exception, printable
-from pbfl_flwr.flower.client.device import share_of_cores
 from pbfl_flwr.flower.deploy import certificates as security
 from pbfl_flwr.flower.deploy.processes import health
 from pbfl_flwr.util.memory import available_memory
@@ -341,4 +341,4 @@ def check_gpu(device: str) -> Finding:
         return Finding(
             what, Status.FAILED, message, "install the driver and a torch build for it, or use the CPU"
         )
-    return Finding(what, Status.OK, f"none; training uses the CPU ({share_of_cores()} cores)")
+    return Finding(what, Status.OK, f"none; training uses the CPU ({joblib.cpu_count()} cores)")

@@ -47,12 +47,23 @@ def findings_by_subject(targets: CheckTargets) -> dict[str, Finding]:
     return {finding.what: finding for finding in doctor.check_connection(targets)}
 
 
-def test_passes_with_right_ca_and_key(superlink: SimpleNamespace) -> None:
-    files = superlink.files
-    findings = findings_by_subject(CheckTargets(superlink.address, files / "ca.pem", files / "known"))
+def test_reports_what_a_supernode_would_meet(superlink: SimpleNamespace, tmp_path: Path) -> None:
+    address, ca, key = superlink.address, superlink.files / "ca.pem", superlink.files / "known"
+    findings = findings_by_subject(CheckTargets(address, ca, key))
     assert {what: finding.status for what, finding in findings.items()} == dict.fromkeys(
         ("superlink", "tls", "key"), Status.OK
     )
+    security.make_certificates(tmp_path, ["127.0.0.1"], 60)
+    foreign = findings_by_subject(CheckTargets(address, tmp_path / "ca.pem", key))["tls"]
+    assert foreign.status is Status.FAILED
+    assert foreign.message.endswith("unable to get local issuer certificate")
+    assert "its clock (timedatectl" in foreign.advice
+    finding = doctor.check_tls(address, None, insecure=True)
+    assert (finding.status, finding.message) == (Status.FAILED, "--insecure, but the server uses TLS")
+    if os.name == "posix":
+        security.make_keys(tmp_path, ["open"])
+        (tmp_path / "open").chmod(0o644)
+        assert doctor.check_key_file(tmp_path / "open").status is Status.WARNING
 
 
 @pytest.mark.parametrize(
@@ -70,21 +81,6 @@ def test_warns_before_certificate_or_ca_expires(
     end = datetime.now(UTC) + timedelta(days=5)
     assert finding.message == f"verified, for 127.0.0.1, until {end:%Y-%m-%d}{message}"
     assert advice in finding.advice
-
-
-def test_reports_foreign_ca(superlink: SimpleNamespace, tmp_path: Path) -> None:
-    security.make_certificates(tmp_path, ["127.0.0.1"], 60)
-    findings = findings_by_subject(
-        CheckTargets(superlink.address, tmp_path / "ca.pem", superlink.files / "known")
-    )
-    assert findings["tls"].status is Status.FAILED
-    assert findings["tls"].message.endswith("unable to get local issuer certificate")
-    assert "its clock (timedatectl" in findings["tls"].advice
-
-
-def test_reports_tls_despite_insecure(superlink: SimpleNamespace) -> None:
-    finding = doctor.check_tls(superlink.address, None, insecure=True)
-    assert (finding.status, finding.message) == (Status.FAILED, "--insecure, but the server uses TLS")
 
 
 def test_reports_unreachable_addresses() -> None:
@@ -137,9 +133,16 @@ def test_reports_old_driver(wanted: str, status: Status, monkeypatch: pytest.Mon
 
 
 def test_checks_state_directory_and_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = doctor.check_state_dir(tmp_path / "new" / "state")
-    assert "can be made" in finding.message
-    assert not (tmp_path / "new").exists()
+    monkeypatch.setenv("HOME", str(tmp_path / "pi"))
+    finding = doctor.check_state_dir(Path("~/state"))
+    assert f"{tmp_path / 'pi' / 'state'} can be made in {tmp_path}" in finding.message
+    assert not (tmp_path / "pi").exists()
+    (tmp_path / "file").touch()
+    assert doctor.check_state_dir(tmp_path / "file" / "state").status is Status.FAILED
+    (tmp_path / "state").symlink_to(tmp_path / "usb" / "state")
+    finding = doctor.check_state_dir(tmp_path / "state")
+    assert finding.status is Status.FAILED
+    assert finding.advice == f"it is a link to {tmp_path / 'usb' / 'state'}: is the disk there mounted?"
 
     def usage(free: float) -> Callable[[Path], SimpleNamespace]:
         return lambda path: SimpleNamespace(free=free)
@@ -147,41 +150,18 @@ def test_checks_state_directory_and_free_space(tmp_path: Path, monkeypatch: pyte
     for free, status in ((5e9, Status.OK), (5e8, Status.WARNING), (5e6, Status.FAILED)):
         monkeypatch.setattr(shutil, "disk_usage", usage(free))
         assert doctor.check_state_dir(tmp_path).status is status
-    (tmp_path / "file").touch()
-    finding = doctor.check_state_dir(tmp_path / "file" / "state")
-    assert finding.status is Status.FAILED
 
+    look = os.stat
 
-@pytest.mark.skipif(os.name != "posix", reason="links are POSIX's")
-def test_resolves_links_and_home_of_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "state").symlink_to(tmp_path / "usb" / "state")
-    finding = doctor.check_state_dir(tmp_path / "state")
-    assert finding.status is Status.FAILED
-    assert finding.advice == f"it is a link to {tmp_path / 'usb' / 'state'}: is the disk there mounted?"
-    monkeypatch.setenv("HOME", str(tmp_path / "pi"))
-    assert (
-        f"{tmp_path / 'pi' / 'state'} can be made in {tmp_path}"
-        in doctor.check_state_dir(Path("~/state")).message
-    )
-
-
-def test_reports_unwritable_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, named = os.stat, tempfile.NamedTemporaryFile
-
-    def look(path: Any, **more: Any) -> os.stat_result:
-        if Path(path).parent == tmp_path:
+    def denied(path: Any = "", **more: Any) -> Any:
+        if "dir" in more or Path(path).parent == tmp_path:
             raise PermissionError(13, "Permission denied", str(path))
-        return looked(path, **more)
+        return look(path, **more)
 
-    def write(dir: Path) -> Any:
-        if dir == tmp_path:
-            raise PermissionError(13, "Permission denied", str(dir))
-        return named(dir=dir)
-
-    monkeypatch.setattr(os, "stat", look)
-    monkeypatch.setattr(os, "lstat", lambda path, **more: look(path, **more, follow_symlinks=False))
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", write)
-    finding = doctor.check_state_dir(tmp_path / "state")
+    monkeypatch.setattr(os, "stat", denied)
+    monkeypatch.setattr(os, "lstat", lambda path, **more: denied(path, **more, follow_symlinks=False))
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", denied)
+    finding = doctor.check_state_dir(tmp_path / "new")
     assert finding.status is Status.FAILED
     assert finding.message == f"{tmp_path} cannot be written (Permission denied)"
 
@@ -236,11 +216,3 @@ def test_exit_code_reports_failure(superlink: SimpleNamespace) -> None:
     table = pbfl("doctor", "--key", files / "nowhere")
     assert table.exit_code == 1
     assert "cannot be read" in table.stdout.replace("\n", " ")
-
-
-@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
-def test_warns_about_key_that_others_can_read(tmp_path: Path) -> None:
-    security.make_keys(tmp_path, ["key"])
-    assert doctor.check_key_file(tmp_path / "key").status is Status.OK
-    (tmp_path / "key").chmod(0o644)
-    assert doctor.check_key_file(tmp_path / "key").status is Status.WARNING
