@@ -33,9 +33,9 @@ def refused(*arguments: object) -> str:
 
 
 def edit(file: Path, **changes: Any) -> dict[str, Any]:
-    """Change fields of a JSON object in a file, and return what it held before."""
+    """Change fields of the only JSON object in a file, and return what it held before."""
     content: dict[str, Any] = json.loads(file.read_text())
-    file.write_text(json.dumps({**content, **changes}))
+    file.write_text(json.dumps({**content, **changes}) + "\n")
     return content
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from pbfl_flwr.experiments import results, run_tables, show
 from pbfl_flwr.experiments.results import FinishedRun, Group
-from tests.small_runs import columns, entry, write_run
+from tests.small_runs import columns, edit, entry, write_lines, write_run
 
 # Class b has no test samples. Of the others 3 of 4 and 0 of 1 are right.
 COUNTED: dict[str, Any] = {
@@ -43,7 +43,7 @@ def line(**counted: Any) -> dict[str, Any]:
 
 def run(place: Path, *lines: dict[str, Any], **keys: Any) -> Path:
     path = write_run(place, list(lines), **{"per-class": True, **keys})
-    (path / "clients.jsonl").write_text(json.dumps(COLUMNS) + "\n")
+    write_lines(path / "clients.jsonl", COLUMNS)
     return path
 
 
@@ -80,8 +80,7 @@ def test_the_last_scoring_and_the_other_moment(tmp_path: Path) -> None:
     early = line() | {"accuracy_of_round": 0, "other_accuracy": line(balanced=0.75)["accuracy"]}
     early["final"] = {"accuracy": line(balanced=1.0)["accuracy"], "failures": []}
     path = write_run(tmp_path / "run", [early])
-    about = json.loads((path / "run.json").read_text())
-    (path / "run.json").write_text(json.dumps(about | {"moment": "before"}))
+    edit(path / "run.json", moment="before")
     sheet = run_tables.balance_sheet([group(path)])
     assert sheet is not None
     rows = {row[1]: row for row in sheet.rows}
@@ -156,9 +155,7 @@ def test_by_a_predictor_the_page_shows_its_counts(tmp_path: Path) -> None:
     assert classes.left_out == ("fedproto: no client was scored by head",)
     page = report.page(groups, sections)
     assert "test samples are those of head." in page
-    assert (
-        "Without test samples" not in page
-    )  # of each class there are some, of a and b by one predictor each
+    assert "Without test samples" not in page  # each class has some, a and b for one predictor each
 
 
 def test_liars_are_not_in_the_picture(tmp_path: Path) -> None:
@@ -167,8 +164,7 @@ def test_liars_are_not_in_the_picture(tmp_path: Path) -> None:
     from pbfl_flwr.experiments.pictures.style import Picture
 
     path = run(tmp_path / "run", line())
-    about = json.loads((path / "run.json").read_text())
-    (path / "run.json").write_text(json.dumps(about | {"malicious": [0]}))
+    edit(path / "run.json", malicious=[0])
     (picture,) = by_class.clients_by_class(results.load([path]))
     assert isinstance(picture, Picture)
     cells = picture.figure.axes[0].images[0].get_array()

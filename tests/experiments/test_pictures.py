@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.results import Group
 from pbfl_flwr.prototypes.alignment import geometry
 from pbfl_flwr.runs.client_store import ClientState
 from tests.flower.inprocess import federation
-from tests.small_runs import columns, entry, pbfl, write_run
+from tests.small_runs import columns, edit, entry, pbfl, write_lines, write_run
 
 EVERYWHERE = {
     "label-distribution",
@@ -199,17 +199,10 @@ def test_curves_over_seeds_of_unequal_length(tmp_path: Path) -> None:
 
 def test_a_line_a_client(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.75)], **{"num-clients": 120})
-    about = json.loads((path / "run.json").read_text())
-    (path / "run.json").write_text(json.dumps({**about, "malicious": [7]}))
-    lines = [
-        columns(
-            number,
-            [{}, *({"global": number * client % 200} for client in range(1, 120))],
-            num_test=[0, *[200] * 119],
-        )
-        for number in (1, 2)
-    ]
-    (path / "clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    edit(path / "run.json", malicious=[7])
+    for number in (1, 2):
+        correct = [{}, *({"global": number * client % 200} for client in range(1, 120))]
+        write_lines(path / "clients.jsonl", columns(number, correct, num_test=[0, *[200] * 119]))
     groups = results.load([path])
     curves = groups[0].first.client_curves()
     assert sorted(curves) == [client for client in range(1, 120) if client != 7]

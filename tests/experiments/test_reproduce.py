@@ -13,7 +13,7 @@ from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.experiments.plan import reproduction_table
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, finished_groups, selected
 from pbfl_flwr.experiments.summary import BY_PREDICTOR
-from tests.small_runs import entry, over, pbfl, write_run
+from tests.small_runs import edit, entry, pbfl, write_run
 
 FILE = """
 title = "A table"
@@ -257,18 +257,12 @@ def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Pat
     assert (read_csv(tmp_path)[0]["predictor"], read_csv(tmp_path)[0]["best"]) == ("head", "50.0000")
 
 
-def test_the_table_says_when_rows_were_scored_and_over_how_many_clients(
-    paper: reproduce.Reproduction, tmp_path: Path
-) -> None:
+def test_the_table_says_when_rows_were_scored(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     runs = planned(paper, tmp_path, blocks=["one"])
-    for run, clients in zip(runs, (1, 2), strict=True):
-        lines = [entry(1, 0.5, 0.75), over(clients, entry(2, 0.5, 0.25))]
-        write_run(run.directory, lines, **run.requested.values)
-    text = table(paper, runs)
-    assert "Accuracies that do not cover all participating clients: A: global over 1–2 of 2." in text
-    assert "| run | compared by | paper |" in text
-    about = runs[1].directory / "run.json"
-    about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
+    for run in runs:
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.requested.values)
+    assert "| run | compared by | paper |" in table(paper, runs)
+    edit(runs[1].directory / "run.json", moment="before")
     text = table(paper, runs)
     assert "| run | compared by | scored | paper |" in text
     assert "| A | global | after | 51.50 ± 0.25 |" in text
@@ -292,44 +286,28 @@ def test_blocks_and_rows_that_were_not_asked_for_this_time_stay_in_the_tables(tm
     assert rows == [["block", "run"], ["one", "B"], ["two", "A"], ["two", "B"]]
 
 
-def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tmp_path: Path) -> None:
-    (tmp_path / "clients.toml").write_text(FILE.replace('spread = "seeds"', 'spread = "clients"'))
-    paper = reproduce.read(str(tmp_path / "clients.toml"))
-    (run,) = planned(paper, tmp_path, blocks=["one"], labels=["A"])
-    write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.requested.values)
-    spread = entry(1, 0.5, 0.75)["accuracy"]["global"]["std"]
-    text = table(paper, [run])
-    assert f"| A | global | 51.50 ± 0.25 | 75.00 ± {100 * spread:.2f} |" in text
-    assert "are last-round accuracies.\n" in text
-
-
 @pytest.mark.parametrize(
-    ("spread", "said"),
+    ("spread", "cells", "said", "notes"),
     [
-        (
-            "clients",
-            ["best round is compared; ± over clients.", "last-round accuracies, ± over seeds.\n"],
-        ),
-        (
-            "none",
-            [
-                "the paper has no ±, ours is the sample standard deviation over seeds.",
-                "last-round accuracies.\n",
-            ],
-        ),
+        ("clients", "75.00 ± 12.50", "± over clients.", ", ± over seeds"),  # 12.50 is the runs' own
+        ("none", "75.00 ± 0.00", "the paper has no ±, ours is the sample standard deviation over seeds.", ""),
     ],
 )
-def test_the_table_says_what_each_deviation_is_over(spread: str, said: list[str], tmp_path: Path) -> None:
+def test_the_table_says_what_each_deviation_is_over(
+    spread: str, cells: str, said: str, notes: str, tmp_path: Path
+) -> None:
     (tmp_path / "mine.toml").write_text(FILE.replace('spread = "seeds"', f'spread = "{spread}"'))
     paper = reproduce.read(str(tmp_path / "mine.toml"))
     runs = planned(paper, tmp_path, seeds=[0, 1], blocks=["one"], labels=["A"])
     for run, last in zip(runs, (0.25, 0.5), strict=True):
         write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)], **run.requested.values)
     text = table(paper, runs)
-    assert "| A | global |" in text
+    assert f"| A | global | 51.50 ± 0.25 | {cells} |" in text
     assert "| 37.50 ± 17.68 |" in text  # the column global, in both cases over the seeds
-    for line in said:
-        assert line in text
+    assert f"the best round is compared; {said}" in text
+    assert f"last-round accuracies{notes}.\n" in text
+    if spread == "clients":
+        assert "last-round accuracies.\n" in table(paper, runs[:1])
 
 
 def test_a_row_without_scores_has_no_spread_over_clients_and_is_named(
@@ -360,13 +338,9 @@ def test_missing_data_is_named_with_its_files_and_nothing_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_says_what_differs_and_starts_nothing(
-    paper: reproduce.Reproduction, tmp_path: Path
-) -> None:
-    words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--out", tmp_path / "out", "--dry-run"]
-    done = pbfl(*words)
+def test_a_dry_run_says_what_differs(paper: reproduce.Reproduction, tmp_path: Path) -> None:
+    done = pbfl("reproduce", tmp_path / "nine.toml", "--block", "one", "--out", tmp_path / "out", "--dry-run")
     assert done.exit_code == 0, done.stderr
-    assert "2 of 2 runs are to be run; nothing was started" in done.stdout
     assert "scale small: num-server-rounds = 2, the full setting has 9" in done.stdout
     assert not (tmp_path / "out").exists()
 

@@ -18,7 +18,7 @@ from pbfl_flwr.experiments.execute.runner import interruptible
 from pbfl_flwr.flower.deploy.processes import signals_ignored
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import RunDirectory
-from tests.small_runs import entry, write_run
+from tests.small_runs import edit, entry, write_lines, write_run
 
 
 def test_a_round_is_told_once_also_when_the_history_is_cut_and_made_again(tmp_path: Path) -> None:
@@ -29,8 +29,7 @@ def test_a_round_is_told_once_also_when_the_history_is_cut_and_made_again(tmp_pa
     history = run / "rounds.jsonl"
 
     def add(number: int, score: float) -> None:
-        with history.open("a") as file:
-            file.write(json.dumps(entry(number, 0.25, score)) + "\n")
+        write_lines(history, entry(number, 0.25, score))
         follower.update()
 
     add(2, 0.625)
@@ -51,15 +50,13 @@ def test_a_score_is_over_those_who_have_joined_by_then(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     follower = Follower(run, 3, console)
     follower.update()
-    about = json.loads((run / "run.json").read_text())
-    everybody = len(about["clients"])
-    about["clients"].append({**about["clients"][0], "client": everybody})
-    (run / "run.json").write_text(json.dumps(about))
+    clients = json.loads((run / "run.json").read_text())["clients"]
+    everybody = len(clients)
+    edit(run / "run.json", clients=[*clients, {**clients[0], "client": everybody}])
     joins = {**entry(2, 0.25, 0.5), "joined": ["3"]}
     for scored in joins["accuracy"].values():
         scored["clients"] = everybody
-    with (run / "rounds.jsonl").open("a") as file:
-        file.write(json.dumps(joins) + "\n")
+    write_lines(run / "rounds.jsonl", joins)
     follower.update()
     assert f"over {everybody} of {everybody + 1})" in console.export_text()
 
@@ -70,8 +67,7 @@ def test_what_a_run_says_of_its_rounds(tmp_path: Path) -> None:
     follower = Follower(run, 12, console, "a")
 
     def told(file: str, *lines: dict[str, Any]) -> list[str]:
-        with (run / file).open("a") as history:
-            history.write("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(run / file, *lines)
         follower.update()
         return [line.rstrip() for line in console.export_text().splitlines()]
 
@@ -95,14 +91,7 @@ def test_whom_the_server_waits_for_is_told_once(tmp_path: Path) -> None:
     run.set_waiting("left by a server that was killed")
     console = Console(record=True, width=200)
     follower = Follower(run.path, 3, console)
-    for line in (
-        "left by a server that was killed",
-        "",
-        "round 2: 61 s",
-        "round 2: 61 s",
-        "round 2: 122 s",
-        "",
-    ):
+    for line in ("left by a server that was killed", "", *["round 2: 61 s"] * 2, "round 2: 122 s", ""):
         run.set_waiting(line)
         follower.update()
     told = [line.strip() for line in console.export_text().splitlines() if "killed" in line or " s" in line]

@@ -13,7 +13,7 @@ from pbfl_flwr.experiments.pairs import paired_sheet, probability
 from pbfl_flwr.experiments.report import fairness_sheet
 from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.experiments.run_tables import client_sheet
-from tests.small_runs import columns, entry, rounds_of, write_run
+from tests.small_runs import columns, edit, entry, rounds_of, rows_of, write_lines, write_run
 
 ROUNDS = {"num-server-rounds": 2}
 
@@ -25,7 +25,7 @@ def client_line(number: int, correct: list[int], tests: int = 4) -> dict[str, An
 
 def run(path: Path, weighted: float, correct: list[int], **changes: Any) -> Path:
     write_run(path, [entry(1, 0.25, weighted)], **changes)
-    (path / "clients.jsonl").write_text(json.dumps(client_line(1, correct)) + "\n")
+    write_lines(path / "clients.jsonl", client_line(1, correct))
     return path
 
 
@@ -38,7 +38,7 @@ def test_runs_that_differ_in_the_seed_are_one_row(tmp_path: Path) -> None:
     groups = results.load(places)
     assert [(group.label, len(group.runs)) for group in groups] == [("fedproto", 2), ("tinyproto", 1)]
     sheet = fairness_sheet(groups)
-    found = dict(zip(sheet.columns, sheet.rows[0], strict=True))
+    found = rows_of(sheet)[0]
     assert found["last"] == "62.50 ± 17.68"  # 25/√2
     assert "validation-chosen" not in found
     assert found["std over clients"] == "12.50 ± 0.00"
@@ -54,15 +54,14 @@ def test_every_figure_of_a_row_stands_below_its_head(tmp_path: Path) -> None:
     ]
     path = write_run(tmp_path / "a", rounds, **{"new-clients": 1})
     twenty = client_line(4, [*range(20, 0, -1)], tests=20)  # 5 %, 10 %, .. 100 %
-    (path / "clients.jsonl").write_text(json.dumps(twenty) + "\n")
+    write_lines(path / "clients.jsonl", twenty)
     later = [entry(number, 0.25, weighted, after=4) for number, weighted in ((5, 0.125), (6, 0.875))]
-    (path / "new-clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in later))
-    sheet = fairness_sheet(results.load([path]))
+    write_lines(path / "new-clients.jsonl", *later)
     expected = {"last": "62.50", "best (on test data)": "75.00", "validation-chosen": "68.75"}
     expected |= {"mean of clients": "62.50", "std over clients": "12.50", "worst decile": "50.00"}
     expected |= {"best decile": "97.50", "lowest client": "5.00"}
     expected |= {"new clients": "87.50", "seeds": "1", "rounds": "4"}
-    found = dict(zip(sheet.columns, sheet.rows[0], strict=True))
+    (found,) = rows_of(fairness_sheet(results.load([path])))
     assert {name: found[name] for name in expected} == expected
 
 
@@ -83,8 +82,7 @@ def test_pairs_on_the_same_clients(tmp_path: Path) -> None:
         ]
     )
     sheet = paired_sheet(groups)
-    (row,) = sheet.rows
-    found = dict(zip(sheet.columns, row, strict=True))
+    (found,) = rows_of(sheet)
     assert found["first − second"] == "fedproto − tinyproto"
     assert (found["n"], found["difference"]) == ("3", "+25.00")  # (1/4 + 0 + 2/4)/3
     assert found["better / equal / worse"] == "2 / 1 / 0"
@@ -102,13 +100,9 @@ def test_p_values_are_adjusted_for_the_rows_of_their_kind(tmp_path: Path) -> Non
         for (method, each), weighted in zip(correct.items(), (0.75, 0.5, 0.25), strict=True)
         for seed in (0, 1)
     ]
-    for path in runs:  # of 10 test samples each
-        file = path / "clients.jsonl"
-        file.write_text(
-            file.read_text().replace("4, 4, 4, 4, 4, 4, 4, 4]", "10, 10, 10, 10, 10, 10, 10, 10]")
-        )
-    sheet = paired_sheet(results.load(runs))
-    rows = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
+    for path in runs:
+        edit(path / "clients.jsonl", num_test=[10] * 8)
+    rows = rows_of(paired_sheet(results.load(runs)))
     # All eight differ and agree, 2/2⁸; the last two methods differ on two clients, one for each; two seeds, 2/2².
     assert [(row["over"], row["p"], row["p (Holm)"]) for row in rows] == [
         ("clients", "0.008", "0.023"), ("seeds", "0.500", "1.000"),
@@ -124,8 +118,7 @@ def test_the_same_keys_are_not_the_same_data_where_the_files_changed(tmp_path: P
     for place, data in zip(
         places, ("0123", "4567", None), strict=True
     ):  # the third is of a time without hashes
-        file = place / "partition.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "data": data}))
+        edit(place / "partition.json", data=data)
     first, changed, unknown = (group.first for group in results.load(places))
     assert results.same_data(first, first)
     assert not results.same_data(first, changed)
@@ -135,24 +128,15 @@ def test_the_same_keys_are_not_the_same_data_where_the_files_changed(tmp_path: P
     assert "Different data on the clients, so not compared: fedproto − tinyproto." in sheet.notes
 
 
-def changed(path: Path, data: str) -> Path:
-    """Let a run have been made with these samples."""
-    file = path / "partition.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "data": data}))
-    return path
-
-
 def test_a_later_seed_on_other_samples_is_not_compared(tmp_path: Path) -> None:
     """FedProto was finished when the file changed, TinyProto had made its first seed."""
     seeds = [
-        changed(run(tmp_path / f"{name}{seed}", 0.5, [1, 3], method=name, seed=seed), data)
-        for name, seed, data in (
-            ("fedproto", 0, "01"),
-            ("fedproto", 1, "01"),
-            ("tinyproto", 0, "01"),
-            ("tinyproto", 1, "23"),
-        )
+        run(tmp_path / f"{name}{seed}", 0.5, [1, 3], method=name, seed=seed)
+        for name in ("fedproto", "tinyproto")
+        for seed in (0, 1)
     ]
+    for place, data in zip(seeds, ("01", "01", "01", "23"), strict=True):
+        edit(place / "partition.json", data=data)
     sheet = paired_sheet(results.load(seeds))
     assert sheet.rows == ()
     assert "Different data on the clients, so not compared: fedproto − tinyproto." in sheet.notes
@@ -180,10 +164,8 @@ def test_pairs_at_other_moments_and_of_other_lengths_are_remarked(tmp_path: Path
     places = [
         run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto", "protonorm")
     ]
-    about = places[1] / "run.json"
-    about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
-    lines = [entry(number, 0.25, 0.5) for number in (1, 2)]
-    (places[2] / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    edit(places[1] / "run.json", moment="before")
+    write_lines(places[2] / "rounds.jsonl", entry(2, 0.25, 0.5))
     groups = results.load(places)
     remarks = {row[0]: row[-1] for row in paired_sheet(groups).rows}
     moments, lengths = "scored after vs. before local training", "1 vs. 2 rounds"
@@ -200,8 +182,7 @@ def test_pairs_at_other_moments_and_of_other_lengths_are_remarked(tmp_path: Path
 def test_a_row_of_runs_of_different_lengths_is_remarked(tmp_path: Path) -> None:
     places = [run(tmp_path / f"a{seed}", 0.5, [1, 3], seed=seed, **ROUNDS) for seed in (0, 1)]
     places += [run(tmp_path / "b", 0.5, [1, 3], method="tinyproto", **ROUNDS)]
-    with (places[1] / "rounds.jsonl").open("a") as file:
-        file.write(json.dumps(entry(2, 0.25, 0.5)) + "\n")
+    write_lines(places[1] / "rounds.jsonl", entry(2, 0.25, 0.5))
     sheet = fairness_sheet(results.load(places))
     assert [row[3] for row in sheet.rows] == ["1–2", "1"]
     assert "Runs with different numbers of rounds in one row: fedproto." in sheet.notes
@@ -243,8 +224,7 @@ def test_seeds_are_not_compared_where_other_clients_were_scored(tmp_path: Path) 
         runs = [run(place / f"a{seed}", 0.5, [1, 3], seed=seed) for seed in (0, 1)]
         for seed in (0, 1):
             runs.append(run(place / f"b{seed}", 0.25, correct, seed=seed, method="tinyproto"))
-            line = {**client_line(1, correct), "client": clients}
-            (runs[-1] / "clients.jsonl").write_text(json.dumps(line) + "\n")
+            edit(runs[-1] / "clients.jsonl", client=clients)
         return [row[1:3] for row in paired_sheet(results.load(runs)).rows]
 
     assert pairs(tmp_path / "all", [0, 2], [0, 1]) == [("clients", "2"), ("seeds", "2")]
@@ -255,8 +235,9 @@ def test_pairs_without_a_client_in_every_seed_are_named(tmp_path: Path) -> None:
     places = [run(tmp_path / f"{method}{seed}", 0.5, [1, 3], method=method, seed=seed)
               for method in ("fedproto", "local") for seed in (0, 1)]  # fmt: skip
     for seed in (0, 1):
-        line = {**client_line(1, [2]), "client": [seed]}  # the other one failed
-        (places[seed] / "clients.jsonl").write_text(json.dumps(line) + "\n")
+        edit(
+            places[seed] / "clients.jsonl", **{**client_line(1, [2]), "client": [seed]}
+        )  # the other one failed
     sheet = paired_sheet(results.load(places))
     assert sheet.rows == ()
     said = "No client scored by both in every common seed, so not compared over clients"
@@ -268,10 +249,9 @@ def test_devices_with_names_are_paired_by_name(tmp_path: Path) -> None:
 
     def named(place: str, names: str, correct: list[int], **keys: object) -> Path:
         path = run(tmp_path / place, 0.5, correct, **keys)
-        about = json.loads((path / "run.json").read_text())
-        for member, name in zip(about["clients"], names, strict=True):
-            member["name"] = name
-        (path / "run.json").write_text(json.dumps(about))
+        members = json.loads((path / "run.json").read_text())["clients"]
+        named = [{**member, "name": name} for member, name in zip(members, names, strict=True)]
+        edit(path / "run.json", clients=named)
         return path
 
     runs = [named("a0", "xy", [1, 3]), named("a1", "yx", [3, 0], seed=1)]
@@ -285,13 +265,10 @@ def test_devices_with_names_are_paired_by_name(tmp_path: Path) -> None:
         {"x": 0.125, "y": 0.75},
         {"y": 0.75, "x": 0.125},
     ]
-    rows = [
-        dict(zip(sheet.columns, row, strict=True)) for sheet in [paired_sheet(groups)] for row in sheet.rows
-    ]
+    rows = rows_of(paired_sheet(groups))
     assert [(row["over"], row["better / equal / worse"]) for row in rows] == [
-        ("clients", "0 / 2 / 0"),
-        ("seeds", "0 / 2 / 0"),
-    ]
+        ("clients", "0 / 2 / 0"), ("seeds", "0 / 2 / 0")
+    ]  # fmt: skip
     assert [row[:2] + row[-2:] for row in client_sheet(groups).rows] == [
         ("0", "x", "25.00", "25.00"),
         ("1", "y", "75.00", "75.00"),
@@ -300,21 +277,19 @@ def test_devices_with_names_are_paired_by_name(tmp_path: Path) -> None:
 
 def test_a_last_accuracy_is_over_the_clients_of_its_round(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", [entry(1, 0.25, 0.5), entry(2, 0.25, 0.5)])
-    (path / "clients.jsonl").write_text(json.dumps(client_line(1, [1, 3])) + "\n")
     unheard = columns(2, [])
-    with (path / "clients.jsonl").open("a") as file:
-        file.write(json.dumps(unheard) + "\n")
+    write_lines(path / "clients.jsonl", client_line(1, [1, 3]), unheard)
     assert results.FinishedRun.load(path).scored == {0, 1}
     assert results.FinishedRun.load(path).accuracies() == {}
-    line = {**unheard, "final": {**client_line(2, [3]), "client": [1]}}
-    (path / "clients.jsonl").write_text(json.dumps(client_line(1, [1, 3])) + "\n" + json.dumps(line) + "\n")
+    (path / "clients.jsonl").unlink()
+    final = {**client_line(2, [3]), "client": [1]}
+    write_lines(path / "clients.jsonl", client_line(1, [1, 3]), {**unheard, "final": final})
     assert results.FinishedRun.load(path).scored == {1}
 
 
 def test_clients_of_a_round_that_is_not_there_yet_do_not_count(tmp_path: Path) -> None:
     path = run(tmp_path / "a", 0.5, [1, 3])
-    with (path / "clients.jsonl").open("a") as file:  # written first: killed, or still running
-        file.write(json.dumps(client_line(2, [4, 4])) + "\n")
+    write_lines(path / "clients.jsonl", client_line(2, [4, 4]))  # written first: killed, or still running
     record = results.FinishedRun.load(path)
     assert record.accuracies() == {0: 0.25, 1: 0.75}
     assert [line.round for line in record.clients] == [1]
@@ -322,11 +297,9 @@ def test_clients_of_a_round_that_is_not_there_yet_do_not_count(tmp_path: Path) -
 
 def test_who_lies_and_who_has_no_test_samples_is_in_no_accuracy(tmp_path: Path) -> None:
     path = run(tmp_path / "a", 0.5, [1, 3])
-    line = {**client_line(1, [1, 3, 0]), "num_test": [4, 4, 0]}
-    (path / "clients.jsonl").write_text(json.dumps(line) + "\n")
+    edit(path / "clients.jsonl", **{**client_line(1, [1, 3, 0]), "num_test": [4, 4, 0]})
     assert results.FinishedRun.load(path).accuracies() == {0: 0.25, 1: 0.75}
-    about = json.loads((path / "run.json").read_text())
-    (path / "run.json").write_text(json.dumps({**about, "malicious": [1]}))
+    edit(path / "run.json", malicious=[1])
     record = results.FinishedRun.load(path)
     assert (record.accuracies(), record.client_curves()) == ({0: 0.25}, {0: [(1, 0.25)]})
     assert record.scored == {0}
