@@ -188,19 +188,9 @@ def test_protocol_table_is_complete_and_valid() -> None:
             assert flat[key] == value
 
 
-def test_a_method_can_override_a_row_of_the_protocol() -> None:
-    expected = {
-        "fedproto": "trajectory",
-        "fedtgp": "before",
-        "protonorm": "before",
-        "tinyproto": "trajectory",
-    }
-    for name, collect in expected.items():
-        assert parse({"protocol": "htfl", "method": name}).prototypes.collect == collect
-
-
 def test_explicit_values_override_the_protocol() -> None:
-    settings = parse({"protocol": "htfl", "batch-order": "shuffled"})
+    settings = parse({"protocol": "htfl", "batch-order": "shuffled", "min-class-count": 5})
+    assert settings.privacy.min_class_count == 5
     assert settings.training.batch_order == "shuffled"
     assert settings.training.drop_last == "always"
     assert settings.evaluation.evaluate_moment == "before"
@@ -251,10 +241,3 @@ def test_unknown_method_names_the_closest_one() -> None:
     ) as error:
         build_method(parse({"method": "fedprot"}, SECTIONS))
     assert "\n" not in str(error.value)
-
-
-def test_smallest_class_follows_the_protocol() -> None:
-    assert parse({}).privacy.min_class_count == 2
-    for protocol in ("htfl", "pfl", "fedproto"):
-        assert parse({"protocol": protocol}).privacy.min_class_count == 1
-    assert parse({"protocol": "htfl", "min-class-count": 5}).privacy.min_class_count == 5

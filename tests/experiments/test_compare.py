@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from pbfl_flwr.experiments.execute.runner import INTERRUPTED
 from pbfl_flwr.experiments.plan import comparison as compare
 from pbfl_flwr.experiments.plan import planned_runs
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys
-from pbfl_flwr.experiments.results import load
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.engines.placement import Resources, Slot
 from pbfl_flwr.flower.server.strategy import MethodStrategy
@@ -297,7 +295,8 @@ def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path)
     first, second = rows(file, tmp_path)
     validated = ({"global": {"weighted": share}} for share in (0.5, 0.25))
     lines = [entry(n, 0.5, 0.75 / n, validation=held_out) for n, held_out in enumerate(validated, start=1)]
-    lines[1]["accuracy"]["global"] |= {"balanced": 0.3125, "macro_f1": 0.1875}
+    counted = {"balanced": 0.3125, "macro_f1": 0.1875, "auc_macro": 0.625, "auc_micro": 0.875}
+    lines[1]["accuracy"]["global"] |= counted
     write_run(first.directory, [lines[0], {**lines[1], "other_accuracy": entry(1, 0.5, 0.125)["accuracy"]}],
               **first.requested.values)  # fmt: skip
     write_lines(first.directory / "new-clients.jsonl", entry(3, 0.5, 0.875, after=2))
@@ -306,7 +305,12 @@ def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path)
     sheet = summary.comparison_sheet("", found)
     a, b = rows_of(sheet)
     optional = {"validation-chosen": "75.00", "at the other moment": "12.50", "new clients": "87.50"}
-    optional |= {"balanced accuracy": "31.25", "macro-F1": "18.75"}
+    optional |= {
+        "balanced accuracy": "31.25",
+        "macro-F1": "18.75",
+        "AUC macro": "62.50",
+        "AUC micro": "87.50",
+    }
     expected = {"last": "37.50", "best (on test data)": "75.00", "worst decile": "25.00", "head": "50.00"}
     expected |= {"std over clients": "12.50", **optional}
     expected |= {"payload up": "200 B", "payload down": "600 B"}  # of one client: the other is new
@@ -316,8 +320,12 @@ def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path)
     for said in ("Balanced accuracy (mean", "The other moment is", "New clients took no part"):
         assert f"\n{said}" in notes
     assert "\nNever" not in notes
+    in_csv = [*csv.DictReader(summary.csv_text(found).splitlines())]
+    assert [[row[name] for row in in_csv] for name in counted] == [
+        [f"{100 * share:.4f}", ""] for share in counted.values()
+    ]
     plain = summary.comparison_sheet("", found[1:])
-    assert not {*optional, "local", "etf", "AUC macro", "AUC micro"} & {*plain.columns}
+    assert not {*optional, "local", "etf"} & {*plain.columns}
     assert not any(note.startswith("Balanced") for note in plain.notes)
     assert [(group.label, [run.path for run in group.runs]) for group in found] == [
         ("A", [first.directory]), ("B", [second.directory])
@@ -371,33 +379,6 @@ def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_pa
     cells = list(csv.DictReader(files["table.csv"].splitlines()))[1]
     expected = {"run": "B", "clients": "", "seeds": "0", "last": "", "up": "100.0000", "down": "300.0000"}
     assert {name: cells[name] for name in expected} == expected
-
-
-def test_scores_with_every_class_the_same_weight_have_columns_where_a_run_has_them(
-    file: Path, tmp_path: Path
-) -> None:
-    def counted(balanced: float, f1: float) -> dict[str, Any]:
-        line = entry(2, 0.5, 0.5)
-        line["accuracy"]["global"] |= {"balanced": balanced, "macro_f1": f1, "by_class": [0.5] * 3}
-        return line
-
-    planned = rows(file, tmp_path, seeds=[0, 1])
-    for number, line in enumerate((counted(0.5, 0.25), counted(0.75, 0.25), entry(2, 0.5, 0.5))):
-        write_run(planned[number].directory, [entry(1, 0.5, 0.5), line], **planned[number].requested.values)
-    found = planned_runs.finished_groups(planned)
-    sheet = summary.comparison_sheet("", found)
-    at = sheet.columns.index("balanced accuracy")
-    assert sheet.columns[at - 1 : at + 3] == ("worst decile", "balanced accuracy", "macro-F1", "head")
-    # (50 + 75)/2 and 25/√2, A over two seeds; B was made without per-class
-    assert [row[at : at + 2] for row in sheet.rows] == [("62.50 ± 17.68", "25.00 ± 0.00"), ("-", "-")]
-    ends = [line.split(",")[-4:] for line in summary.csv_text(found).splitlines()]
-    assert ends[0] == ["balanced", "balanced_sd", "macro_f1", "macro_f1_sd"]
-    assert ends[1:] == [["62.5000", "17.6777", "25.0000", "0.0000"], [""] * 4]
-    area = entry(2, 0.5, 0.5)
-    area["accuracy"]["global"] |= {"auc_macro": 0.75, "auc_micro": 0.875}
-    place = write_run(tmp_path / "areas", [entry(1, 0.5, 0.5), area])
-    (row,) = rows_of(summary.comparison_sheet("", load([place])))
-    assert (row["AUC macro"], row["AUC micro"]) == ("75.00", "87.50")
 
 
 def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None:
