@@ -48,7 +48,6 @@ from pbfl_flwr.training.loop import REMEDY, Diverged
 from pbfl_flwr.util.memory import peak_memory
 
 CLIENT_FAULT = 2  # Flower's code for "the ClientApp raised an exception"
-LARGEST_USUAL = 1e4  # number in a broadcast; honest features and weights are far smaller
 
 
 def make_client_app(data: DataSource | None = None, settings: Settings | None = None) -> ClientApp:
@@ -93,8 +92,6 @@ def _guarded(
     """Return the handler's reply, or an error reply with a one-line reason."""
     try:
         return handler(message, context, source)
-    except Diverged as error:
-        reason = _cause(str(error), message)
     except PbflError as error:
         reason = str(error)
     except BdbQuit:
@@ -109,17 +106,6 @@ def _guarded(
             clear_networks()
     release_gpu_memory()  # only now: the exception, which referenced tensors, has been released
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
-
-
-def _cause(reason: str, message: Message) -> str:
-    """Return why training diverged; on a broadcast of huge numbers the advice on this client's settings is left out."""
-    largest = wire.largest_number(wire.payload_in(message.content))
-    if largest <= LARGEST_USUAL:
-        return reason
-    return (
-        f"{reason.partition(';')[0]}; the server's broadcast holds numbers up to {largest:.3g}, so the cause may be "
-        "another client's upload"
-    )
 
 
 def _train_or_mask(message: Message, context: Context, source: ClientSource) -> Message:

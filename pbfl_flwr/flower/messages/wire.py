@@ -120,13 +120,6 @@ def decode(record: ArrayRecord, payload: type[P], task: Task, again: bool = Fals
     return payload.from_tensors(plain, task)
 
 
-def largest_number(record: ArrayRecord) -> float:
-    """Return the largest absolute value among the floating-point numbers of a valid payload; 0 if it has none."""
-    tensors = [tensor for array in record.values() for tensor in _dequantised(_load(array.data)).values()]
-    sizes = [tensor.abs().max() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    return float(max(sizes, default=0.0))
-
-
 def _load(data: bytes) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, each in memory of its own.
 

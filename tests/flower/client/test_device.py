@@ -4,7 +4,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
@@ -38,12 +37,12 @@ def test_simulated_client_uses_the_run_configuration(monkeypatch: pytest.MonkeyP
     assert identity.state_dir == Path("/server/run/clients/e")
 
 
-def test_partition_id_alone_makes_no_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower's pages start SuperNodes so; this process is no worker of Ray and the server's paths are not for it."""
+@pytest.mark.parametrize("node", [{"client-id": 2}, {"partition-id": 2, "num-partitions": 3}])
+def test_device_ignores_paths_of_the_server(node: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's pages start SuperNodes with a partition-id; this process is no worker of Ray all the same."""
     monkeypatch.setenv("PBFL_HOME", "/device/home")
-    node = {"partition-id": 2, "num-partitions": 3}
-    assert own_settings(RUN, node).data.data_dir == ""
-    identity = identify(context(node), RUN, "e")
+    settings, identity = own_settings(RUN, node), identify(context(node), RUN, "e")
+    assert (settings.data.data_dir, settings.models) == ("", RUN.models)
     assert (identity.client, identity.simulated) == (2, False)
     assert identity.state_dir == Path("/device/home/state/e")
 
@@ -74,15 +73,6 @@ def test_detects_ray_workers(tmp_path: Path) -> None:
         ray.shutdown()
 
 
-def test_device_ignores_paths_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PBFL_HOME", "/device/home")
-    node = {"client-id": 1}
-    settings = own_settings(RUN, node)
-    assert settings.data.data_dir == ""
-    assert settings.models == RUN.models
-    assert identify(context(node), settings, "e").state_dir == Path("/device/home/state/e")
-
-
 def test_node_config_overrides_settings(tmp_path: Path) -> None:
     node: dict[str, Any] = {
         "client-id": 0,
@@ -103,17 +93,6 @@ def test_node_config_overrides_settings(tmp_path: Path) -> None:
     assert identity.own_data
     assert identity.state_dir == Path("/var/lib/pbfl/e")
     assert own_settings(RUN, {"client-id": 0, "data-path": str(tmp_path)}).data.dataset == "image-folder"
-
-
-def test_device_uses_all_of_its_data(tmp_path: Path) -> None:
-    from pbfl_flwr.flower.client.session import ClientSource, configured_data
-
-    rng = np.random.default_rng(0)
-    np.savez(tmp_path / "mine.npz", x=rng.integers(0, 255, (20, 16, 16), dtype=np.uint8), y=np.arange(20) % 2)
-    node: dict[str, Any] = {"client-id": 2, "data-path": str(tmp_path / "mine.npz")}
-    settings = own_settings(RUN, node)
-    data = ClientSource(configured_data, None).data_of(settings, identify(context(node), settings, "e"))
-    assert len(data.train.labels) + len(data.test.labels) == 20
 
 
 @pytest.mark.parametrize(
@@ -171,41 +150,40 @@ def test_named_device_needs_one_architecture() -> None:
     assert own_settings(RUN, {**node, "model": "resnet4"}).models.models == "resnet4"
 
 
-def test_device_imports_no_model_code_named_by_the_server() -> None:
-    run = parse({"models": "os:getcwd"}, SECTIONS)
-    with pytest.raises(PbflError, match="names code to import"):
-        own_settings(run, {"client-id": 0})
-    assert own_settings(run, {"client-id": 0, "model": "cnn4"}).models.models == "cnn4"
+@pytest.mark.parametrize(
+    ("key", "node", "also"),
+    [
+        ("models", {"model": "cnn4"}, {}),
+        ("method", {"allow-methods": "os:getpid, os:getcwd"}, {"allow-methods": "os:getpid"}),
+    ],
+)
+def test_device_imports_only_what_its_own_configuration_names(
+    key: str, node: dict[str, Any], also: dict[str, Any]
+) -> None:
+    run = parse({key: "os:getcwd"}, SECTIONS)
+    for refused in ({}, also):
+        with pytest.raises(PbflError, match=f"^{key} = 'os:getcwd' names code to import"):
+            own_settings(run, {"client-id": 0, **refused})
+    allowed = own_settings(run, {"client-id": 0, **node})
+    assert (allowed.models.models, allowed.run.method)[key == "method"] in ("cnn4", "os:getcwd")
 
 
-def test_device_imports_only_allowed_methods() -> None:
-    run = parse({"method": "os:getcwd"}, SECTIONS)
-    with pytest.raises(PbflError, match=r"method = 'os:getcwd' names code to import; .* allow-methods"):
-        own_settings(run, {"client-id": 0})
-    with pytest.raises(PbflError, match="names code to import"):
-        own_settings(run, {"client-id": 0, "allow-methods": "os:getpid"})
-    allowed = own_settings(run, {"client-id": 0, "allow-methods": "os:getpid, os:getcwd"})
-    assert allowed.run.method == "os:getcwd"
-
-
-@pytest.mark.parametrize(("visible", "chosen"), [("", "cpu"), ("0", "cuda"), (None, "cuda")])
-def test_hidden_gpu_is_not_used(visible: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cuda", "visible", "chosen"),
+    [(True, "", "cpu"), (True, "0", "cuda"), (True, None, "cuda"), (False, None, "cpu")],
+)
+def test_hidden_gpu_is_not_used(
+    cuda: bool, visible: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also from a process that has asked for cards before, as one that runs clients itself may have."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert choose_device("auto") == torch.device(chosen)
-    if visible == "":
-        with pytest.raises(PbflError, match="sees no CUDA device"):
+    if chosen == "cpu":
+        with pytest.raises(PbflError, match="this client sees no CUDA device"):
             choose_device("cuda")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a card that must not be there")
-def test_missing_device_is_an_error() -> None:
-    with pytest.raises(PbflError, match="this client sees no CUDA device"):
-        choose_device("cuda")
-    assert choose_device("auto") == torch.device("cpu")
 
 
 def test_reports_peak_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import cleanup
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import strategy as strategies
-from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import part_of
 from pbfl_flwr.runs.client_store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.runs.early_stopping import Score
@@ -75,6 +73,8 @@ def test_keeps_state_of_the_best_round(links: bool, tmp_path: Path) -> None:
         assert same(model(stored), model(store(short, client)))
         assert not same(model(stored), model(last))
         assert kept_best(store(short, client)) == {}
+    with pytest.raises(PbflError, match="of earlier rounds it has none"):
+        of_round(state_file(short.directory.path, "0"), 1)
     assert short.directory.result() != long.directory.result()
 
 
@@ -188,25 +188,3 @@ def test_cleaning_removes_best_states(tmp_path: Path) -> None:
     (states,) = cleanup.scan([fed.directory.path], 0, 1e12)
     assert states.remove()
     assert not folder.exists()
-
-
-def test_keep_best_needs_scores_after_training() -> None:
-    def made(**keys: Any) -> None:
-        build_method(parse({"keep-best": True, "models": "cnn4", **keys}, SECTIONS))
-
-    made(method="fedproto")
-    made(**{"method": "fedavg", "evaluate-moment": "after"})
-    with pytest.raises(
-        PbflError, match="keep-best = true: with these settings method 'fedavg' scores clients before"
-    ):
-        made(method="fedavg")
-    with pytest.raises(
-        PbflError, match="keep-best = true: with client-report = 'none' clients report no scores"
-    ):
-        made(**{"client-report": "none"})
-
-
-def test_missing_best_state_is_reported(tmp_path: Path) -> None:
-    fed = run(tmp_path, 2, keep_best=False)
-    with pytest.raises(PbflError, match="of earlier rounds it has none"):
-        of_round(state_file(fed.directory.path, "0"), 1)

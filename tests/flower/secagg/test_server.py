@@ -11,12 +11,11 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
-from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.secagg.messages import REPORT
 from pbfl_flwr.flower.server.stopping import RunEnded
-from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.pipeline import Pipeline
@@ -75,34 +74,30 @@ def test_sum_is_right_within_quantisation(tmp_path: Path, name: str) -> None:
     assert line.client_metrics["loss.ce"] == pytest.approx(other.client_metrics["loss.ce"])
 
 
-class Wire:
-    """Every reply that the server receives in training, by client."""
+def replies_to(run: Federation) -> dict[int, list[Message]]:
+    """Run it, and return every reply that the server receives, by client."""
+    replies: dict[int, list[Message]] = {}
 
-    def __init__(self, run: Federation) -> None:
-        self.replies: dict[int, list[Message]] = {}
-        grid = run.grid
+    def watch(asked: Sequence[Message], answers: Sequence[Message]) -> None:
+        nodes = {m.metadata.message_id: m.metadata.dst_node_id for m in asked}
+        for reply in answers:
+            client = run.grid.nodes.index(nodes[reply.metadata.reply_to_message_id])
+            replies.setdefault(client, []).append(reply)
 
-        def watching(asked: Sequence[Message], replies: Sequence[Message]) -> None:
-            nodes = {m.metadata.message_id: m.metadata.dst_node_id for m in asked}
-            for reply in replies:
-                client = grid.nodes.index(nodes[reply.metadata.reply_to_message_id])
-                self.replies.setdefault(client, []).append(reply)
-
-        grid.watchers.append(watching)
+    run.grid.watchers.append(watch)
+    run.run()
+    return replies
 
 
 def test_server_never_receives_prototypes_of_one_client(tmp_path: Path) -> None:
-    plain = federation(tmp_path / "plain", aggregation="ppa", num_server_rounds=1)
-    in_clear = Wire(plain)
-    plain.run()
-    secure = federation(tmp_path / "secure", aggregation="ppa", num_server_rounds=1, secure_aggregation=True)
-    seen = Wire(secure)
-    secure.run()
+    keys: dict[str, Any] = {"aggregation": "ppa", "num_server_rounds": 1}
+    in_clear = replies_to(federation(tmp_path / "plain", **keys))
+    seen = replies_to(federation(tmp_path / "secure", **keys, secure_aggregation=True))
     for client in range(NUM_CLIENTS):
-        (upload,) = [m for m in in_clear.replies[client] if wire.PAYLOAD in m.content.array_records]
+        (upload,) = [m for m in in_clear[client] if wire.PAYLOAD in m.content.array_records]
         table = wire.decode(upload.content.array_records[wire.PAYLOAD], Prototypes, TASK)
         vector, _ = sums.to_vector(table, RULES["ppa"].secure_range)
-        _, *stages = seen.replies[client]
+        _, *stages = seen[client]
         assert len(stages) == 4
         # Nothing but the masked vector is long enough to hold a row.
         assert all(not record for m in stages for record in m.content.array_records.values())
@@ -206,16 +201,16 @@ def test_protocol_violation_ends_the_run_in_one_line(
     assert len(run.strategy.history) == 1
 
 
-def test_too_few_clients_end_the_run(tmp_path: Path) -> None:
-    run = federation(tmp_path, secure_aggregation=True, faults={(i, 1): lost for i in (1, 2, 3)})
-    with pytest.raises(RunEnded, match="round 1: 0 valid replies"):
-        run.run()
-
-
-def test_injected_fault_is_reported(tmp_path: Path) -> None:
-    dropping: dict[str, Any] = {"faults.drop": 1.0}
-    with pytest.raises(RunEnded, match="client 4: injected fault: its reply was dropped"):
-        federation(tmp_path, secure_aggregation=True, **dropping).run()
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"faults": {(i, 1): lost for i in (1, 2, 3)}}, "round 1: 0 valid replies"),
+        ({"faults.drop": 1.0}, "client 4: injected fault: its reply was dropped"),
+    ],
+)
+def test_too_few_clients_end_the_run(tmp_path: Path, keys: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RunEnded, match=reason):
+        federation(tmp_path, secure_aggregation=True, **keys).run()
 
 
 def test_stale_upload_is_not_summed(tmp_path: Path) -> None:
@@ -254,22 +249,3 @@ def test_warns_of_clipped_entries(tmp_path: Path) -> None:
     run = federation(tmp_path, secure_aggregation=True, secure_range=0.01, num_server_rounds=1).run()
     assert any("entries of uploads were clipped" in note for note in run.strategy.history[0].warnings)
     assert float(run.strategy.state.combined.values.abs().max()) <= 0.0101
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"aggregation": "median"}, "rule 'median' is not a sum of uploads"),
-        ({"aggregation": "weighted"}, "rule 'weighted' is not a sum of uploads"),
-        ({"method": "fedtgp"}, "the server trains on single rows"),
-        ({"method": "fedgh"}, "the server trains on single rows"),
-        ({"method": "fedavg"}, "secure-aggregation = True: method 'fedavg' sends Weights"),
-        ({"num-clients": 2}, "at least 3 clients in a round"),
-        ({"num-clients": 10, "fraction-train": 0.2}, "at least 3 clients in a round"),
-    ],
-)
-def test_rejects_methods_that_are_no_sum(keys: dict[str, Scalar], message: str) -> None:
-    with pytest.raises(PbflError) as error:
-        build_method(parse({"secure-aggregation": True, **keys}, SECTIONS))
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)

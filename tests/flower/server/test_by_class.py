@@ -7,20 +7,17 @@ from typing import Any
 import pytest
 from flwr.app import RecordDict
 
-from pbfl_flwr.config import parse
-from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, Requested
 from pbfl_flwr.flower.messages.traffic import Traffic
 from pbfl_flwr.flower.server.exchange import Phase, RoundPlan
 from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.flower.server.rounds import clients_record, on_validation, summarise_accuracy
-from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.sinks import new_client_step, steps
 from pbfl_flwr.training.class_metrics import Areas
-from tests.flower.inprocess import SPLITS, Federation, altered, federation, numbers, same_tensors
+from tests.flower.inprocess import SPLITS, altered, federation, numbers, same_tensors
 from tests.flower.messages.test_report import FIRST, SECOND, report_by_class
 
 SCORES = {"balanced", "balanced_mean", "macro_f1", "macro_f1_mean", "by_class", "tested"}
@@ -104,9 +101,8 @@ def test_malicious_clients_are_left_out_of_class_metrics(tmp_path: Path) -> None
     attack: dict[str, Any] = {"attack.kind": "sign-flip"}
     run = federation(tmp_path, per_class=True, on_disk=True, **attack).run()
     (liar,) = run.directory.record().malicious
-    tested = [
-        sum(split[1].get(label, 0) for n, split in enumerate(SPLITS) if n != liar) for label in range(10)
-    ]
+    honest = [test for n, (_, test) in enumerate(SPLITS) if n != liar]
+    tested = [sum(test.get(label, 0) for test in honest) for label in range(10)]
     assert run.strategy.history[-1].accuracy["head"].tested == tested
     assert run.directory.client_records()[-1].by_class[liar]
 
@@ -127,20 +123,6 @@ def test_malformed_counts_reject_one_client_only(tmp_path: Path) -> None:
     assert run.strategy.history[0].accuracy["head"].clients == 3
     tested = [sum(SPLITS[n][1].get(label, 0) for n in (1, 2, 4)) for label in range(10)]
     assert run.strategy.history[0].accuracy["head"].tested == tested
-
-
-def test_resumed_run_keeps_class_metrics(tmp_path: Path) -> None:
-    def of(place: Path, **keys: Any) -> Federation:
-        return federation(place, per_class=True, on_disk=True, **keys).run()
-
-    whole = of(tmp_path / "whole", num_server_rounds=3)
-    of(tmp_path / "parts", num_server_rounds=1)
-    parts = of(tmp_path / "parts", num_server_rounds=3, resume=True)
-    assert [line.accuracy for line in parts.strategy.history] == [
-        line.accuracy for line in whole.strategy.history
-    ]
-    with pytest.raises(PbflError, match="another configuration"):
-        federation(tmp_path / "parts", on_disk=True, num_server_rounds=4, resume=True).run()
 
 
 def test_secure_aggregation_keeps_class_metrics(tmp_path: Path) -> None:
@@ -176,12 +158,3 @@ def test_areas_are_recorded_as_means_weighted_by_samples(tmp_path: Path) -> None
     with pytest.raises(RejectedPayload, match="above 1"):
         with_areas(3, Areas(0.5, 1.5))
     assert Report.from_record(Report(9, 0).to_record(), Requested(areas=True)).areas is None
-
-
-@pytest.mark.parametrize("key", ["per-class", "auc"])
-def test_scores_need_client_reports(key: str) -> None:
-    with pytest.raises(PbflError) as error:
-        parse({key: True, "client-report": "none"}, SECTIONS)
-    assert str(error.value) == (
-        f"{key} = true: with client-report = 'none' clients report no scores; must be false"
-    )

@@ -9,38 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord
 from rich.console import Console
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.show import failure_lines, show_run
-from pbfl_flwr.flower.server.membership import Membership
-from pbfl_flwr.flower.server.roster import Roster, client_from_reply
 from pbfl_flwr.runs.client_store import load_tensors
-from pbfl_flwr.runs.records import ClientRecord
-from pbfl_flwr.task import Task
-from tests.flower.inprocess import federation, flower_error, handshake_reply, plain, tiny_data
+from tests.flower.inprocess import federation, flower_error, plain, tiny_data
 from tests.flower.sites import run, sites, write_site
-
-
-def member(client: int | str, node: int = 1) -> ClientRecord:
-    task = Task(3, 4, (2,))
-    return client_from_reply(node, ConfigRecord({**handshake_reply(0, task), "client": client}))
-
-
-@pytest.mark.parametrize(
-    ("came", "numbers"),
-    [
-        (["b", "c", "a"], {"a": 0, "b": 1, "c": 2}),
-        (["b", 0, "a"], {"a": 1, "b": 2, "0": 0}),  # a number is its own, names take what is free
-        (["b", 1, "a"], {"a": 0, "b": 2, "1": 1}),
-        (["A", "a", "B"], {"A": 0, "B": 1, "a": 2}),  # the order of code points
-    ],
-)
-def test_assigns_numbers_to_names(came: list[str | int], numbers: dict[str, int]) -> None:
-    membership = Membership(Roster({}), "e", 1.0, 3)
-    assert membership._place([member(client, node) for node, client in enumerate(came)], range(3)) == {}
-    assert {m.label: number for number, m in membership.roster.clients.items()} == numbers
 
 
 def test_refused_device_is_named_by_its_id_or_its_node(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from rich.console import Console
 
-from pbfl_flwr.config import RunSettings, Scalar, parse
+from pbfl_flwr.config import RunSettings, Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import report, results
 from pbfl_flwr.experiments.run_export import as_csv
@@ -25,7 +25,6 @@ from pbfl_flwr.flower.server.grid import ignore
 from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.roster import Roster, client_from_reply
 from pbfl_flwr.method import Round
-from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import ClientRecord
@@ -245,22 +244,6 @@ def test_numbers_of_joining_clients_do_not_depend_on_reply_order(tmp_path: Path)
     assert len({one.fingerprint for one in result}) == 1
 
 
-def test_number_of_clients_is_that_of_joined_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    aggregate = Pipeline.aggregate
-
-    def watched(self: Pipeline, state: Any, uploads: Any, round_info: Round) -> Any:
-        seen.append(round_info.num_clients)
-        return aggregate(self, state, uploads, round_info)
-
-    monkeypatch.setattr(Pipeline, "aggregate", watched)
-    nodes = sites(tmp_path, "a", "b", "c")
-    begun(tmp_path, nodes, {1: [0, 1], 3: [2]}, num_clients=20)
-    assert seen == [2, 2, 3]
-    begun(tmp_path, nodes, {1: [0, 1, 2]}, num_clients=20, num_server_rounds=4, resume=True, min_clients=0)
-    assert seen[3:] == [3]
-
-
 @pytest.mark.parametrize(
     "keys",
     [
@@ -272,11 +255,12 @@ def test_number_of_clients_is_that_of_joined_clients(tmp_path: Path, monkeypatch
 def test_configured_constants_do_not_change_when_clients_join(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
+    """Unlike the number of clients, which is that of those that have joined."""
     aggregate, rounds = Pipeline.aggregate, []
 
     def watched(self: Pipeline, state: Any, uploads: Any, round_info: Round) -> Any:
         new = aggregate(self, state, uploads, round_info)
-        rounds.append(len(uploads))
+        rounds.append((len(uploads), round_info.num_clients))
         sums = torch.stack([upload.values for upload in uploads.values()]).sum(0)
         factor = 3 / (20 * len(uploads))  # K/n: the 80 samples of four clients are 20 of each that answers
         if keys["method"] == "tinyproto":
@@ -285,8 +269,11 @@ def test_configured_constants_do_not_change_when_clients_join(
         return new
 
     monkeypatch.setattr(Pipeline, "aggregate", watched)
-    begun(tmp_path, sites(tmp_path, "a", "b", "c"), {1: [0, 1], 3: [2]}, num_clients=4, **keys)
-    assert rounds == [2, 2, 3]
+    nodes = sites(tmp_path, "a", "b", "c")
+    begun(tmp_path, nodes, {1: [0, 1], 3: [2]}, num_clients=4, **keys)
+    resume: dict[str, Any] = {"num_server_rounds": 4, "resume": True, "min_clients": 0}
+    begun(tmp_path, nodes, {1: [0, 1, 2]}, num_clients=4, **resume, **keys)
+    assert rounds == [(2, 2), (2, 2), (3, 3), (3, 3)]
 
 
 def test_client_joining_in_the_last_round_is_scored(tmp_path: Path) -> None:
@@ -305,6 +292,23 @@ def test_client_joining_in_the_last_round_is_scored(tmp_path: Path) -> None:
 def member(client: int | str, node: int = 9, **properties: Any) -> ClientRecord:
     reply = {**handshake_reply(0, TASK), "simulated": False, **properties, "client": client}
     return client_from_reply(node, ConfigRecord(reply))
+
+
+@pytest.mark.parametrize(
+    ("came", "numbers"),
+    [
+        (["b", "c", "a"], {"a": 0, "b": 1, "c": 2}),
+        (["b", 0, "a"], {"a": 1, "b": 2, "0": 0}),  # a number is its own, names take what is free
+        (["b", 1, "a"], {"a": 0, "b": 2, "1": 1}),
+        (["A", "a", "B"], {"A": 0, "B": 1, "a": 2}),  # the order of code points
+    ],
+)
+def test_assigns_numbers_to_names(came: list[str | int], numbers: dict[str, int]) -> None:
+    membership = Membership(Roster({}), "e", 1.0, 3)
+    assert (
+        placed(membership, *(member(client, node) for node, client in enumerate(came)), online=range(3)) == {}
+    )
+    assert {m.label: number for number, m in membership.roster.clients.items()} == numbers
 
 
 def anything(roster: Roster) -> None:
@@ -350,26 +354,6 @@ def test_silent_node_is_asked_less_and_less_often() -> None:
     # The pause grows to 32 rounds; a node that was away is greeted as soon as it is back.
     assert greeted == [(number, 60.0) for number in (1, 2, 4, 8, 16, 32, 64, 96, 102)]
     assert membership.warnings == ["a new node is not used: node 101: no answer within 60 s"]
-
-
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        ({"min-clients": 21}, "min-clients = 21: must be at most num-clients = 20"),
-        (
-            {"min-clients": 2, "new-clients": 1},
-            "min-clients = 2: with new-clients = 1 all clients must have joined",
-        ),
-        (
-            {"min-clients": 2, "secure-aggregation": True},
-            "with secure-aggregation = true all clients must have joined",
-        ),
-        ({"min-clients": 2, "min-replies": 3}, r"min-replies = 3: must be at most 2, .* = 1 of 2\)"),
-    ],
-)
-def test_rejects_incompatible_keys_of_joining(keys: dict[str, Scalar], reason: str) -> None:
-    with pytest.raises(PbflError, match=reason):
-        parse({"method": "fedproto", **keys}, SECTIONS)
 
 
 # The handshake -----------------------------------------------------------------------------------------------

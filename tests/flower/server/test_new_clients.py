@@ -10,7 +10,7 @@ import torch
 from flwr.app import Message
 from rich.console import Console
 
-from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.config import Scalar
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show, status
@@ -18,7 +18,6 @@ from pbfl_flwr.experiments.plan.configuration import RequestedKeys
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, check_finished
 from pbfl_flwr.experiments.report import fairness_sheet
 from pbfl_flwr.experiments.results import FinishedRun, load, series
-from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.serving.states import state_file
@@ -160,27 +159,6 @@ def test_new_client_on_another_node_is_found(tmp_path: Path) -> None:
     run.run()
     assert [line.failures for line in run.strategy.history + run.strategy.new_client_rounds] == [[]] * 5
     assert {len(line.columns.client) for line in run.strategy.new_client_rounds} == {2}
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            {"new-clients": 4},
-            "new-clients = 4: must be at most 3, since at least one of num-clients = 4 must",
-        ),
-        ({"new-clients": 2, "min-replies": 3}, "min-replies = 3: must be at most 2, the clients that train"),
-        ({"new-clients": 1, "secure-aggregation": True}, "no client may train alone; must be 0"),
-        (
-            {"new-clients": 1, "client-report": "none"},
-            "new-clients = 1: with client-report = 'none' clients report no scores",
-        ),
-        ({"both-moments": True, "client-report": "none"}, "both-moments = true: .*; must be false"),
-    ],
-)
-def test_rejects_incompatible_keys_of_new_clients(keys: dict[str, Scalar], message: str) -> None:
-    with pytest.raises(PbflError, match=message):
-        parse({"num-clients": 4, **keys}, SECTIONS)
 
 
 def test_tables_and_summaries_show_new_clients(tmp_path: Path) -> None:

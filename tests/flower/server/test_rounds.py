@@ -7,7 +7,6 @@ from typing import Any, Literal
 import pytest
 from rich.console import Console
 
-from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show
 from pbfl_flwr.experiments.results import load, scores
 from pbfl_flwr.experiments.run_tables import accuracy_sheet
@@ -128,11 +127,6 @@ def test_class_ages_by_hand() -> None:
     assert updated_ages([2, 0, 4], {0: 1}, 3) == [1, 1, 5]  # the latest upload of class 0 was a round late
     assert updated_ages(None, None, 3) is None
     assert updated_ages([0, 1, -1], None, 3) == [1, 2, -1]  # nobody sent anything
-
-
-def test_rejects_predictor_that_the_method_lacks(tmp_path: Path) -> None:
-    with pytest.raises(PbflError, match=r"^predictor = 'etf': method 'fedproto' has no .* one of auto, head"):
-        federation(tmp_path, "fedproto", predictor="etf")
 
 
 @pytest.mark.parametrize(("predictor", "num_warnings"), [("global", 1), ("head", 0), ("auto", 0)])

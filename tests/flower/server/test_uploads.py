@@ -1,11 +1,9 @@
 """Private uploads through the whole app: every method that can protect them, retries, books."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.runs.client_store import load_tensors
-from tests.flower.inprocess import NUM_CLIENTS, federation, through_flower
+from tests.flower.inprocess import FIRST_NODE, NUM_CLIENTS, Answer, Fault, federation
 
 NOISE: dict[str, Any] = {"dp_clip": 5.0, "dp_noise": 2.0}
 SUMS: dict[str, Any] = {"aggregation": "ppa", "total_examples": 100}
@@ -55,24 +53,25 @@ def test_dense_uploads_give_the_same_sum_as_sparse_ones(tmp_path: Path, rule: st
     assert torch.equal(dense.state.broadcast.values, sparse.state.broadcast.values)
     assert torch.equal(dense.state.broadcast.present, sparse.state.broadcast.present)
     assert dense.history[0].scalars.up == NUM_CLIENTS * 10 * 64
+    noisy = federation(tmp_path / "noisy", **keys, **NOISE, dense_uploads=True).run().strategy
+    assert bool(noisy.state.broadcast.present.all()), "with noise the present classes are hidden"
+    assert noisy.history[1].failures == []
 
 
-def test_dense_noisy_uploads_hide_present_classes(tmp_path: Path) -> None:
-    strategy = federation(tmp_path, **SUMS, **NOISE, dense_uploads=True).run().strategy
-    assert bool(strategy.state.broadcast.present.all())
-    assert strategy.history[1].failures == []
+IDLE = "made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client 1"
 
 
 def test_small_classes_are_held_back_with_a_warning(tmp_path: Path) -> None:
-    strategy = federation(tmp_path, min_class_count=4).run().strategy
+    strategy = federation(tmp_path / "own", min_class_count=4).run().strategy
     # of SPLITS: client 1 has one class of 1, client 2 one of 3, client 4 one of 2
-    assert strategy.history[0].warnings == [
-        "classes held back for having fewer samples than min-class-count: 3, on 3 of 5 clients",
-        "made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client 1",
-    ]
+    held_back = "classes held back for having fewer samples than min-class-count: 3, on 3 of 5 clients"
+    assert strategy.history[0].warnings == [held_back, IDLE]
     assert strategy.history[0].scalars.up == (3 + 0 + 3 + 1 + 3) * 64
     # Their owners still predict with them.
     assert strategy.history[1].accuracy["local"].clients == NUM_CLIENTS
+    reference = federation(tmp_path / "reference", protocol="htfl").run().strategy
+    # client 1 has one sample, which is no batch of the reference's loader
+    assert reference.history[0].warnings == [IDLE]
 
 
 def test_run_continues_if_all_classes_are_held_back(tmp_path: Path) -> None:
@@ -82,43 +81,24 @@ def test_run_continues_if_all_classes_are_held_back(tmp_path: Path) -> None:
         assert "global" not in strategy.history[1].accuracy
 
 
-def test_reference_protocols_hold_no_class_back(tmp_path: Path) -> None:
-    strategy = federation(tmp_path, protocol="htfl").run().strategy
-    # client 1 has one sample, which is no batch of the reference's loader
-    assert strategy.history[0].warnings == [
-        "made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client 1"
-    ]
-
-
 @pytest.mark.parametrize("randomness", ["system", "seed"])
 def test_repeated_reply_has_the_same_noise(tmp_path: Path, randomness: str) -> None:
-    """Asked twice for the same round, a client draws no second noise: its bytes are those of the first answer."""
-    run = federation(tmp_path, **NOISE, dp_randomness=randomness, num_server_rounds=1)
+    """Asked twice for the same round, a client draws no second noise; in another run it does, unless it is seeded."""
     answers: dict[int, list[bytes]] = {}
-    send = run.grid.send_and_receive
 
-    def twice(asked: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        messages = list(asked)
-        replies = list(send(messages, timeout=timeout))
-        if messages[0].metadata.message_type == "train":
-            again = list(send(messages, timeout=timeout))
-            for client, pair in enumerate(zip(replies, again, strict=True)):
-                answers[client] = [through_flower(m.content).array_records["p"]["s"].data for m in pair]
-            return again
-        return replies
+    def twice(message: Message, answer: Answer) -> Message:
+        client = int(message.metadata.dst_node_id - FIRST_NODE) // 13
+        first, second = answer(), answer()
+        answers[client] = [m.content.array_records["p"]["s"].data for m in (first, second)]
+        return second
 
-    with patch.object(run.grid, "send_and_receive", twice):
-        run.run()
+    faults: dict[tuple[int, int], Fault] = {(client, 1): twice for client in range(NUM_CLIENTS)}
+    keys: dict[str, Any] = {**NOISE, "dp_randomness": randomness, "num_server_rounds": 1}
+    run = federation(tmp_path / "a", faults=faults, **keys).run()
     assert len(answers) == NUM_CLIENTS
     assert all(first == second for first, second in answers.values())
-
-
-def test_noise_differs_between_runs_unless_it_is_seeded(tmp_path: Path) -> None:
-    def prints(name: str, **keys: Any) -> str:
-        return federation(tmp_path / name, **NOISE, **keys, num_server_rounds=1).run().fingerprint
-
-    assert prints("a") != prints("b")
-    assert prints("c", dp_randomness="seed") == prints("d", dp_randomness="seed")
+    again = federation(tmp_path / "b", **keys).run()
+    assert (again.fingerprint == run.fingerprint) == (randomness == "seed")
 
 
 def test_report_none_reveals_nothing_of_the_samples(tmp_path: Path) -> None:
