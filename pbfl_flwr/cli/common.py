@@ -128,11 +128,7 @@ INTERRUPTED_NOTE = "finished runs are kept; run the same command to continue"
 
 @contextmanager
 def running(interrupted: str = "") -> Iterator[None]:
-    """Turn an error, Ctrl-C, SIGTERM or SIGHUP during runs into messages and an exit code.
-
-    Args:
-        interrupted: message after an interruption.
-    """
+    """Turn an error, Ctrl-C, SIGTERM or SIGHUP during runs into messages (``interrupted``) and an exit code."""
     from pbfl_flwr.experiments.execute.runner import interruptible
 
     try:

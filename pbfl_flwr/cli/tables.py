@@ -162,15 +162,7 @@ def _execute(
 ) -> int:
     """Execute the chosen runs, write the tables after each of them, and return the exit code.
 
-    Args:
-        planned: all runs of the tables; of those not chosen, the finished ones stay in them.
-        chosen: the runs to execute.
-        tables: makes the tables of runs, finished or not.
-        directory: of the tables.
-        resources: of the workers of each run.
-        app: directory of the Flower app.
-        parallel: number of runs wanted at a time.
-        dry_run: whether to list the runs instead.
+    Of the runs that are not chosen, the finished ones stay in the tables. A dry run lists the runs instead.
 
     Raises:
         PbflError: if the data or a network does not fit a run, or the resources do not.

@@ -83,11 +83,7 @@ def keys(word: str = "") -> Iterator[tuple[str, str, list[Key]]]:
 
 
 def show_keys(word: str, console: Console) -> None:
-    """Print the keys as they are found: key and default on a line, below it meaning and allowed values.
-
-    Args:
-        word: as in :func:`keys`.
-        console: to print to.
+    """Print :func:`keys` as they are found: key and default on a line, below it meaning and allowed values.
 
     Raises:
         PbflError: as :func:`keys`.
@@ -124,12 +120,7 @@ def _description_cell(key: Key) -> str:
 
 
 def show_rows(topic: str, word: str, console: Console) -> None:
-    """Print names and descriptions.
-
-    Args:
-        topic: one of ``ROWS``.
-        word: text that the names must contain; empty means all.
-        console: to print to.
+    """Print names and descriptions of a topic of ``ROWS``, of the names that contain the word.
 
     Raises:
         PbflError: if no name contains it.

@@ -65,12 +65,7 @@ def discard_output(file: IO[str]) -> None:
 def print_hanging(console: Console, head: str, text: str, indent: int, style: str = "bold") -> None:
     """Print a head with wrapped text beside it, or below it if the head is too long; all text lines are indented.
 
-    Args:
-        console: to print to.
-        head: highlighted text at the left.
-        text: to wrap, only at spaces.
-        indent: number of characters before the text.
-        style: of the head.
+    The text is wrapped at spaces only.
     """
     first = f"{head:<{indent}}" if len(head) <= indent else f"{head}\n{' ' * indent}"
     lines = textwrap.wrap(

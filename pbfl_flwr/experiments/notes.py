@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 def majority_lines(shares: Iterable[float | None], who: str = "a client") -> list[str]:
     """Return a sentence on the accuracy of always predicting a client's majority class; empty if unknown.
 
-    Args:
-        shares: the accuracy in every run; different values are listed together.
-        who: the kind of client, for the sentence.
+    Different accuracies of several runs are listed together.
     """
     known = dict.fromkeys(f"{100 * share:.2f}" for share in sorted(s for s in shares if s is not None))
     sentence = (
@@ -20,11 +18,7 @@ def majority_lines(shares: Iterable[float | None], who: str = "a client") -> lis
 
 
 def accuracy_name(by: str) -> str:
-    """Return the name of the accuracies in a table.
-
-    Args:
-        by: the requested predictor; empty means each run's primary predictor.
-    """
+    """Return the name of the accuracies in a table, by the requested predictor; empty: each run's primary predictor."""
     return f"accuracy by {by}" if by else "primary predictor's accuracy"
 
 
@@ -34,12 +28,7 @@ def titled(title: str, by: str) -> str:
 
 
 def unscored_lines(rows: Iterable[tuple[str, str]], consequence: str = "") -> list[str]:
-    """Return a sentence per predictor on the rows that have no accuracy.
-
-    Args:
-        rows: (label, predictor) of the rows without accuracy.
-        consequence: text after the predictor's name.
-    """
+    """Return a sentence per predictor on the rows (label, predictor) that have no accuracy."""
     by_predictor: dict[str, list[str]] = {}
     for label, predictor in rows:
         by_predictor.setdefault(predictor, []).append(label)
@@ -51,8 +40,7 @@ def unscored_lines(rows: Iterable[tuple[str, str]], consequence: str = "") -> li
 def coverage_lines(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
     """Return a sentence on the accuracies of a table that cover only some of the clients; empty if all cover all.
 
-    Args:
-        rows: label and predictor -> the number of clients; the sentence names labels only if rows differ.
+    Rows are a label with predictor -> number of clients; labels are named only if rows differ.
     """
     by_text: dict[str, list[str]] = {}
     for label, few in rows:

@@ -58,13 +58,7 @@ class Overview:
 
 
 def write(groups: Sequence[Group], out: Path, *, png: bool = False, svg: bool = False) -> list[Path]:
-    """Write the page, and optionally each picture as a file.
-
-    Args:
-        groups: the runs, see :func:`pbfl_flwr.experiments.results.load`.
-        out: the page; pictures are written to ``<stem>-pictures`` in the same directory.
-        png: write every picture as PNG.
-        svg: write every picture as SVG.
+    """Write the page, and optionally each picture as a file in ``<stem>-pictures`` beside the page.
 
     Returns:
         The files written, the page first.
@@ -92,11 +86,7 @@ def write(groups: Sequence[Group], out: Path, *, png: bool = False, svg: bool = 
 
 
 def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
-    """Return the page.
-
-    Args:
-        groups: the runs.
-        sections: result of :func:`pbfl_flwr.experiments.pictures.draw` for these runs.
+    """Return the page of runs and of what :func:`pbfl_flwr.experiments.pictures.draw` returned for them.
 
     Raises:
         PbflError: if jinja2 is not installed.

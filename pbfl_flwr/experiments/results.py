@@ -99,12 +99,7 @@ def client_series(
 
 
 def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[str, Scores]:
-    """Return predictor -> scores.
-
-    Args:
-        rounds: of a run.
-        by: the statistic that selects the best round.
-    """
+    """Return predictor -> scores; a statistic selects the best round."""
     by_predictor = {}
     validated = dict(series(rounds, "validation"))
     for name in PREDICTORS:
@@ -139,12 +134,7 @@ def _at_other_moment(rounds: Sequence[RoundRecord], name: str) -> list[tuple[int
 
 
 def resume_command(run_dir: Path, about: RunRecord) -> str:
-    """Return the command that resumes a run.
-
-    Args:
-        run_dir: its directory.
-        about: content of run.json.
-    """
+    """Return the command that resumes a run."""
     if about.simulated:
         return f"pbfl run --resume {quote(str(run_dir))}"
     if (run_dir / NODES).exists():
@@ -248,9 +238,6 @@ class FinishedRun:
         """Return client -> accuracy (0 to 1) on its test samples in the last round, for clients that were scored.
 
         Malicious clients are excluded, as in all accuracies of a run.
-
-        Args:
-            predictor: by default :attr:`predictor`.
         """
         if not self.clients:
             return {}
@@ -346,12 +333,7 @@ class Group:
 
 
 def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> list[Group]:
-    """Read runs and group those that differ only in the seed.
-
-    Args:
-        paths: of run directories.
-        allowed: see :class:`FinishedRun`.
-        by: see :class:`FinishedRun`.
+    """Read runs and group those that differ only in the seed; the other arguments are those of :class:`FinishedRun`.
 
     Raises:
         PbflError: if a path holds no run with a finished round, or is given twice.

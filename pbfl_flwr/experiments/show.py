@@ -27,10 +27,6 @@ from pbfl_flwr.runs.records import ClientsRecord, NewClientsRecord, RoundRecord,
 def show_run(run_dir: Path, console: Console) -> None:
     """Print a run's settings, accuracies, costs and failures.
 
-    Args:
-        run_dir: the run directory.
-        console: to print to.
-
     Raises:
         PbflError: if there is no run.
     """
@@ -90,12 +86,7 @@ def warning_lines(run: FinishedRun) -> list[str]:
 
 
 def settings_line(about: RunRecord, num_rounds: int) -> str:
-    """Return one line that describes the run.
-
-    Args:
-        about: content of run.json.
-        num_rounds: number of finished rounds.
-    """
+    """Return one line that describes a run with this number of finished rounds."""
     config = about.configuration
     detail = {
         "dirichlet": f"({config['dirichlet-alpha']})",
@@ -122,12 +113,7 @@ def settings_line(about: RunRecord, num_rounds: int) -> str:
 
 
 def privacy_line(configuration: Mapping[str, Scalar], clients: Sequence[ClientsRecord]) -> str | None:
-    """Return a line with the differential privacy budget ε that the uploads have spent; None without noise.
-
-    Args:
-        configuration: of the run.
-        clients: their counters in every round.
-    """
+    """Return a line with the differential privacy budget ε that the uploads have spent; None without noise."""
     last: dict[int, float] = {}
     for columns in clients:
         for client, metrics in zip(columns.client, columns.metrics, strict=True):
@@ -146,8 +132,7 @@ def privacy_line(configuration: Mapping[str, Scalar], clients: Sequence[ClientsR
 def failure_lines(rounds: Sequence[RoundRecord]) -> Iterator[str]:
     """Yield a line per client and failure reason; new clients last, with their own round numbers.
 
-    Args:
-        rounds: of a run, optionally followed by those of its new clients.
+    Their rounds may follow those of the run.
     """
     by_client: dict[tuple[bool, int, str, str], list[int]] = {}
     for record in rounds:

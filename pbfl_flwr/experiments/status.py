@@ -138,9 +138,7 @@ def is_run(path: Path) -> bool:
 def runs_in(directory: Path, depth: int = 1) -> list[Path]:
     """Return the run directories in a directory, by name; those whose name begins with a dot are left out.
 
-    Args:
-        directory: not itself a run.
-        depth: number of directory levels to search.
+    Searched are ``depth`` levels of directories; the directory itself is no run.
     """
     try:
         folders = [path for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")]

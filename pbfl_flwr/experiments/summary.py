@@ -92,12 +92,7 @@ Column = Text | Figures
 
 
 def _accuracies(point: str, statistic: str = "") -> Callable[[Group], list[float]]:
-    """Return the function that reads the accuracy in a :class:`Scores` attribute of every run, in %.
-
-    Args:
-        point: the attribute.
-        statistic: of the accuracy; empty means the tabulated one.
-    """
+    """Return the function that reads the accuracy in a :class:`Scores` attribute of every run, in %."""
 
     def values(group: Group) -> list[float]:
         points = (getattr(score, point) for score in group.scores)
@@ -310,13 +305,7 @@ def accuracy_note(groups: Sequence[Group]) -> str:
 
 
 def comparison_sheet(title: str, groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> Sheet:
-    """Return the table of a comparison or sweep: accuracies, then costs.
-
-    Args:
-        title: of the table.
-        groups: its rows.
-        lead: the columns that name a row.
-    """
+    """Return the table of a comparison or sweep: accuracies, then costs; ``lead`` are the columns that name a row."""
     first = [*lead, predictor_column(groups), *moment_column(groups)]
     note = (
         f"{accuracy_note(groups)} Columns named after predictors are last-round accuracies; payload is per round, the "
@@ -327,12 +316,7 @@ def comparison_sheet(title: str, groups: Sequence[Group], lead: Sequence[Column]
 
 
 def csv_text(groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> str:
-    """Return all columns as CSV with plain numbers: means and ``<key>_sd``; unknown values are empty.
-
-    Args:
-        groups: the rows.
-        lead: the columns that name a row.
-    """
+    """Return all columns as CSV with plain numbers: means and ``<key>_sd``; unknown values are empty."""
     columns: list[Column] = [*lead, predictor_column(groups), *IN_CSV]
     keys: list[str] = []
     for column in columns:
@@ -357,11 +341,5 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[str, str]:
 
 
 def table_files(sheet: Sheet, groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> dict[str, str]:
-    """Return file name -> content of table.md and table.tex as shown, and of table.csv with all columns.
-
-    Args:
-        sheet: the table.
-        groups: its rows.
-        lead: the columns that name a row.
-    """
+    """Return file name -> content of table.md and table.tex as shown, and of table.csv with all columns."""
     return {**sheet.files("table"), "table.csv": csv_text(groups, lead)}

@@ -21,13 +21,6 @@ def save(
 ) -> None:
     """Write the server's state after a round, and the next broadcast for other programs to read.
 
-    Args:
-        run: its directory.
-        state: of the server.
-        broadcast: the next broadcast.
-        server_round: from 1.
-        fingerprint: of the configuration; a resumed run must have the same.
-
     Raises:
         UnsavedState: if writing fails.
     """
@@ -39,12 +32,7 @@ def save(
 def save_best(run: RunDirectory, state: Serializable, after: int, accuracy: float, predictor: str) -> None:
     """Write the best state: the one that had been broadcast when clients were scored.
 
-    Args:
-        run: its directory.
-        state: of the server.
-        after: number of the round that produced it; 0 for the initial state.
-        accuracy: weighted by samples, in 0..1.
-        predictor: name of the predictor with this accuracy.
+    It was produced by round ``after`` (0: the initial state); its accuracy in 0..1 is weighted by samples.
 
     Raises:
         UnsavedState: if writing fails.
@@ -59,12 +47,6 @@ def resume(
     """Return (state, finished rounds) of the checkpoint, None if no round was finished.
 
     Rounds in the histories after the checkpoint are removed.
-
-    Args:
-        run: its directory.
-        kind: type of the method's state.
-        task: what all clients agree on.
-        fingerprint: of the configuration.
 
     Raises:
         RunRefused: if the checkpoint was made with a configuration that gives other results.

@@ -127,11 +127,7 @@ def _bits_are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def kept_best(path: Path) -> dict[int, Path]:
-    """Return the files written by :meth:`ClientStore.keep_best` for a client: best round -> state after it.
-
-    Args:
-        path: the client's file.
-    """
+    """Return the files written by :meth:`ClientStore.keep_best` for a client: best round -> state after it."""
     name = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(BEST)}")
     matches = {file: name.fullmatch(file.name) for file in path.parent.iterdir()}
     return {int(match[1]): file for file, match in matches.items() if match}

@@ -193,11 +193,7 @@ class RunDirectory:
         self._update({"ended_after": after})
 
     def update_clients(self, clients: Sequence[ClientRecord], joined: Sequence[str]) -> None:
-        """Write the list of clients after some have joined.
-
-        Args:
-            clients: all clients.
-            joined: labels of those that joined; also kept here because the line of an unfinished round is not written.
+        """Write the list of clients after some have joined, and their labels: an unfinished round has no line.
 
         Raises:
             UnsavedState: if writing fails.

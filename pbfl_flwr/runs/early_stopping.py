@@ -37,12 +37,9 @@ def best_round(scores: Mapping[int, Score]) -> int | None:
 
 
 def patience_exhausted(scores: Mapping[int, Score], latest: int, patience: int) -> bool:
-    """Return whether the run must end after its latest round.
+    """Return whether the run must end after its latest round: ``patience`` rounds after the best (first of equals).
 
-    Args:
-        scores: of the rounds so far; a run continues as long as it has none.
-        latest: number of the latest round.
-        patience: rounds allowed after the best one (the first of equals); 0 disables early stopping.
+    A run without scores continues, as does one with patience 0.
     """
     best = best_round(scores) if patience else None
     return best is not None and latest - best >= patience

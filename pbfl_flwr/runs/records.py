@@ -25,11 +25,7 @@ class Record(BaseModel):
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | bytes, source: object) -> Self:
-        """Return the record that a JSON object holds.
-
-        Args:
-            content: the object, parsed or as bytes.
-            source: file, and line, for the error.
+        """Return the record that a JSON object holds, parsed or as bytes; the error names its source.
 
         Raises:
             DamagedState: if it is not such a record; names the first field that is wrong.

@@ -23,11 +23,8 @@ DIGITS = 12  # among a million different runs, two have the same hash with proba
 def result_hash(run: RunDirectory, rounds: int) -> str:
     """Return a hash of the server's state and of every client's number of correct predictions in every round.
 
-    Times, bytes, names and nodes are excluded, since they can differ between runs with the same results.
-
-    Args:
-        run: a finished run.
-        rounds: its number of rounds; rounds of new clients after them are included as well.
+    Times, bytes, names and nodes are excluded, since they can differ between runs with the same results. Rounds of
+    new clients after the run's last round are included.
 
     Raises:
         DamagedState: if one of its files is damaged.

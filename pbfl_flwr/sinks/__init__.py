@@ -52,10 +52,7 @@ def names(sinks: str) -> list[str]:
 
 
 def check(sinks: str) -> None:
-    """Check before a run that sinks exist and their libraries are installed.
-
-    Args:
-        sinks: the run-config key, a comma list.
+    """Check before a run that the sinks in a comma list exist and their libraries are installed.
 
     Raises:
         PbflError: one line per sink that does not exist or whose library is not installed here.
@@ -73,12 +70,7 @@ def check(sinks: str) -> None:
 
 
 class Sinks:
-    """The sinks of a run.
-
-    Args:
-        sinks: the run-config key, a comma list.
-        run_dir: the run's directory.
-        about: content of run.json.
+    """The sinks of a run, a comma list.
 
     Raises:
         PbflError: if one of them cannot be opened; before round 1.

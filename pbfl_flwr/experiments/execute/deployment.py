@@ -103,11 +103,7 @@ def plan(
 
 
 def resumed(run: Path, assignments: Iterable[str]) -> Plan:
-    """Return the federation with which to resume a run.
-
-    Args:
-        run: its directory.
-        assignments: keys to change; only those that do not change results may.
+    """Return the federation with which to resume a run; only keys that do not change results may be assigned.
 
     Raises:
         PbflError: if there is no such run, it was not started by pbfl deploy local, or the changes would change its
@@ -128,11 +124,6 @@ def resumed(run: Path, assignments: Iterable[str]) -> Plan:
 
 def start(app: Path, plan: Plan, console: Console) -> int:
     """Run the federation and print a line per round.
-
-    Args:
-        app: directory of the Flower app.
-        plan: what to start.
-        console: to print to.
 
     Returns:
         As :func:`pbfl_flwr.experiments.execute.runner.simulate`.

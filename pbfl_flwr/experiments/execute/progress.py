@@ -121,11 +121,7 @@ class Follower:
 def follow(path: Path, console: Console, seconds: float, now: Callable[[], float] = time.time) -> State:
     """Print a run's rounds until it ends, and return its last state; a stopped run has a minute to be resumed.
 
-    Args:
-        path: the run directory; it need not exist yet.
-        console: to print to.
-        seconds: between updates.
-        now: returns the current time in seconds since the epoch.
+    The directory need not exist yet. ``seconds`` are between updates; ``now`` returns the time in seconds.
 
     Raises:
         PbflError: if one of its files is damaged.

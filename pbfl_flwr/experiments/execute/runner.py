@@ -35,16 +35,7 @@ def simulate(
     resources: Resources,
     console: Console,
 ) -> int:
-    """Run the federation and print a line per round.
-
-    Args:
-        app: directory of the Flower app; used only by the engine "flower".
-        run_dir: absolute path.
-        config: requested run-config keys.
-        num_clients: M.
-        num_rounds: T, total number of rounds.
-        resources: of the workers.
-        console: to print to.
+    """Run the federation and print a line per round; only the engine "flower" uses ``app``.
 
     Returns:
         0 if the run completed with all rounds, 1 if not, 130 if it was interrupted.
@@ -77,12 +68,7 @@ def run_in_this_thread(
 ) -> int:
     """Run a federation in this thread while another thread prints its rounds, and print how it ended.
 
-    Args:
-        run_dir: absolute path.
-        federation: runs it; raises KeyboardInterrupt or PbflError if it ends early.
-        num_rounds: T, total number of rounds.
-        console: to print to.
-        resume_with: the command that resumes the run.
+    ``federation`` runs it, and raises KeyboardInterrupt or PbflError if it ends early.
 
     Returns:
         See :func:`simulate`.
@@ -139,14 +125,7 @@ def _failed(run_dir: Path, reason: str, console: Console, resume_with: str) -> i
 def follow_run(
     link: ManagedSuperLink, submit: Callable[[], str], num_rounds: int, console: Console, resume_with: str
 ) -> int:
-    """Start a link to Flower, follow its run to the end and print how it ended.
-
-    Args:
-        link: not entered yet.
-        submit: submits the run and returns its id.
-        num_rounds: T, total number of rounds.
-        console: to print to.
-        resume_with: the command that resumes the run.
+    """Start a link to Flower, follow its run to the end and print how it ended; ``submit`` returns its id.
 
     Returns:
         See :func:`simulate`.

@@ -106,13 +106,7 @@ def run_all(
 ) -> list[str]:
     """Execute the runs that are not finished, in this process or in parallel, and return the failed ones.
 
-    Args:
-        planned: runs in order of execution.
-        shared: resources of each parallel run; with a single one, runs are executed in this process.
-        app: directory of the Flower app.
-        resources: of the workers of each run.
-        console: to print to.
-        after: called after every executed run.
+    With resources of a single slot the runs are executed in this process.
 
     Raises:
         KeyboardInterrupt: if this process or one of the runs was interrupted.
@@ -139,11 +133,6 @@ def run_in_turn(
     """Execute the runs that are not finished, one after the other, and return the failed ones.
 
     An interrupted run is resumed; a run that fails or is refused does not stop the others.
-
-    Args:
-        planned: runs in order of execution.
-        start: executes a run.
-        after: called after every executed run.
 
     Raises:
         KeyboardInterrupt: if a run was interrupted.

@@ -135,16 +135,8 @@ def heatmap(
 ) -> None:
     """Draw a matrix (rows, columns) with a labelled colour bar; NaN cells are blank.
 
-    Args:
-        axes: to draw on.
-        values: the matrix.
-        xlabel: label of the column axis.
-        ylabel: label of the row axis.
-        unit: label of the colour bar.
-        rows: names of the rows, by default their numbers.
-        columns: names of the columns, by default their numbers.
-        limits: values at the ends of the colour map; None for the matrix's own.
-        colours: name of the colour map.
+    ``rows`` and ``columns`` are their names, by default their numbers; ``limits`` the values at the ends of the colour
+    map, None for the matrix's own.
     """
     axes.set_facecolor(BLANK)
     drawn = axes.imshow(
@@ -179,14 +171,7 @@ def shortened(text: str, longest: int = 14) -> str:
 
 
 def curve_axes(axes: Axes, xlabel: str, ylabel: str, *, whole: bool = False) -> None:
-    """Set labels and a light grid on axes of curves.
-
-    Args:
-        axes: to set up.
-        xlabel: with unit.
-        ylabel: with unit.
-        whole: whether x ticks must be whole numbers.
-    """
+    """Set labels and a light grid on axes of curves; ``whole`` for whole numbers as x ticks."""
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.grid(visible=True)
@@ -215,16 +200,9 @@ def curve_style(number: int) -> dict[str, Any]:
 def curve(
     axes: Axes, xs: Sequence[float], ys: Any, label: str, number: int, band: Any = (), **line: Any
 ) -> None:
-    """Draw a labelled curve with about ten markers.
+    """Draw a labelled curve with about ten markers, in the style of its number, from n xs and ys.
 
-    Args:
-        axes: to draw on.
-        xs: n values.
-        ys: n values.
-        label: in the legend.
-        number: of the curve, for its style.
-        band: its lower and upper edge, n values each; none if empty.
-        line: properties other than those of :func:`curve_style`.
+    ``band`` are its lower and upper edge, n values each; none if empty.
     """
     style = curve_style(number)
     axes.plot(xs, ys, label=label, **{"markevery": max(1, len(xs) // 10), **style, **line})
@@ -233,14 +211,7 @@ def curve(
 
 
 def legend_below(figure: Figure, axes: Axes, order: Sequence[str] = (), marker_scale: float = 1.0) -> None:
-    """Put the legend below the figure, in as many columns as its labels allow.
-
-    Args:
-        figure: to add the legend to.
-        axes: with the labelled curves.
-        order: of the labels; empty means drawing order.
-        marker_scale: scale of the markers in the legend.
-    """
+    """Put the legend below the figure, in as many columns as its labels allow, in drawing order by default."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return

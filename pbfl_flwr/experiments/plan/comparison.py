@@ -53,10 +53,7 @@ def comparisons() -> list[str]:
 
 
 def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
-    """Return (title, label -> keys) of a comparison.
-
-    Args:
-        name: a TOML file, or one of :func:`comparisons`.
+    """Return (title, label -> keys) of a TOML file, or of one of :func:`comparisons`.
 
     Raises:
         PbflError: if it does not exist or is not of the form above.
@@ -78,13 +75,7 @@ def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
 
 
 def tables(title: str, planned: Sequence[PlannedRun], by: str = "") -> Tables:
-    """Return the table of the finished runs, and the one with a row per pair of labels.
-
-    Args:
-        title: of the comparison.
-        planned: its runs.
-        by: the predictor of all rows; empty means each run's primary predictor.
-    """
+    """Return the table of the finished runs, and the one with a row per pair of labels; ``by`` is a predictor."""
     groups = finished_groups(planned, by)
     sheet = comparison_sheet(titled(title, by), groups)
     pairs = paired_sheet(groups, titled(f"{title}: pairs", by))

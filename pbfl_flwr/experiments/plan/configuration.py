@@ -171,12 +171,7 @@ def training_warnings(settings: Settings) -> list[str]:
 
 
 def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> RequestedKeys:
-    """Return the configuration with which to resume a run.
-
-    Args:
-        run: its directory.
-        requested: keys to change; only keys in ``CHANGEABLE`` may.
-        devices: whether it is resumed by SuperNodes instead of the simulation engine.
+    """Return the configuration with which to resume a run (of SuperNodes: ``devices``); CHANGEABLE keys may differ.
 
     Raises:
         PbflError: if there is no run, if it is a run of devices and ``devices`` is False, if it has more rounds than
@@ -329,12 +324,7 @@ def shipped(folder: str) -> list[str]:
 
 
 def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
-    """Return a TOML file's tables.
-
-    Args:
-        kind: of file, for messages.
-        name: a path, or the name of a file that comes with the package.
-        folder: folder of those files in the package.
+    """Return the tables of a TOML file, or of the file of this name in a folder of the package.
 
     Raises:
         PbflError: if it does not exist, cannot be read, or is not TOML.

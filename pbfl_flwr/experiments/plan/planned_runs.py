@@ -116,13 +116,7 @@ def preflight(planned: Sequence[PlannedRun], resources: Resources) -> list[str]:
 
 
 def check_names(option: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raise PbflError for the first name that is unknown.
-
-    Args:
-        option: command-line option, for the message.
-        names: requested names.
-        known: all names.
-    """
+    """Raise PbflError for the first unknown name given with a command-line option."""
     if unknown := [name for name in names if name not in known]:
         raise PbflError(f"{option} {unknown[0]}: must be one of {', '.join(known)}")
 
@@ -215,13 +209,7 @@ def reason_not_to_write(planned: Iterable[PlannedRun]) -> str:
 def finished_groups(
     planned: Iterable[PlannedRun], by: str = "", statistic: Statistic = "weighted"
 ) -> list[Group]:
-    """Return the finished runs of every label that has any.
-
-    Args:
-        planned: the runs.
-        by: the predictor of all rows; empty means each run's primary predictor.
-        statistic: the accuracy to tabulate.
-    """
+    """Return the finished runs of every label that has any; ``by`` and ``statistic`` as in :class:`FinishedRun`."""
     by_label: dict[str, list[FinishedRun]] = {}
     for run in planned:
         if finished(run):

@@ -130,10 +130,7 @@ def reproductions() -> list[str]:
 
 
 def read(name: str) -> Reproduction:
-    """Return a reproduction.
-
-    Args:
-        name: a TOML file, or one of :func:`reproductions`.
+    """Return a reproduction: a TOML file, or one of :func:`reproductions`.
 
     Raises:
         PbflError: if it does not exist or is not of the form above.
@@ -142,12 +139,7 @@ def read(name: str) -> Reproduction:
 
 
 def chosen(paper: Reproduction, dataset: str, names: Sequence[str]) -> list[str]:
-    """Return the names of the selected blocks; all if nothing is selected.
-
-    Args:
-        paper: the reproduction.
-        dataset: select the blocks on this dataset; empty means all.
-        names: select these blocks; empty means all.
+    """Return the names of the blocks on this dataset and with these names; an empty choice selects all.
 
     Raises:
         PbflError: if a name or the dataset is unknown, or no block has both.

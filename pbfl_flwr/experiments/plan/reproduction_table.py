@@ -41,12 +41,7 @@ def tables(
 ) -> Tables:
     """Return the tables of all blocks, with what differs from the paper.
 
-    Args:
-        paper: the published table.
-        scale: of the runs.
-        planned: the runs, also those not finished.
-        missing: block -> why it was left out.
-        by: the predictor of all rows; empty means each run's primary predictor.
+    ``missing`` are the blocks that were left out, with the reason; ``by`` is as in :class:`FinishedRun`.
     """
     runs: dict[str, list[PlannedRun]] = {}
     for run in planned:

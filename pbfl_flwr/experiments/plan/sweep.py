@@ -111,13 +111,7 @@ def directory(preset: str | None, sweep: Sweep) -> Path:
 
 
 def tables(sweep: Sweep, planned: Sequence[PlannedRun], by: str = "") -> Tables:
-    """Return the table: a column per swept key, accuracies in %, ± over seeds if there are several.
-
-    Args:
-        sweep: the sweep.
-        planned: its runs, also those not finished.
-        by: the predictor of all rows; empty means each run's primary predictor.
-    """
+    """Return the table: a column per swept key, accuracies in %, ± over seeds if there are several."""
 
     def column(key: str) -> Text:
         return Text(key, key, lambda group: _text(sweep.runs[group.label][key]))
