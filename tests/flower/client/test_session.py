@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client
-from pbfl_flwr.flower.client import handshake as client_handshake
 from pbfl_flwr.flower.client import session
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
@@ -173,14 +171,6 @@ def test_client_reports_missing_auxiliary_weights_before_round_1(
     ):
         run.run()
     assert run.strategy.history == []
-
-
-def test_warns_once_of_differing_pretrained_weights(trained: SplitModel, tmp_path: Path) -> None:
-    answers = iter(["aaaa", "bbbb", "aaaa", "aaaa", "bbbb"])
-    with patch.object(client_handshake, "digest_of_weights", lambda name: next(answers)):
-        run = federation(tmp_path, models="resnet4@mine").run()
-    line = "'resnet4@mine' does not begin with the same weights everywhere: aaaa on client 0, 2, 3; bbbb on client 1, 4"
-    assert [result.warnings.count(line) for result in run.strategy.history] == [1, 0]
 
 
 def test_resumed_run_refuses_other_pretrained_weights(trained: SplitModel, tmp_path: Path) -> None:

@@ -52,39 +52,30 @@ def sleeping() -> subprocess.Popen[bytes]:
     return process
 
 
-def test_watchdog_leaves_ended_groups_alone() -> None:
-    ended, other = sleeping(), sleeping()
-    watching = subprocess.Popen([sys.executable, "-I", watchdog.__file__], stdin=subprocess.PIPE, text=True)
-    # Its input ends without a word: whoever wrote it is gone.
-    watching.communicate(f"{ended.pid}\n{other.pid}\n-{ended.pid}\n-99999\n", timeout=30)
-    try:
-        assert other.wait(30) < 0
-        assert ended.poll() is None
-    finally:
-        ended.kill()
-        ended.wait()
-
-
 def ignores_sigterm(pid: int) -> bool:
     ignored = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line)
     return bool(int(ignored.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_watchdog_ignores_sigterm_of_a_cluster() -> None:
-    """A cluster sends it to every process of a job."""
-    other = sleeping()
+def test_watchdog_ignores_sigterm_and_leaves_ended_groups_alone() -> None:
+    """A cluster sends SIGTERM to every process of a job."""
+    ended, other = sleeping(), sleeping()
     command = [sys.executable, "-I", watchdog.__file__]
     watching = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
     while not ignores_sigterm(watching.pid):
         time.sleep(0.05)
     watching.terminate()
-    watching.communicate(f"{other.pid}\n", timeout=30)
+    # Its input ends without a word: whoever wrote it is gone.
+    watching.communicate(f"{ended.pid}\n{other.pid}\n-{ended.pid}\n-99999\n", timeout=30)
     try:
         assert watching.returncode == 0
         assert other.wait(30) < 0
+        assert ended.poll() is None
     finally:
-        other.kill()
+        for process in (ended, other):
+            process.kill()
+            process.wait()
 
 
 def test_processes_end_without_their_watchdog(tmp_path: Path) -> None:

@@ -208,27 +208,8 @@ def test_failing_client_releases_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert given_back == [1]
 
 
-@pytest.mark.parametrize(
-    ("resources", "seen", "expected"),
-    [
-        (Resources(workers=5), None, [""] * 3),  # no more than clients
-        (Resources(gpus_per_client=0.5), None, ["0", "1", "0"]),
-        (Resources(gpus_per_client=1), "6,GPU-ab", ["6", "GPU-ab"]),
-    ],
-)
-def test_workers_share_cpus_and_gpus(
-    resources: Resources,
-    seen: str | None,
-    expected: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("joblib.cpu_count", lambda: 4)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if seen:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    specs = worker_specs(resources, 3, tmp_path)
-    assert [spec.gpus for spec in specs] == expected
-    assert {spec.cores for spec in specs} == {resources.cpus_per_client}
+def test_workers_are_at_most_one_per_client(tmp_path: Path) -> None:
+    specs = worker_specs(Resources(cpus_per_client=2, workers=5), 3, tmp_path)
+    assert [(spec.gpus, spec.cores) for spec in specs] == [
+        ("", 2)
+    ] * 3  # places of tests of placement, no more

@@ -120,45 +120,37 @@ def test_rejects_invalid_uploads_with_the_reason_and_aggregates_the_others(name:
     assert same_tensors(poisoned.state.to_tensors(), without.state.to_tensors())
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"n": [10, -4, 1, 0]}, "its counters contradict each other"),
-        ({"n": [10, 1, 1, 0]}, "its counters contradict each other"),
-        ({"n": [2**62, 4, 1, 0]}, "its report counts 4611686018427387904 samples"),
-        ({"n": [1e308, 4.0, 1.0, 0.0]}, "a number beyond 1e40"),
-        ({"t": [float("nan")] * len(TIMES)}, "its report holds nan in 't'"),
-        ({"loss.ce": float("inf")}, "its report holds inf in 'loss.ce'"),
-        ({"loss.ce": -1e300}, "a number beyond 1e40 in 'loss.ce'"),
-        ({f"metric-{i}": 0.0 for i in range(200)}, "must be at most 100"),
-    ],
-)
-def test_rejects_inconsistent_reports(change: dict[str, Any], reason: str) -> None:
+def forged(**change: Any) -> RecordDict:
+    """Return a reply whose report has other entries than it should."""
     record = Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0}).to_record()
-    forged = MetricRecord({**dict(record), **change})
-    strategy = poisoned_round("mean", wire.content(wire.encode(prototypes(2, [0])), forged))
-    (failure,) = strategy.history[0].failures
-    assert failure.client == 2
-    assert reason in failure.reason
-    json.dumps([record.to_json() for record in strategy.history], allow_nan=False)
+    return wire.content(wire.encode(prototypes(2, [0])), MetricRecord({**dict(record), **change}))
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
+        (forged(n=[10, -4, 1, 0]), "its counters contradict each other"),
+        (forged(n=[10, 1, 1, 0]), "its counters contradict each other"),
+        (forged(n=[2**62, 4, 1, 0]), "its report counts 4611686018427387904 samples"),
+        (forged(n=[1e308, 4.0, 1.0, 0.0]), "a number beyond 1e40"),
+        (forged(t=[float("nan")] * len(TIMES)), "its report holds nan in 't'"),
+        (forged(**{"loss.ce": float("inf")}), "its report holds inf in 'loss.ce'"),
+        (forged(**{"loss.ce": -1e300}), "a number beyond 1e40 in 'loss.ce'"),
+        (forged(**{f"metric-{i}": 0.0 for i in range(200)}), "must be at most 100"),
         (RecordDict(), "its report is missing"),
         (RecordDict({"p": ConfigRecord({"a": 1})}), "its report is missing"),
         (wire.content(report=Report(10, 4).to_record()), "its payload is missing"),
         (wire.content(ArrayRecord(), Report(10, 4).to_record()), "'labels' is missing"),
-        (
-            wire.content(ArrayRecord({"s": Array(np.ones(3))}), Report(10, 4).to_record()),
-            "an array of format 'numpy.ndarray', expected 'safetensors'",
-        ),
+        (wire.content(ArrayRecord({"s": Array(np.ones(3))}), Report(10, 4).to_record()), "'numpy.ndarray'"),
     ],
 )
-def test_rejects_replies_with_missing_parts(content: RecordDict, reason: str) -> None:
-    (failure,) = poisoned_round("mean", content).history[0].failures
-    assert plain(failure) == {"client": 2, "reason": f"upload rejected: {reason}"}
+def test_rejects_inconsistent_or_incomplete_replies(content: RecordDict, reason: str) -> None:
+    strategy = poisoned_round("mean", content)
+    (failure,) = strategy.history[0].failures
+    assert failure.client == 2
+    assert failure.reason.startswith("upload rejected: ")
+    assert reason in failure.reason
+    json.dumps([record.to_json() for record in strategy.history], allow_nan=False)
 
 
 @pytest.mark.parametrize(

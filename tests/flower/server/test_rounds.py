@@ -36,20 +36,14 @@ def report(num_test: int, correct: int, **others: int) -> Report:
     return Report(10, num_test, 1, {"head": correct, **others}, 0.5)
 
 
-def test_weighted_accuracy_counts_test_samples() -> None:
+def test_accuracy_over_clients_by_hand() -> None:
     result = summarise_accuracy({0: report(1, 1), 1: report(3, 0)})["head"]
     assert result == Accuracy(weighted=0.25, mean=0.5, std=0.5, worst=0.0, clients=2)  # 1/4, not 1/2
-
-
-def test_worst_tenth_is_a_mean_over_clients() -> None:
     twenty = {i: report(10, min(i, 10)) for i in range(20)}  # accuracies 0, 0.1, 0.2, ..., 1, 1, ...
     assert summarise_accuracy(twenty)["head"].worst == pytest.approx(0.05)  # the two worst, (0 + 0.1)/2
-
-
-def test_clients_without_scores_are_left_out() -> None:
-    result = summarise_accuracy({0: report(4, 2), 1: report(0, 0), 2: report(4, 3, **{"global": 1})})
-    assert result["head"].clients == 2
-    assert (result["global"].weighted, result["global"].clients) == (0.25, 1)
+    several = summarise_accuracy({0: report(4, 2), 1: report(0, 0), 2: report(4, 3, **{"global": 1})})
+    assert several["head"].clients == 2
+    assert (several["global"].weighted, several["global"].clients) == (0.25, 1)
     assert summarise_accuracy({1: report(0, 0)}) == {}
 
 
