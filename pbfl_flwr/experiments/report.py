@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -38,23 +37,6 @@ from pbfl_flwr.util.atomic_files import write_atomically
 
 TEMPLATES = "experiments/templates"
 NEEDED = "pbfl report needs matplotlib and jinja2: pip install 'pbfl-flwr[report]'"
-
-
-@dataclass(frozen=True)
-class Overview:
-    """A run in the list at the top of the page.
-
-    Attributes:
-        label: of its group.
-        path: its directory.
-        line: the run's settings.
-        warnings: missing rounds, error, warnings of the last round, devices that joined, failures.
-    """
-
-    label: str
-    path: str
-    line: str
-    warnings: tuple[str, ...]
 
 
 def write(groups: Sequence[Group], out: Path, *, png: bool = False, svg: bool = False) -> list[Path]:
@@ -127,8 +109,8 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
     )
 
 
-def overviews(groups: Sequence[Group]) -> list[Overview]:
-    """Return settings and warnings of every run."""
+def overviews(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return label, path, line of settings and warnings of every run: missing rounds, error, who joined, failures."""
     overviews = []
     for group in groups:
         for run in group.runs:
@@ -140,7 +122,7 @@ def overviews(groups: Sequence[Group]) -> list[Overview]:
                 warnings.append(f"ended with: {error}")
             warnings += warning_lines(run)
             line = settings_line(run.about, done)
-            overviews.append(Overview(group.label, str(run.path), line, tuple(warnings)))
+            overviews.append({"label": group.label, "path": run.path, "line": line, "warnings": warnings})
     return overviews
 
 

@@ -38,7 +38,6 @@ from filelock import Timeout
 from pbfl_flwr.errors import PbflError, format_exception, printable
 from pbfl_flwr.runs.records import (
     VERSION,
-    ClientRecord,
     ClientsRecord,
     NewClientsRecord,
     PartitionRecord,
@@ -128,21 +127,16 @@ class RunDirectory:
         if self.taken:
             raise RunRefused(f"run-dir = '{self.path}' already holds a run; choose another one, or resume it")
 
-    def clear_error(self) -> None:
-        """Remove the error of an earlier attempt; the caller holds the lock and may write this run."""
-        (self.path / ERROR).unlink(missing_ok=True)
-
-    def write_result(self, result: str) -> None:
-        """Write the hash of the results.
+    def write_line(self, name: str, line: str) -> None:
+        """Write ERROR, RESULT or WAITING, or remove the file if the line is empty; the caller may write this run.
 
         Raises:
             UnsavedState: if writing fails.
         """
-        write_atomically(self.path / RESULT, f"{result}\n".encode())
-
-    def remove_result(self) -> None:
-        """Remove the hash of the results, since the run continues."""
-        (self.path / RESULT).unlink(missing_ok=True)
+        if line:
+            write_atomically(self.path / name, f"{line}\n".encode())
+        else:
+            (self.path / name).unlink(missing_ok=True)
 
     def result(self) -> str:
         """Return the hash of the results, "" while the run is not finished."""
@@ -151,10 +145,7 @@ class RunDirectory:
     def set_waiting(self, line: str) -> None:
         """Write what the server waits for, or remove the file if the line is empty; errors are ignored."""
         with suppress(UnsavedState, OSError):
-            if line:
-                write_atomically(self.path / WAITING, f"{line}\n".encode())
-            else:
-                (self.path / WAITING).unlink(missing_ok=True)
+            self.write_line(WAITING, line)
 
     def waiting(self) -> str:
         """Return what the server waits for, "" if nothing."""
@@ -180,27 +171,12 @@ class RunDirectory:
         versions |= {name: _version(name) for name in PACKAGES}
         self._write("run.json", RunRecord(version=VERSION, versions=versions, **fields))
 
-    def resume(self, configuration: Mapping[str, Any]) -> None:
-        """Write the configuration of a resumed run; its number of rounds may have changed."""
-        self._update({"configuration": dict(configuration), "ended_after": None})
-
-    def mark_early_stop(self, after: int) -> None:
-        """Record that the run ended after this round, before num-server-rounds.
+    def update(self, **changes: Any) -> None:
+        """Change fields of run.json, e.g. ``ended_after``, or the configuration of a resumed run.
 
         Raises:
             UnsavedState: if writing fails.
         """
-        self._update({"ended_after": after})
-
-    def update_clients(self, clients: Sequence[ClientRecord], joined: Sequence[str]) -> None:
-        """Write the list of clients after some have joined, and their labels: an unfinished round has no line.
-
-        Raises:
-            UnsavedState: if writing fails.
-        """
-        self._update({"clients": list(clients), "joined": [*self.record().joined, *joined]})
-
-    def _update(self, changes: Mapping[str, Any]) -> None:
         self._write("run.json", self.record().model_copy(update=changes))
 
     def record(self) -> RunRecord:

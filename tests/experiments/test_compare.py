@@ -233,7 +233,7 @@ def test_a_run_that_patience_ended_is_finished_for_who_asks_with_the_same_patien
     first, second = planned_of(sections, more, [0, 1], ["A"], tmp_path)
     for run, made in ((first, LINES[:3]), (second, LINES)):
         write_run(run.directory, made, **run.requested.values)
-        RunDirectory(run.directory).mark_early_stop(len(made))
+        RunDirectory(run.directory).update(ended_after=len(made))
     assert planned_runs.check_finished(first)
     assert [summary.ROUNDS.cell(row) for row in planned_runs.finished_groups([first, second])] == ["3–4"]
     assert [summary.ROUNDS.cell(row) for row in planned_runs.finished_groups([second])] == ["4"]
@@ -548,7 +548,7 @@ def test_a_dry_run_of_a_run_that_patience_ended_lacks_nothing(file: Path, tmp_pa
     more = ["num-server-rounds=9", "patience=1"]
     (run,) = rows(file, tmp_path, more, only=["A"])
     write_run(run.directory, LINES[:2], **run.requested.values)
-    RunDirectory(run.directory).mark_early_stop(2)
+    RunDirectory(run.directory).update(ended_after=2)
     code, table, _ = dry(file, "--only", "A", "--out", tmp_path, *sets(*more))
     assert code == 0
     assert table[2][:5] == ["A", "fedproto", "finished", "0", "2/2"]

@@ -125,7 +125,7 @@ def test_the_page_by_one_predictor(three_runs: list[Path], tmp_path: Path) -> No
 
 def test_warnings_are_on_top(hostile_run: Path) -> None:
     (run,) = report.overviews(results.load([hostile_run]))
-    assert any(line.startswith("client 1 failed in 3 rounds, first 1:") for line in run.warnings)
+    assert any(line.startswith("client 1 failed in 3 rounds, first 1:") for line in run["warnings"])
 
 
 def test_a_directory_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

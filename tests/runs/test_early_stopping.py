@@ -13,7 +13,7 @@ from pbfl_flwr.experiments import status
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.directory import RESULT, RunDirectory
 from pbfl_flwr.runs.early_stopping import (
     best_round,
     early_stop_warning,
@@ -164,10 +164,8 @@ def test_resumed_run_stays_ended(tmp_path: Path, early: Federation, recorded: bo
     """Also one that was killed before it wrote down that it had ended."""
     run = RunDirectory(shutil.copytree(early.directory.path, tmp_path / "run"))
     if not recorded:
-        about = run.record().to_json()
-        del about["ended_after"]
-        (run.path / "run.json").write_text(json.dumps(about))
-        run.remove_result()
+        run.update(ended_after=None)
+        run.write_line(RESULT, "")
         assert status.snapshot(run.path).state != "finished"
     again = ended(tmp_path, rounds=12 if recorded else 9, resume=True)
     assert len(again.strategy.history) == 3

@@ -20,7 +20,7 @@ from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.runs import checkpoint
-from pbfl_flwr.runs.directory import OTHER_CONFIGURATION, RunDirectory, RunRefused
+from pbfl_flwr.runs.directory import ERROR, OTHER_CONFIGURATION, RESULT, RunDirectory, RunRefused
 from pbfl_flwr.runs.early_stopping import Score, score_of
 from pbfl_flwr.runs.records import ClientRecord, NewClientsRecord, PartitionRecord, RoundRecord, RunRecord
 from pbfl_flwr.runs.result_hash import result_hash
@@ -58,7 +58,7 @@ class Recorder:
         """
         if not self._settings.run.resume:
             self.run.check_new()
-            self.run.clear_error()
+            self.run.write_line(ERROR, "")
             return None
         previous = self.run.record()
         self._experiment = previous.experiment
@@ -72,7 +72,7 @@ class Recorder:
                 f"state-dir = '{state_dir}': run-dir = '{self.run.path}' was made with '{previous_dir}', which holds "
                 "its clients' state"
             )
-        self.run.clear_error()
+        self.run.write_line(ERROR, "")
         return previous
 
     def begin(self, experiment: str, moment: str, clients: Iterable[ClientRecord]) -> None:
@@ -128,8 +128,8 @@ class Recorder:
             raise RunRefused(
                 f"num-server-rounds = {num_rounds}: the run has {done} rounds already; must be {done} or more"
             )
-        self.run.remove_result()
-        self.run.resume(self._settings.as_dict())
+        self.run.write_line(RESULT, "")
+        self.run.update(configuration=self._settings.as_dict(), ended_after=None)
         self._open_sinks()
         if resumed is None:
             return None
@@ -170,7 +170,7 @@ class Recorder:
             UnsavedState: if writing fails.
         """
         self._last_round = after
-        self.run.mark_early_stop(after)
+        self.run.update(ended_after=after)
 
     def add_new_clients(self, record: NewClientsRecord) -> None:
         """Write a round of the new clients.
@@ -209,7 +209,7 @@ class Recorder:
             finished = len(self.run.round_records()) >= rounds
             if finished and len(self.run.new_client_records(rounds)) >= new_client_rounds:
                 result = result_hash(self.run, rounds)
-                self.run.write_result(result)
+                self.run.write_line(RESULT, result)
                 log(INFO, "result hash %s", result)
         except PbflError as error:  # the results are complete nevertheless
             log(WARNING, "no result hash: %s", error)

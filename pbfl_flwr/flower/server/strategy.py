@@ -305,7 +305,8 @@ class MethodStrategy(Strategy):
         clients = self._clients.roster.clients
         if self.run is not None and len(clients) > len(before):  # written before they get a message
             labels = [client.label for key, client in clients.items() if key not in before]
-            self.run.update_clients(list(clients.values()), labels)
+            joined = [*self.run.record().joined, *labels]  # also here: an unfinished round has no line
+            self.run.update(clients=[*clients.values()], joined=joined)
         participants = self.participants.clients
         return {client: why for client, why in absent.items() if client in participants}
 

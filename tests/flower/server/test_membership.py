@@ -99,7 +99,7 @@ def test_clients_join_in_any_round(tmp_path: Path, caplog: pytest.LogCaptureFixt
     late = "joined during the run: client a in round 2, client b in round 3; accuracies of earlier rounds exclude them"
     assert late in text.getvalue().splitlines()
     assert {row.split(",")[2] for row in as_csv(tmp_path / "run").splitlines()[1:]} == set("mbza")
-    assert late in report.overviews(results.load([tmp_path / "run"]))[0].warnings
+    assert late in report.overviews(results.load([tmp_path / "run"]))[0]["warnings"]
 
 
 def test_warns_once_of_clients_with_other_pretrained_weights(tmp_path: Path) -> None:
