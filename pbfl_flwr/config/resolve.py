@@ -125,16 +125,19 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
         PbflError: with one line for every invalid key: the key, its value and what it must be.
     """
     sections = sections or {}
-    owners = {group.prefix + key: name for name, group in GROUPS.items() for key in group.key_names()}
-    owners |= {f"{name}.{key}": f"{name}." for name, group in sections.items() for key in group.key_names()}
+    known = {group.prefix + key: name for name, group in GROUPS.items() for key in group.key_names()}
     by_table: dict[str, dict[str, Scalar]] = {}
     problems: list[str] = []
     for name, value in run_config.items():
-        if name in owners:
-            key = name.rpartition(".")[2]
-            by_table.setdefault(owners[name], {})[key] = int(value) if _is_whole(value) else value
+        prefix, _, key = name.rpartition(".")
+        if name in known:
+            table = known[name]
+        elif prefix in sections and key in sections[prefix].key_names():
+            table = f"{prefix}."
         else:
-            problems.append(_unknown(name, owners))
+            problems.append(_unknown(name, known, sections))
+            continue
+        by_table.setdefault(table, {})[key] = int(value) if _is_whole(value) else value
     problems = [*dict.fromkeys(problems)]
     groups: dict[str, Any] = {
         name: _parse_group(group, by_table.get(name, {}), group.prefix, problems)
@@ -142,8 +145,8 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
     }
     method = str(run_config.get("method", RunSettings().method))
     own = {
-        name: _parse_group(group, by_table.get(f"{name}.", {}), f"{name}.", problems)
-        for name, group in sections.items()
+        name: _parse_group(sections[name], by_table.get(f"{name}.", {}), f"{name}.", problems)
+        for name in sections  # whose values are imported when they are asked for
         if name == method or f"{name}." in by_table
     }
     section = chosen.model_dump(by_alias=True) if (chosen := own.get(method)) else {}
@@ -258,19 +261,20 @@ def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, prob
     return None
 
 
-def _unknown(name: str, known: Mapping[str, str]) -> str:
-    """Return the message for a key that there is not, by full name; ``known`` are the full names that there are."""
+def _unknown(name: str, known: Mapping[str, str], sections: Mapping[str, type[Group]]) -> str:
+    """Return the message for a key that there is not, by full name; ``known`` are those of GROUPS."""
     prefix, dot, key = name.partition(".")
-    sections = {full.partition(".")[0] for full in known if "." in full}
+    tables = sorted({full.partition(".")[0] for full in known if "." in full} | set(sections))
     if dot and key in known:  # a [table] of a TOML file adds its prefix to all keys below it
         return (
             f"unknown key '{name}'; '{key}' is a common key: in a file move it above the first [table], with "
             f"--set omit '{prefix}.'"
         )
-    if dot and prefix not in sections:
-        listed = ", ".join(f"'{section}'" for section in sorted(sections))
-        return f"unknown section '{prefix}.'; sections are {listed}"
+    if dot and prefix not in tables:
+        return f"unknown section '{prefix}.'; sections are {', '.join(map(repr, tables))}"
     names = [full for full in known if not dot or full.startswith(f"{prefix}.")]
+    if prefix in sections:
+        names += [f"{prefix}.{own}" for own in sections[prefix].key_names()]
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean '{close[0]}'?" if close else "; `pbfl list keys` shows them all"
     return f"unknown key '{name}'{hint}"
