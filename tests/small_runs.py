@@ -1,5 +1,6 @@
 """Commands called in this process, and run directories written by hand for them."""
 
+import io
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pbfl_flwr.cli import app
@@ -30,6 +32,17 @@ def refused(*arguments: object) -> str:
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     return line
+
+
+def terminal(width: int = 400) -> Console:
+    """A terminal without colours that shows nothing, for :func:`printed`."""
+    return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+
+
+def printed(console: Console) -> list[str]:
+    """Return the lines that were printed to a :func:`terminal`."""
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
 def edit(file: Path, **changes: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Comparisons: plans are checked before anything starts, finished runs are kept, the table is what the runs say."""
 
 import csv
-import io
 import os
 import re
 import signal
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
@@ -30,7 +28,19 @@ from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import InProcessGrid
 from tests.real_runs import left_behind, sets, start, wait_for_rounds
-from tests.small_runs import columns, edit, entry, over, pbfl, planned_of, rows_of, write_lines, write_run
+from tests.small_runs import (
+    columns,
+    edit,
+    entry,
+    over,
+    pbfl,
+    planned_of,
+    printed,
+    rows_of,
+    terminal,
+    write_lines,
+    write_run,
+)
 
 FILE = """
 title = "Two methods"
@@ -633,8 +643,7 @@ def test_stopped_runs_side_by_side_go_on_to_the_results_of_runs_in_turn(
 def test_lines_of_runs_in_several_directories_say_which_they_are_of(tmp_path: Path) -> None:
     (path := tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
     runs = [run for block in ("digits", "spiral") for run in rows(path, tmp_path / block, only=["A"])]
-    console = Console(file=io.StringIO(), width=1000)
+    console = terminal()
     several.run_in_parallel(runs, [Slot(1)], lambda run, slot: [sys.executable, "-c", "exit(1)"], console)
-    assert isinstance(console.file, io.StringIO)
-    ends = [line for line in console.file.getvalue().splitlines() if "failed" in line]
+    ends = [line for line in printed(console) if "failed" in line]
     assert [line.split(":")[0] for line in ends] == ["digits/A-seed0", "spiral/A-seed0"]

@@ -1,11 +1,9 @@
 """What commands print at 80 columns, and where nobody looks at a terminal."""
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from pbfl_flwr.config import GROUPS, parse
 from pbfl_flwr.experiments import catalogue, disclosure, run_tables
@@ -14,7 +12,7 @@ from pbfl_flwr.experiments.results import FinishedRun, Group
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES
-from tests.small_runs import edit, entry, pbfl, refused, write_run
+from tests.small_runs import edit, entry, pbfl, printed, refused, terminal, write_run
 
 SHEET = Sheet(
     "Two runs",
@@ -31,16 +29,6 @@ SHEET = Sheet(
 @pytest.fixture(autouse=True)
 def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-
-
-def terminal(width: int) -> Console:
-    """A terminal without colours."""
-    return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-
-
-def printed(console: Console) -> list[str]:
-    assert isinstance(console.file, io.StringIO)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
 def test_as_many_columns_as_fit_beside_the_labels() -> None:

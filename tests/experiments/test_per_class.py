@@ -1,17 +1,15 @@
 """Tables and pictures of runs with per-class."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from pbfl_flwr.experiments import results, run_tables, show
 from pbfl_flwr.experiments.results import FinishedRun, Group
-from tests.small_runs import columns, edit, entry, write_lines, write_run
+from tests.small_runs import columns, edit, entry, printed, terminal, write_lines, write_run
 
 # Class b has no test samples. Of the others 3 of 4 and 0 of 1 are right.
 COUNTED: dict[str, Any] = {
@@ -51,11 +49,9 @@ def group(path: Path) -> Group:
     return Group("one", (FinishedRun.load(path),))
 
 
-def shown(path: Path, width: int = 120) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    show.show_run(path, console)
-    assert isinstance(console.file, io.StringIO)
-    return [text.rstrip() for text in console.file.getvalue().splitlines()]
+def shown(path: Path) -> list[str]:
+    show.show_run(path, console := terminal(120))
+    return printed(console)
 
 
 def test_show_prints_both_tables(tmp_path: Path) -> None:

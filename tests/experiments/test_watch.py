@@ -1,6 +1,5 @@
 """Watching: what is shown is what the directory says, from before it exists until the run has ended."""
 
-import io
 import json
 import os
 import threading
@@ -9,21 +8,17 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from rich.console import Console
 
 from pbfl_flwr.experiments import status
 from pbfl_flwr.experiments.execute.progress import follow
 from pbfl_flwr.runs.directory import ERROR, SERVER_LOCK, WAITING, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK, claim, lock_of
-from tests.small_runs import edit, entry, pbfl, records, write_lines, write_run
+from tests.small_runs import edit, entry, pbfl, printed, records, terminal, write_lines, write_run
 
 
 def shown(view: status.RunStatus) -> str:
-    # wide: where a path of any length would be broken is no matter of these tests
-    console = Console(width=400, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    status.show_status(view, console)
-    console.file.close()
-    return console.export_text()
+    status.show_status(view, console := terminal())  # wide enough for a path of any length
+    return "\n".join(printed(console))
 
 
 def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -123,8 +118,7 @@ def test_a_stopped_run_has_a_minute_to_be_gone_on_with(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
     (run / RUN_LOCK).touch()
     seconds = iter(range(0, 1000, 25))
-    with open(os.devnull, "w") as nowhere:
-        assert follow(run, Console(file=nowhere), 0.01, lambda: float(next(seconds))) == "stopped"
+    assert follow(run, terminal(), 0.01, lambda: float(next(seconds))) == "stopped"
     assert next(seconds) == 100
 
     def somebody_else() -> None:
@@ -135,8 +129,7 @@ def test_a_stopped_run_has_a_minute_to_be_gone_on_with(tmp_path: Path) -> None:
 
     other = threading.Thread(target=somebody_else)
     other.start()
-    with open(os.devnull, "w") as nowhere:
-        assert follow(run, Console(file=nowhere), 0.05) == "finished"
+    assert follow(run, terminal(), 0.05) == "finished"
     other.join()
 
 
@@ -165,11 +158,10 @@ def test_it_prints_every_round_until_the_run_ends(tmp_path: Path) -> None:
 
     other = threading.Thread(target=somebody_else)
     other.start()
-    console = Console(file=io.StringIO(), width=200)
+    console = terminal()
     assert follow(tmp_path / "run", console, 0.05) == "finished"
     other.join()
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
+    lines = printed(console)
     assert "does not exist yet" in lines[0]
     assert [line.split("  ")[0] for line in lines[2:4]] == ["round 1/2", "round 2/2"]
     assert lines[-1] == "2 of 2 rounds, finished"
