@@ -108,25 +108,16 @@ def test_invalid_nodes_are_refused_before_they_start(tmp_path: Path) -> None:
 
 
 def test_command_lines(tmp_path: Path) -> None:
-    assert deployment.superlink_options("0.0.0.0:9092", tmp_path) == [
-        *("--ssl-ca-certfile", str(tmp_path / "ca.pem")),
-        *("--ssl-certfile", str(tmp_path / "server.pem")),
-        *("--ssl-keyfile", str(tmp_path / "server.key")),
-        "--enable-supernode-auth",
-        *("--fleet-api-address", "0.0.0.0:9092"),
-    ]
+    secure = deployment.superlink_options("0.0.0.0:9092", tmp_path)
+    for option, file in (("ca-certfile", "ca.pem"), ("certfile", "server.pem"), ("keyfile", "server.key")):
+        assert secure[secure.index(f"--ssl-{option}") + 1] == str(tmp_path / file)
+    assert secure[-3:] == ["--enable-supernode-auth", "--fleet-api-address", "0.0.0.0:9092"]
     assert deployment.superlink_options("x:1", None) == ["--insecure", "--fleet-api-address", "x:1"]
-    node = tmp_path / "node.toml"
-    assert deployment.supernode_options("x:1", 9094, node, tmp_path / "ca.pem", tmp_path / "a") == [
-        *("--root-certificates", str(tmp_path / "ca.pem")),
-        *("--auth-supernode-private-key", str(tmp_path / "a")),
-        *("--superlink", "x:1", "--port", "9094", "--node-config", str(node)),
-    ]
+    node, ca, key = tmp_path / "node.toml", tmp_path / "ca.pem", tmp_path / "a"
+    words = " ".join(deployment.supernode_options("x:1", 9094, node, ca, key))
+    assert words.startswith(f"--root-certificates {ca} --auth-supernode-private-key {key} ")
+    assert words.endswith(f"--superlink x:1 --port 9094 --node-config {node}")
     assert deployment.supernode_options("x:1", 9094, node, None, None)[0] == "--insecure"
-    assert tomllib.loads(connection("own", "x:1", tmp_path / "ca.pem")) == {
-        "superlink": {
-            "default": "own",
-            "own": {"address": "x:1", "root-certificates": str(tmp_path / "ca.pem")},
-        }
-    }
+    own = tomllib.loads(connection("own", "x:1", ca))["superlink"]
+    assert own == {"default": "own", "own": {"address": "x:1", "root-certificates": str(ca)}}
     assert tomllib.loads(connection("own", "x:1", None))["superlink"]["own"]["insecure"] is True

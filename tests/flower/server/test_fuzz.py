@@ -7,10 +7,8 @@ about on the way, nothing finds it when a client means it (the robust rules are 
 import json
 import random
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -111,10 +109,6 @@ def truncated(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
     return of(data[: rng.randrange(len(data))])
 
 
-def padded(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
-    return of(save(tensors) + rng.randbytes(rng.randrange(1, 100)))
-
-
 def noise(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
     return of(rng.randbytes(rng.randrange(300)))
 
@@ -187,31 +181,6 @@ def claimed(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
     return of(length.to_bytes(8, "little") + text + bytes(rng.choice([0, 64])))
 
 
-@cache
-def header_of_many_names() -> bytes:
-    header = {f"w.{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(20_000)}
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text
-
-
-def many_names(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
-    return of(header_of_many_names())
-
-
-def wrong_array(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
-    data = save(tensors)
-    arrays = [
-        Array(np.frombuffer(data, dtype=np.uint8)),
-        Array("object", (1,), "numpy.ndarray", np.array([{}], dtype=object).dumps()),
-        Array("uint8", (10**15,), wire.FORMAT + "00000000", data),
-        Array("uint8", (len(data),), "", data),
-    ]
-    record = ArrayRecord({"s": rng.choice(arrays)})
-    if rng.random() < 0.2:
-        record = ArrayRecord({"s": wire.with_checksum(data)["s"], "t": wire.with_checksum(data)["s"]})
-    return wire.content(record, report())
-
-
 def wrong_records(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
     good = of_tensors(tensors)
     kind = rng.randrange(4)
@@ -250,8 +219,8 @@ REPORTS: list[dict[str, Any]] = [
 ]
 
 MUTATIONS: list[Mutation] = [
-    flipped, truncated, padded, noise, wrong_dtype, wrong_shape, not_a_number, missing, renamed, extra, wrong_number,
-    doubled, claimed, many_names, wrong_array, wrong_records,
+    flipped, truncated, noise, wrong_dtype, wrong_shape, not_a_number, missing, renamed, extra, wrong_number, doubled,
+    claimed, wrong_records,
 ]  # fmt: skip
 
 

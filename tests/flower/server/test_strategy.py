@@ -241,13 +241,7 @@ def test_counts_bytes_of_messages(tmp_path: Path) -> None:
         size = getattr(line, f"bytes_{way}")
         assert size.payload == sum(bytes_ for name, bytes_ in seen if name == way)
         assert size.payload < size.application < size.total
-    present = [
-        3,
-        0,
-        4,
-        1,
-        4,
-    ]  # classes of the five clients' training samples; client 1 has one sample, held back
+    present = [3, 0, 4, 1, 4]  # classes of the clients' training samples; client 1 has one sample, held back
     assert plain(line.scalars) == {"up": sum(present) * 64, "down": 0}
 
 
@@ -264,8 +258,6 @@ def test_rejects_unsupported_precision_before_round_1(tmp_path: Path) -> None:
     ):
         run.run()
     assert run.strategy.history == []
-    whole = federation(tmp_path / "float32", models="tests.methods.tiny_nets:Plain", num_clients=2).run()
-    assert [line.failures for line in whole.strategy.history] == [[], []]
 
 
 def test_finished_strategy_can_make_more_rounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
