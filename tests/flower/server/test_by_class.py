@@ -60,32 +60,26 @@ def test_class_metrics_accompany_every_accuracy(tmp_path: Path, method: str) -> 
     keys: dict[str, Any] = {"new_clients": 1, "new_client_rounds": 1, "both_moments": True}
     run = federation(tmp_path / "on", method, on_disk=True, per_class=True, **keys).run()
     off = federation(tmp_path / "off", method, on_disk=True, **keys).run()
-    assert without_classes(run.strategy.history) == without_classes(off.strategy.history), (
-        "training must not notice"
-    )
-    assert same_tensors(*(of.strategy.state.to_tensors() for of in (run, off)))
+    assert without_classes(run.strategy.history) == without_classes(off.strategy.history)
+    assert same_tensors(*(of.strategy.state.to_tensors() for of in (run, off))), "training must not notice"
     last, (new,) = run.strategy.history[-1], run.strategy.new_client_rounds
-    places = [last.accuracy, last.other_accuracy, new.accuracy, new.other_accuracy]
-    if run.strategy.moment == "before":
-        assert last.final is not None
-        assert new.final is not None
-        places += [last.final.accuracy, new.final.accuracy]
-    for place in places:
-        assert all(set(score.to_json()) >= SCORES for score in place.values())
+    for record in (last, new):
+        places = [record.accuracy, record.other_accuracy]
+        if run.strategy.moment == "before":
+            assert record.final is not None
+            places.append(record.final.accuracy)
+        assert all(set(score.to_json()) >= SCORES for place in places for score in place.values())
     assert not any(SCORES & set(score.to_json()) for score in off.strategy.history[-1].accuracy.values())
     tested = [sum(test.get(label, 0) for _, test in SPLITS[:4]) for label in range(10)]
     figures = {name: value for _, step in steps(last) for name, value in step.items()}
+    assert not any("by_class" in known or "tested" in known for known in figures)
     for name, score in last.accuracy.items():
         assert score.tested == tested
-        each = [
-            None if value is None else value * n
-            for value, n in zip(score.by_class or [], tested, strict=True)
-        ]
-        assert [value is None for value in each] == [n == 0 for n in tested]
-        correct = sum(value for value in each if value is not None)
+        shares = score.by_class or []
+        assert [value is None for value in shares] == [n == 0 for n in tested]
+        correct = sum((value or 0.0) * n for value, n in zip(shares, tested, strict=True))
         assert correct / sum(tested) == pytest.approx(score.weighted)
         assert figures[f"accuracy/{name}/macro_f1"] == pytest.approx(last.latest.accuracy[name].macro_f1)
-        assert not any("by_class" in known or "tested" in known for known in figures)
     assert any(known.endswith("head/balanced_mean") for known in new_client_step(new)[1])
     columns = run.directory.client_records()[-1]
     pooled = [0] * 10

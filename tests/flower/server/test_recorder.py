@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,16 @@ from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs import checkpoint
-from pbfl_flwr.runs import client_store as store
 from pbfl_flwr.runs import directory as history
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused
 from pbfl_flwr.runs.records import Scores
-from pbfl_flwr.util.atomic_files import DamagedState, write_atomically
+from pbfl_flwr.util.atomic_files import DamagedState
 from server_app import app as server_app
 from tests.flower.inprocess import (
     NUM_CLIENTS,
+    Answer,
+    Fault,
     Federation,
     InProcessGrid,
     after_round,
@@ -197,28 +198,25 @@ def test_error_file_says_why_a_run_ended(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_waiting_line_is_published_only_while_waiting(tmp_path: Path, fails: bool) -> None:
-    run = federation(tmp_path / "a", "fedproto", on_disk=True, num_clients=3, num_server_rounds=2)
+    before: list[str] = []
+
+    def wait(message: Message, answer: Answer) -> Message:
+        before.append(run.directory.waiting())
+        run.strategy._set_waiting("waiting")  # as a grid of Flower's would have it
+        assert run.directory.waiting() == "waiting"
+        if fails and len(before) == 3:
+            raise RunEnded("there is an end to waiting")
+        return answer()
+
+    faults: dict[tuple[int, int], Fault] = {
+        (0, number): wait for number in range(3)
+    }  # the handshake is round 0
+    run = federation(tmp_path / "a", on_disk=True, num_clients=3, faults=faults)
     run.directory.path.mkdir(parents=True)
     run.directory.set_waiting("what a killed server has left")
-    before: dict[str, str] = {}
-    exchange = run.grid.send_and_receive
-
-    def watched(messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        asked = list(messages)
-        group = asked[0].metadata.group_id
-        before[group] = run.directory.waiting()
-        run.strategy._set_waiting(f"{group}: waiting")  # as a grid of Flower's would have it
-        assert run.directory.waiting() == f"{group}: waiting"
-        if fails and group == "2":
-            raise RunEnded("there is an end to waiting")
-        return exchange(asked, timeout=timeout)
-
-    with (
-        patch.object(run.grid, "send_and_receive", watched),
-        pytest.raises(RunEnded) if fails else nullcontext(),
-    ):
+    with pytest.raises(RunEnded) if fails else nullcontext():
         run.run()
-    assert before == {"handshake": "", "1": "", "2": ""}
+    assert before == ["", "", ""]
     assert run.directory.waiting() == ""
 
 
@@ -360,25 +358,14 @@ def test_best_state_is_the_scored_one(tmp_path: Path, moment: str) -> None:
 
 def test_full_disk_of_a_client_fails_its_round_only(tmp_path: Path) -> None:
     """Client 2's disk is full in round 2: an error, the state of round 1; then it has room again and goes on."""
-    run = federation(tmp_path / "a", num_server_rounds=3)
-    during = {"round": 0}
 
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
+    def full(message: Message, answer: Answer) -> Message:
+        with patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")):
+            return answer()
 
-    def writing(path: Path, data: bytes, **how: bool) -> None:
-        during["round"] += path.name == "client-00002.safetensors"
-        if path.name == "client-00002.safetensors" and during["round"] == 2:
-            with patch.object(os, "fsync", full):
-                write_atomically(path, data, **how)
-        else:
-            write_atomically(path, data, **how)
-
+    run = federation(tmp_path / "a", num_server_rounds=3, faults={(2, 2): full})
     after: list[Any] = []
-    with (
-        patch.object(store, "write_atomically", writing),
-        after_round(2, lambda: after.append(stored_rounds(run)[2])),
-    ):
+    with after_round(2, lambda: after.append(stored_rounds(run)[2])):
         run.run()
     (failure,) = run.strategy.history[1].failures
     assert failure.client == 2
