@@ -18,7 +18,7 @@ from pbfl_flwr.runs.client_store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.runs.early_stopping import Score
 from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.serving.states import best_of, of_round, read_state, state_file
-from tests.flower.inprocess import Federation, federation
+from tests.flower.inprocess import Federation, federation, same_tensors
 from tests.small_runs import pbfl
 
 CLIENTS = range(5)
@@ -53,10 +53,6 @@ def model(file: Path) -> dict[str, torch.Tensor]:
     return part_of(load_tensors(file)[0], "model")
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("links", [True, False])
 def test_keeps_state_of_the_best_round(links: bool, tmp_path: Path) -> None:
     short = run(tmp_path / "short", 2, keep_best=False)
@@ -70,8 +66,8 @@ def test_keeps_state_of_the_best_round(links: bool, tmp_path: Path) -> None:
         ((number, stored),) = kept_best(last).items()
         assert number == 2
         assert stored.stat().st_mode & 0o777 == 0o600
-        assert same(model(stored), model(store(short, client)))
-        assert not same(model(stored), model(last))
+        assert same_tensors(model(stored), model(store(short, client)))
+        assert not same_tensors(model(stored), model(last))
         assert kept_best(store(short, client)) == {}
     with pytest.raises(PbflError, match="of earlier rounds it has none"):
         of_round(state_file(short.directory.path, "0"), 1)

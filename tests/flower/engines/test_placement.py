@@ -49,6 +49,9 @@ def test_places_of_workers(cpus: int, cards: tuple[str, ...], wishes: Resources,
     assert places(Machine(cpus, cards), wishes) == expected
 
 
+BAD_SHARES = (1.5, 1e-5, -1.0, float("nan"), float("inf"))
+
+
 @pytest.mark.parametrize(
     ("cards", "wishes", "message"),
     [
@@ -60,20 +63,16 @@ def test_places_of_workers(cpus: int, cards: tuple[str, ...], wishes: Resources,
         ),
         (ONE, Resources(1, 2), "--gpus-per-client 2: must be at most 1, the CUDA devices here"),
         *(
-            (
-                TWO,
-                Resources(1, share),
-                f"--gpus-per-client {share:g}: must be 0, a share of one GPU from",
-            )
-            for share in (1.5, 1e-5, -1.0, float("nan"), float("inf"))
+            (TWO, Resources(1, share), f"--gpus-per-client {share:g}: must be 0, a share")
+            for share in BAD_SHARES
         ),
     ],
 )
 def test_rejects_impossible_resources(cards: tuple[str, ...], wishes: Resources, message: str) -> None:
-    with pytest.raises(PbflError) as caught:
+    with pytest.raises(PbflError) as error:
         places(Machine(4, cards), wishes)
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -144,26 +143,27 @@ def test_detects_cpus_and_gpus(
     assert Machine.here(Resources()) == Machine(3)
 
 
-def test_gpu_that_torch_cannot_use_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver counts it; clients would fall back to the CPU without a word."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert Machine.here(Resources(1, 0.5)).cards == ()
-    assert idle_cards(Resources(), "auto") == (
-        "there is a GPU, but torch cannot use it, and clients train on the CPU; pbfl doctor says why"
-    )
-
-
 @pytest.mark.parametrize(
-    ("count", "share", "device", "mentioned"),
-    [(1, 0.0, "auto", True), (0, 0.0, "auto", False), (1, 0.5, "auto", False), (1, 0.0, "cpu", False)],
+    ("count", "usable", "share", "device", "words"),
+    [
+        (1, True, 0.0, "auto", "--gpus-per-client 0.25"),
+        (1, False, 0.0, "auto", "torch cannot use it, and clients train on the CPU; pbfl doctor says why"),
+        (0, False, 0.0, "auto", ""),
+        (1, True, 0.5, "auto", ""),
+        (1, True, 0.0, "cpu", ""),
+    ],
 )
 def test_mentions_an_idle_gpu(
-    count: int, share: float, device: str, mentioned: bool, monkeypatch: pytest.MonkeyPatch
+    count: int, usable: bool, share: float, device: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The driver counts one that torch cannot use; clients would fall back to the CPU without a word."""
     pretend_cards(monkeypatch, count)
-    assert ("--gpus-per-client 0.25" in idle_cards(Resources(1, share), device)) is mentioned
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert Machine.here(Resources(1, 0.5)).cards == ("0",) * usable
+    warning = idle_cards(Resources(1, share), device)
+    assert words in warning
+    assert bool(warning) == bool(words)
 
 
 def test_commands_reject_too_many_gpus_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message
 from rich.console import Console
 
 from pbfl_flwr.config import RunSettings, Scalar
@@ -385,25 +386,20 @@ def test_counts_clients_that_cannot_start_by_reason(tmp_path: Path) -> None:
     assert {kind for _, _, kind in fed.grid.asked} == {"query"}
 
 
-def emptied(content: RecordDict) -> None:
-    content.clear()
-
-
-def with_formula(content: RecordDict) -> None:
-    """Its network's name stands in tables, which a spreadsheet may open."""
-    content.config_records[wire.CONFIG]["architecture"] = "=HYPERLINK(1)"
-
-
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
         (silent, "1 of 5 clients: no answer within 1 s (on node "),
-        (altered(emptied), "its handshake reply is empty"),
+        (altered(lambda content: content.clear()), "its handshake reply is empty"),
         (
             altered(lambda content: wire.content(config=ConfigRecord({"client": 1}))),
             "its handshake reply lacks 'input-shape'",
         ),
-        (altered(with_formula), "architecture '=HYPERLINK(1)' is not a network name"),
+        # Its name stands in tables, which a spreadsheet may open.
+        (
+            altered(lambda c: c.config_records[wire.CONFIG].update(architecture="=HYPERLINK(1)")),
+            "'=HYPERLINK(1)' is not a network",
+        ),
         (flower_error(""), "error code 8"),
     ],
 )
@@ -485,34 +481,33 @@ def test_one_of_two_new_nodes_of_a_failed_client_is_used() -> None:
     assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
 
 
-def resumed(grid: Any) -> tuple[dict[int, int], list[str]]:
-    """Return client -> node of a run with two clients, resumed, and its warnings."""
-    membership = Membership.collect(
-        grid, RunSettings(min_replies=2), "e", anything, [member(0, 1), member(1, 1)], ignore
-    )
-    return {client: at.node for client, at in membership.roster.clients.items()}, membership.warnings
-
-
-def test_device_restarted_during_resume_is_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs_on = {11: 0, 21: 0, 22: 1}  # node -> client
-    online = iter([[11], [21], [21, 22]])
-    monkeypatch.setattr(
-        memberships,
-        "send_handshake",
-        lambda _, nodes, *__: ([member(runs_on[node], node) for node in nodes], {}),
-    )
-    monkeypatch.setattr(memberships, "wait_for_nodes", lambda *_, **__: next(online))
-    assert resumed(None) == ({0: 21, 1: 22}, [])
-
-
-def test_resume_asks_a_node_lost_during_the_handshake_when_it_is_back(
+@pytest.mark.parametrize(
+    ("seen", "connected", "replies", "nodes"),
+    [  # the nodes at each look, those after a handshake, its replies: node -> client, None for one that was lost
+        ([[11], [21], [21, 22]], [], [{11: 0}, {21: 0}, {22: 1}], {0: 21, 1: 22}),
+        ([[11, 12], [11, 12]], [11], [{11: 0, 12: None}, {12: 1}], {0: 11, 1: 12}),
+    ],
+    ids=["restarted", "lost during the handshake"],
+)
+def test_device_that_comes_back_during_resume_is_one_client(
+    seen: list[list[int]],
+    connected: list[int],
+    replies: list[dict[int, int | None]],
+    nodes: dict[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Connected:
-        def get_node_ids(self) -> list[int]:
-            return [11]  # after the first handshake, in which node 12 was lost
+    looks, answers = iter(seen), iter(replies)
 
-    replies = iter([([member(0, 11)], {12: "Error: Node Unavailable"}), ([member(1, 12)], {})])
-    monkeypatch.setattr(memberships, "send_handshake", lambda *_: next(replies))
-    monkeypatch.setattr(memberships, "wait_for_nodes", lambda *_, **__: [11, 12])
-    assert resumed(Connected()) == ({0: 11, 1: 12}, [])
+    def send(grid: Any, asked: Sequence[int], *_: Any) -> tuple[list[ClientRecord], dict[int, str]]:
+        result = next(answers)
+        assert [*result] == [*asked]
+        lost = {node: "Error: Node Unavailable" for node, client in result.items() if client is None}
+        return [member(client, node) for node, client in result.items() if client is not None], lost
+
+    monkeypatch.setattr(memberships, "send_handshake", send)
+    monkeypatch.setattr(memberships, "wait_for_nodes", lambda *_, **__: next(looks))
+    grid: Any = SimpleNamespace(get_node_ids=lambda: connected)
+    run, recorded = RunSettings(min_replies=2), [member(0, 1), member(1, 1)]
+    membership = Membership.collect(grid, run, "e", anything, recorded, ignore)
+    assert {client: at.node for client, at in membership.roster.clients.items()} == nodes
+    assert membership.warnings == []

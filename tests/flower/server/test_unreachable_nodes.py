@@ -93,16 +93,15 @@ def test_run_ends_if_nodes_do_not_return_in_time(tmp_path: Path, caplog: pytest.
     assert "Waiting up to 0 s for nodes" in caplog.text  # join-timeout is half a second here
 
 
-def test_waits_only_if_too_few_replied(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("least", "failed"), [(3, [0, 1]), (4, [1]), (5, None)])
+def test_waits_only_if_too_few_replied(tmp_path: Path, least: int, failed: list[int] | None) -> None:
     faults: dict[tuple[int, int], Fault] = {(0, 2): while_it_lasts(1), (1, 2): raises}
-    run = federation(tmp_path / "enough", faults=dict(faults), min_replies=3).run()
-    assert [f.client for f in run.strategy.history[1].failures] == [0, 1]
-    faults = {(0, 2): while_it_lasts(1), (1, 2): raises}
-    run = federation(tmp_path / "few", faults=faults, min_replies=4).run()
-    assert [f.client for f in run.strategy.history[1].failures] == [1]
-    faults = {(0, 2): while_it_lasts(1), (1, 2): raises}
-    with pytest.raises(RunEnded, match="round 2: 3 valid replies, min-replies is 5"):
-        federation(tmp_path / "hopeless", faults=faults, min_replies=5).run()
+    run = federation(tmp_path, faults=faults, min_replies=least)
+    if failed is None:
+        with pytest.raises(RunEnded, match="round 2: 3 valid replies, min-replies is 5"):
+            run.run()
+    else:
+        assert [failure.client for failure in run.run().strategy.history[1].failures] == failed
 
 
 def test_repeated_round_ages_classes_once_and_loses_no_state(tmp_path: Path) -> None:
