@@ -41,13 +41,7 @@ class Fault:
 
 
 def draw(settings: Settings, client: int | str, server_round: int) -> Fault:
-    """Return the faults of a client's reply in a round.
-
-    Args:
-        settings: contain seed and rates.
-        client: its number or its name.
-        server_round: from 1.
-    """
+    """Return the faults of a client's reply in a round."""
     rates = settings.faults
     rng = np.random.default_rng(seeds.derive(settings.run.seed, "faults", client, server_round))
     drop, crash, corrupt, stale, delay, *places = rng.random(5 + FLIPPED).tolist()
@@ -72,11 +66,7 @@ def inject(
     A crash is raised before training, since nothing is stored anyway when a client raises. A Flower client cannot omit
     its reply, so a dropped reply becomes an error; the server need not wait for its deadline.
 
-    Args:
-        fault: the faults to inject.
-        message: the server's message.
-        train: trains and returns the reply.
-        last_reply: returns the last round's reply; None if there is none, and then ``stale`` has no effect.
+    Without a ``last_reply`` (there was no last round) the fault ``stale`` has no effect.
 
     Raises:
         PbflError: the injected crash.

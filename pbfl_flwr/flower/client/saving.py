@@ -21,14 +21,7 @@ from pbfl_flwr.runs.saved_model import Card, fault
 def state_after_round(
     session: ClientSession, update: Update[Payload], predictors: Mapping[str, Predictor], report: Report
 ) -> ClientState:
-    """Return the client's state after it has trained.
-
-    Args:
-        session: the client, with its trained network.
-        update: the result of the method's local update.
-        predictors: the predictors available after training.
-        report: of this round.
-    """
+    """Return the client's state after it has trained."""
     return ClientState(
         session.client.round,
         report.participations,

@@ -25,10 +25,6 @@ def top_level(app: Path, name: str) -> Path:
 def slim(app: Path, into: Path) -> None:
     """Write an app with only the two entry points as code, for devices on which pbfl-flwr is installed.
 
-    Args:
-        app: directory of the Flower app.
-        into: directory to write; must not exist.
-
     Raises:
         PbflError: if the directory exists, or the app's pyproject.toml has no fab-include.
     """
@@ -48,10 +44,6 @@ def copy_included(app: Path, into: Path) -> Path:
 
     ``flwr run`` lists every file below the app's directory before it filters them: a virtual environment there, with
     its 60,000 files, takes seven seconds at every run. The resulting bundle is the same.
-
-    Args:
-        app: directory of the Flower app.
-        into: directory to write; must not exist.
 
     Returns:
         ``into``, or ``app`` itself if fab-include is missing or has a wildcard at the top level.

@@ -48,12 +48,9 @@ def make_certificates(
 ) -> None:
     """Write a new certificate authority and a server certificate signed by it.
 
-    Args:
-        directory: created if missing; gets ca.pem, ca.key, server.pem, server.key (keys readable by the owner only).
-        hosts: names and IP addresses under which devices reach the server, for the subjectAltName extension.
-        days: validity of the server's certificate; it ends at the latest with the CA's.
-        ca_days: validity of the CA. When it ends, every device needs a new ca.pem.
-        force: overwrite existing files; every device then needs the new ca.pem.
+    ``hosts`` are the names and IP addresses under which devices reach the server. Its certificate is valid for so many
+    days, and at the latest until the CA's ends; then, as after ``force`` has overwritten the files, every device needs
+    the new ca.pem. Keys are readable by their owner only.
 
     Raises:
         PbflError: if a host is no valid name or address, or if a file exists.
@@ -115,9 +112,7 @@ def read_certificate(path: Path) -> x509.Certificate:
 def end_of_trust(certificate: x509.Certificate, ca: Path | None) -> tuple[datetime, bool]:
     """Return until when devices accept a certificate, and whether that is because the CA's certificate ends then.
 
-    Args:
-        certificate: the server's.
-        ca: PEM file of the CAs that a device trusts; None means the system's, whose expiry is not checked.
+    ``ca`` is the PEM file of the CAs that a device trusts; None means the system's, whose expiry is not checked.
 
     Raises:
         PbflError: if ``ca`` cannot be read.
@@ -300,11 +295,9 @@ def server_certificate(
 ) -> x509.Certificate:
     """Connect with TLS and return the server's certificate.
 
-    Args:
-        address: HOST:PORT.
-        ca: PEM file of the authority; None means the system's.
-        timeout: seconds, for connecting and for each answer.
-        verify: refuse a certificate that ``ca`` has not signed, of another host name, or out of date.
+    ``ca`` is the PEM file of the authority, None means the system's. Without ``verify`` a certificate is accepted that
+    it has not signed, of another host name, or out of date. The timeout, in seconds, is for connecting and for each
+    answer.
 
     Raises:
         PbflError: if the address cannot be reached or does not use TLS, if ``ca`` holds no certificate, or if the

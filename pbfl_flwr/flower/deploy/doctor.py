@@ -307,11 +307,7 @@ def check_memory() -> Finding:
 
 
 def check_gpu(device: str) -> Finding:
-    """Check which GPU torch detects, and that it can compute there.
-
-    Args:
-        device: value of the run-config key.
-    """
+    """Check which GPU torch detects, and that it can compute there."""
     what = "gpu"
     with warnings.catch_warnings(record=True) as warned:  # torch warns about drivers that are too old
         warnings.simplefilter("always")

@@ -31,10 +31,8 @@ PATHS = ("data-path", "state-dir", "vocabulary", "labels")  # labels: names them
 def superlink_options(fleet_address: str, certificates: Path | None) -> list[str]:
     """Return flower-superlink's options except those of its Control API (--host, --port).
 
-    Args:
-        fleet_address: HOST:PORT where SuperNodes connect; not used by Flower versions with a single port.
-        certificates: directory written by :func:`pbfl_flwr.flower.deploy.certificates.make_certificates`, for TLS on
-            all ports and authentication of SuperNodes by key; None starts it insecure.
+    With a directory of certificates: TLS on all ports, and authentication of SuperNodes by key; else it is insecure.
+    Flower versions with a single port do not use the address.
     """
     options = ["--insecure"]
     if certificates is not None:
@@ -52,12 +50,8 @@ def supernode_options(
 ) -> list[str]:
     """Return flower-supernode's options.
 
-    Args:
-        superlink: HOST:PORT of the Fleet API.
-        port: its own, on the loopback interface; must differ between SuperNodes of a machine.
-        node_config: a TOML file.
-        ca: certificate of the authority that signed the SuperLink's certificate; None connects without TLS.
-        key: the SuperNode's private key; None if the SuperLink does not require one.
+    Without TLS where ``ca`` is None, without authentication where ``key`` is. The port is its own, on the loopback
+    interface, and must differ between SuperNodes of a machine.
     """
     trust = ["--root-certificates", str(ca)] if ca else ["--insecure"]
     authentication = ["--auth-supernode-private-key", str(key)] if key else []
@@ -96,10 +90,8 @@ def node_config(text: str) -> dict[str, Scalar]:
 def complete(nodes: Sequence[Mapping[str, Scalar]], count: int, directory: Path) -> list[dict[str, Scalar]]:
     """Return the complete configuration of every SuperNode: with client id, state directory and absolute paths.
 
-    Args:
-        nodes: configurations given for the first SuperNodes; the others get the defaults.
-        count: total number of SuperNodes.
-        directory: parent of the default state directories.
+    Configurations are given for the first SuperNodes; the others get the defaults, with state directories in
+    ``directory``.
 
     Raises:
         PbflError: if more configurations were given than there are SuperNodes.
@@ -184,10 +176,6 @@ class Deployment(ManagedSuperLink):
     def submit(self, app: Path, config: Mapping[str, Scalar]) -> str:
         """Submit the app and return Flower's run id.
 
-        Args:
-            app: directory of the Flower app.
-            config: keys of the run configuration that differ from the app's defaults.
-
         Raises:
             PbflError: if Flower refuses the run.
         """
@@ -224,11 +212,7 @@ class Deployment(ManagedSuperLink):
     ) -> subprocess.Popen[bytes]:
         """Start one SuperNode.
 
-        Args:
-            index: its number, used in the names of its log and FLWR_HOME.
-            node: its configuration.
-            key: see :func:`supernode_options`.
-            ca: likewise.
+        Its number is used in the names of its log and FLWR_HOME; key and CA as in :func:`supernode_options`.
         """
         home = self._scratch / f"node-{index}"
         home.mkdir(exist_ok=True)

@@ -27,8 +27,7 @@ HANGUPS: tuple[signal.Signals, ...] = () if sys.platform == "win32" else (signal
 class Processes:
     """Child processes that are ended together, even if this process is killed.
 
-    Args:
-        scratch: directories that are removed afterwards.
+    The scratch directories are removed afterwards.
     """
 
     def __init__(self, *scratch: Path) -> None:
@@ -49,11 +48,7 @@ class Processes:
     ) -> subprocess.Popen[bytes]:
         """Start a process as the leader of its own group, so that it does not receive Ctrl-C.
 
-        Args:
-            command: the program and its arguments.
-            directory: its working directory.
-            environment: its complete environment.
-            output: file for its standard output and error.
+        Standard output and error go to ``output``; the environment is complete.
         """
         process = subprocess.Popen(
             command,

@@ -54,8 +54,7 @@ def connection(name: str, address: str, ca: Path | None) -> str:
 class ManagedSuperLink(ABC):
     """A private SuperLink with its SuperExec, as a context manager.
 
-    Args:
-        run_dir: absolute; Flower's log is written there, other files to a temporary directory.
+    Flower's log is written to the run directory, an absolute path, other files to a temporary one.
 
     Raises:
         PbflError: on entering, if Flower is not installed or its SuperLink does not start.
@@ -253,12 +252,6 @@ class Engine(ManagedSuperLink):
 
     def submit(self, app: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> str:
         """Submit the app and return Flower's run id.
-
-        Args:
-            app: directory of the Flower app.
-            config: keys of the run configuration that differ from the app's defaults.
-            num_clients: M, number of virtual nodes.
-            resources: of the workers.
 
         Raises:
             PbflError: if Flower refuses the run, or the machine has too few resources for a worker.

@@ -21,9 +21,7 @@ GRACE_SECONDS = 10.0
 def end_group(group: int, reap: Callable[[], object] = lambda: None) -> None:
     """End all processes of a group with SIGTERM, and after ten seconds with SIGKILL.
 
-    Args:
-        group: its id, the process id of its leader.
-        reap: called repeatedly; must collect the leader's exit status, otherwise the group continues to exist.
+    ``reap`` is called repeatedly and must collect the leader's exit status, otherwise the group continues to exist.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         end = time.monotonic() + GRACE_SECONDS

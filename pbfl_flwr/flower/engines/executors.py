@@ -89,11 +89,7 @@ class Worker(ABC):
 
 
 class WorkerPool:
-    """Workers, started on entering and ended on leaving the context; one that dies costs one reply and is replaced.
-
-    Args:
-        workers: not started yet.
-    """
+    """Workers, started on entering and ended on leaving the context; one that dies costs one reply and is replaced."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers

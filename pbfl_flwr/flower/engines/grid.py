@@ -64,12 +64,7 @@ GiveUp = Callable[[int], object]
 class LocalGrid(Grid):
     """A Flower grid whose nodes are the clients of a local simulation.
 
-    Args:
-        handle: runs a client on a message.
-        submit: schedules a job.
-        config: the run configuration that every client gets.
-        num_clients: M.
-        give_up: ends the processing of a node's current message.
+    ``give_up`` is called with a node whose current message is no longer waited for.
     """
 
     def __init__(
@@ -225,11 +220,7 @@ def federate(
 def run_here(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> None:
     """Do the same as :func:`federate` in a dedicated process, and keep its caches for further runs.
 
-    Args:
-        run_dir: absolute, used by this run only.
-        config: keys that differ from the defaults.
-        num_clients: M.
-        resources: of the workers.
+    The directory is an absolute path.
 
     Raises:
         RunRefused: if another run uses the directory.
@@ -316,11 +307,6 @@ def _isolated() -> Iterator[None]:
 
 def worker_specs(resources: Resources, num_clients: int, log: Path) -> list[WorkerSpec]:
     """Return a spec for each worker: as many as configured, or as CPUs and GPUs allow, and at most one per client.
-
-    Args:
-        resources: of the workers.
-        num_clients: M.
-        log: the run's log file.
 
     Raises:
         PbflError: as :func:`pbfl_flwr.flower.engines.placement.places`.

@@ -89,12 +89,7 @@ class Machine:
 
 
 def idle_cards(requested: Resources, device: str) -> str:
-    """Return a warning if device is "auto" and the machine has GPUs, but the clients do not use them; else "".
-
-    Args:
-        requested: resources of the run's workers.
-        device: value of the run-config key.
-    """
+    """Return a warning if device is "auto" and the machine has GPUs, but the clients do not use them; else ""."""
     if requested.gpus_per_client or device != "auto":
         return ""
     import torch

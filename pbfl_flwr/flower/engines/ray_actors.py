@@ -91,11 +91,6 @@ def _no_cluster(address: str, error: OSError) -> PbflError:
 def ray_workers(resources: Resources, num_clients: int, states: Path) -> Iterator[list[Worker]]:
     """Yield the workers of a run, not started yet, while connected to the cluster or a Ray of the run's own.
 
-    Args:
-        resources: of the workers.
-        num_clients: M.
-        states: directory of the clients' states.
-
     Raises:
         PbflError: as :func:`connected`, :func:`check_nodes` and :func:`pbfl_flwr.flower.engines.placement.places`.
     """

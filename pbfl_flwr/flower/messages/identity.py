@@ -35,14 +35,7 @@ def digest(names: Sequence[str]) -> str:
 
 
 def declared_identity(client: int | str, task: Task, labels: Sequence[str], columns: str) -> str:
-    """Return a device's identity in four lines: client id, K and input shape, digest of the classes, columns.
-
-    Args:
-        client: its number or its name.
-        task: of its data.
-        labels: class names.
-        columns: digest of the column names, or of the vocabulary.
-    """
+    """Return a device's identity in four lines: client id, K and input shape, digest of the classes, columns."""
     shape = "x".join(map(str, task.input_shape))
     return f"{client}\n{task.num_classes} classes of inputs {shape}\n{digest(labels)}\n{columns}"
 
@@ -50,11 +43,7 @@ def declared_identity(client: int | str, task: Task, labels: Sequence[str], colu
 def check_identity(config: ConfigRecord, client: int | str, data: ClientData) -> None:
     """Check that a device has the same client id and the same form of data as at the handshake.
 
-    Args:
-        config: of the server's message; without an identity (in a simulation)
-            nothing is checked.
-        client: its current number or name.
-        data: its current data.
+    A message without an identity, as in a simulation, is not checked.
 
     Raises:
         PbflError: naming what has changed.

@@ -143,9 +143,7 @@ class Report:
     def from_record(cls, record: MetricRecord, requested: Requested = TOTALS) -> Report:
         """Rebuild a report.
 
-        Args:
-            record: as received.
-            requested: what it must hold beside totals; other such entries are ignored.
+        What is there beside totals but was not requested is ignored.
 
         Raises:
             RejectedPayload: if a field is missing or of a wrong length, or a counter contradicts another.

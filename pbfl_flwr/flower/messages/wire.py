@@ -194,9 +194,8 @@ def content(
 def ordered(replies: Iterable[Message], sent: Mapping[str, int]) -> dict[int, Message]:
     """Return client id -> reply, in ascending client order regardless of the order of arrival.
 
-    Args:
-        replies: as received. They are matched by the message they answer, since Flower's own errors come from "node 1".
-        sent: message id -> client id.
+    Replies are matched by the message they answer (``sent``: message id -> client id), since Flower's own errors come
+    from "node 1".
     """
     by_client = {
         sent[m.metadata.reply_to_message_id]: m for m in replies if m.metadata.reply_to_message_id in sent

@@ -23,12 +23,6 @@ Train = Callable[[Message, Context, ClientSource], Message]
 def train_masked(message: Message, context: Context, source: ClientSource, train: Train) -> Message:
     """Answer a stage of the protocol; in one of them the client trains.
 
-    Args:
-        message: from Flower's workflow.
-        context: of the client.
-        source: of its settings and data.
-        train: the handler of training messages.
-
     Raises:
         PbflError: if the message is of another kind, so that the upload would not be masked.
     """

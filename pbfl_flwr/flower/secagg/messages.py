@@ -35,10 +35,6 @@ def payload_of(record: ArrayRecord) -> ArrayRecord:
 def report_of(metrics: Mapping[str, Scalar], requested: Requested = TOTALS) -> Report:
     """Return the report in the metrics of a client's FitRes.
 
-    Args:
-        metrics: as received.
-        requested: what it must hold beside totals.
-
     Raises:
         RejectedPayload: if it is invalid.
     """

@@ -60,11 +60,7 @@ from pbfl_flwr.task import Task
 def workflow_of(keys: PrivacySettings, bound: float, num_clients: int, timeout: float) -> SecAggPlusWorkflow:
     """Return Flower's SecAgg+ for a plain sum of vectors within ±R, see :mod:`pbfl_flwr.prototypes.secure_sums`.
 
-    Args:
-        keys: give the share of clients whose secret shares must be received.
-        bound: R.
-        num_clients: clients that train in a round.
-        timeout: seconds for each of the protocol's four stages.
+    The timeout, in seconds, is for each of the protocol's four stages.
     """
     return SecAggPlusWorkflow(
         1.0,
@@ -79,10 +75,6 @@ def workflow_of(keys: PrivacySettings, bound: float, num_clients: int, timeout: 
 
 class SecureRounds:
     """The training messages of every round under secure aggregation.
-
-    Args:
-        settings: the run configuration.
-        method: whose uploads are summed.
 
     Raises:
         PbflError: if they cannot be summed.
@@ -99,13 +91,8 @@ class SecureRounds:
 
         The result has one upload, which represents the sum, under the lowest number of the clients in it.
 
-        Args:
-            grid: Flower's.
-            phase: the messages; how many bytes the protocol sends is added to it.
-            timeout: seconds, for each of the protocol's stages and for the other messages.
-            state: of the server.
-            task: what all clients agree on.
-            max_bytes: limit for one reply to the other messages.
+        The bytes that the protocol sends are added to the phase. The timeout, in seconds, is for each of the protocol's
+        stages and for the other messages; replies to these have at most ``max_bytes``.
 
         Raises:
             PbflError: if Flower's workflow fails, which one client's malformed reply can cause, or the sum is invalid.
@@ -162,12 +149,7 @@ def summed(
 ) -> Prototypes:
     """Return the upload that represents the sum of all uploads.
 
-    Args:
-        method: its uploads can be summed.
-        mean: of the clients' vectors, as computed by Flower.
-        clients: number of these clients.
-        task: what all clients agree on.
-        num_clients: M.
+    ``mean`` is that of the clients' vectors, as computed by Flower.
 
     Raises:
         RejectedPayload: if the vector is not a sum of tables.

@@ -19,10 +19,8 @@ from pbfl_flwr.util.paths import run_directory
 def serve(grid: Grid, run_config: Mapping[str, Scalar], run_id: int) -> None:
     """Run the federation to its end; if it fails, the error is also written to the run directory.
 
-    Args:
-        grid: connects to the clients.
-        run_config: flat keys; num-clients = 0 stands for all nodes of a simulation.
-        run_id: Flower's; names the run directory unless the configuration does.
+    In a simulation num-clients = 0 stands for all nodes. Flower's run id names the run directory unless the
+    configuration does.
 
     Raises:
         PbflError: if the configuration is invalid, the clients are incompatible, or the run cannot continue.

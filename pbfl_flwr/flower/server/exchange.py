@@ -117,15 +117,7 @@ def phase_of(
 ) -> Phase:
     """Return the phase with its messages, which are still to be sent.
 
-    Args:
-        plan: who does what.
-        method: provides the broadcast for each client.
-        state: of the server.
-        roster: contains all clients of the plan.
-        experiment: the name under which clients keep their state.
-        dtype: of payloads on the wire.
-        malicious: clients that send falsified uploads.
-        best: the best round so far, whose client states are kept; 0 if none are.
+    ``best`` is the best round so far, whose client states are kept; 0 if none are.
     """
     messages, down, scalars, names = [], {}, 0, roster.names
     # A broadcast that is the same object for several clients is encoded once. The payload is kept with its encoding,

@@ -67,13 +67,7 @@ def poll(
 
 
 def waiting_line(messages: Sequence[Message], awaited: Iterable[Message], label: NodeLabel) -> str:
-    """Return a line that names the clients whose replies are missing.
-
-    Args:
-        messages: all messages of the round, at least one.
-        awaited: those that have no reply yet.
-        label: node id -> label of its client.
-    """
+    """Return a line that names the clients whose replies are missing."""
     group = messages[0].metadata.group_id
     phase = f"round {group}" if group.isdigit() else group
     labels = [label(message.metadata.dst_node_id) for message in awaited]
@@ -102,11 +96,6 @@ class PollingGrid(Grid):
     Flower's grid waits silently and, on devices, polls every three seconds. There it also blocks until a partly
     received reply is complete, past the timeout and without fetching other replies. Here that wait runs concurrently,
     see :class:`ConcurrentPulls`.
-
-    Args:
-        grid: Flower's.
-        label: node id -> label of its client.
-        on_wait: called with each line that is logged.
     """
 
     def __init__(self, grid: Grid, label: NodeLabel, on_wait: OnWait = ignore) -> None:
@@ -117,11 +106,8 @@ class PollingGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages and return the replies that arrive in time, in order of arrival.
 
-        A message that Flower does not accept is not waited for.
-
-        Args:
-            messages: at most one per node.
-            timeout: seconds; None waits for all.
+        A message that Flower does not accept is not waited for; there is at most one per node. The timeout is in
+        seconds; None waits for all.
         """
         sent = list(messages)
         accepted = {message_id for message_id in self._grid.push_messages(sent) if message_id}
@@ -182,9 +168,6 @@ class ConcurrentPulls:
     A SuperLink delivers a reply once, as soon as its first bytes are there, and Flower's grid then blocks until the
     rest arrives. So every pull runs in its own thread. A blocked thread delivers its replies later, and the next pull
     fetches the other ones.
-
-    Args:
-        grid: Flower's.
     """
 
     def __init__(self, grid: Grid) -> None:

@@ -39,12 +39,8 @@ def wait_for_nodes(
 ) -> list[int]:
     """Return the ids of the connected nodes once there are enough of them, or when the timeout has passed.
 
-    Args:
-        grid: Flower's.
-        target: nodes to wait for.
-        timeout: seconds to wait for them.
-        on_wait: called with a line on how many there are.
-        without: nodes that do not count.
+    Nodes in ``without`` do not count. The timeout is in seconds; ``on_wait`` is called with a line on how many there
+    are.
     """
     nodes: list[int] = []
 
@@ -61,9 +57,7 @@ def wait_for_nodes(
 def count_simulated_nodes(grid: Grid, timeout: float) -> int:
     """Return how many nodes a simulation has: those that are there once no more have joined for a while.
 
-    Args:
-        grid: Flower's.
-        timeout: seconds to wait for the first one.
+    The timeout, in seconds, is for the first one.
 
     Raises:
         PbflError: if none has joined when the timeout has passed.
@@ -82,13 +76,7 @@ def count_simulated_nodes(grid: Grid, timeout: float) -> int:
 def send_handshake(
     grid: Grid, nodes: Sequence[int], experiment: str, timeout: float
 ) -> tuple[list[ClientRecord], dict[int, str]]:
-    """Ask nodes who they are and what they have.
-
-    Args:
-        grid: Flower's.
-        nodes: their ids.
-        experiment: id of the run.
-        timeout: seconds to wait for the replies.
+    """Ask nodes who they are and what they have, and wait for so many seconds.
 
     Returns:
         The clients with a valid reply, and node -> reason for the others.

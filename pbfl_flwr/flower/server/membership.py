@@ -82,13 +82,8 @@ class Membership:
     ) -> Membership:
         """Run the handshake of a new or a resumed run and return the clients that take part.
 
-        Args:
-            grid: Flower's.
-            run: gives the number of clients and the timeouts.
-            experiment: id of the run.
-            check_roster: checks that the method supports a roster, when a client joins later.
-            recorded: the run's clients so far, as in run.json; None for a new run.
-            on_wait: called with a line that names what the server waits for.
+        ``recorded`` are the run's clients so far, as in run.json; None for a new run. ``on_wait`` is called with a line
+        that names what the server waits for.
 
         Raises:
             PbflError: if too few clients answer or they are incompatible; names them.
@@ -193,10 +188,6 @@ class Membership:
 
         A client moves if its old node is disconnected or failed in the last round; otherwise two nodes claim the same
         client, and the new one is refused.
-
-        Args:
-            clients: that have replied in a handshake.
-            online: ids of the connected nodes.
         """
         new_run = not self.roster.clients
         members = dict(self.roster.clients)
@@ -263,11 +254,6 @@ class Membership:
 
         To avoid querying the nodes in every round, it looks only after a round with failures, while a client has been
         missing since the run was resumed, while others may join, or if ``check`` is set.
-
-        Args:
-            grid: Flower's.
-            server_round: from 1.
-            check: always look; for clients that had no message since the handshake.
         """
         self.overdue.collect(grid)
         missing = any(client.node == NO_NODE for client in self.roster.clients.values())
@@ -352,10 +338,6 @@ def _check_unchanged(new: ClientRecord, old: ClientRecord) -> None:
 
 def _check_agreement(members: Mapping[int, ClientRecord], client: ClientRecord) -> None:
     """Check that a client is compatible with those of a run.
-
-    Args:
-        members: client -> its record; they are compatible with each other.
-        client: that joins.
 
     Raises:
         PbflError: if its number is used, or if it differs in K, d, input shape, class names, columns or vocabulary.

@@ -34,10 +34,7 @@ from pbfl_flwr.util.atomic_files import UnsavedState, flush_directory
 class Recorder:
     """Writes one run.
 
-    Args:
-        run: its directory.
-        settings: the run configuration.
-        primary_predictor: the predictor by whose accuracy one state is better than another.
+    By the accuracy of ``primary_predictor`` one state is better than another.
     """
 
     def __init__(self, run: RunDirectory, settings: Settings, primary_predictor: str) -> None:
@@ -78,11 +75,6 @@ class Recorder:
     def begin(self, experiment: str, moment: str, clients: Iterable[ClientRecord]) -> None:
         """Write a new run's files before its first round, run.json last; in a simulation also the partition.
 
-        Args:
-            experiment: the name under which clients keep their state.
-            moment: when clients are scored.
-            clients: all clients.
-
         Raises:
             PbflError: if the directory already holds a run, or a sink cannot be opened.
         """
@@ -105,11 +97,6 @@ class Recorder:
         self, kind: type[Serializable], task: Task, num_rounds: int
     ) -> tuple[Serializable, int, list[RoundRecord]] | None:
         """Return (state, finished rounds, history) of the run to resume, None if no round was finished.
-
-        Args:
-            kind: type of the method's state.
-            task: what all clients agree on.
-            num_rounds: total number of rounds.
 
         Raises:
             RunRefused: if the checkpoint is of another configuration or already has more rounds, or if a simulation's
@@ -143,10 +130,8 @@ class Recorder:
     def add(self, finished: FinishedRound, scored: Serializable, broadcast: Payload) -> None:
         """Write a finished round; it is on disk when this returns.
 
-        Args:
-            finished: the round.
-            scored: the state that clients were sent, and scored.
-            broadcast: the next broadcast, for other programs to read.
+        ``scored`` is the state that clients were sent, and scored; ``broadcast`` is the next one, for other programs to
+        read.
 
         Raises:
             UnsavedState: if writing fails.
@@ -296,11 +281,8 @@ def log_exchange(exchange: Exchange) -> None:
 def log_record(record: RoundRecord, primary_predictor: str, num_rounds: int, after: int = 0) -> None:
     """Log the warnings and the accuracy of a finished round.
 
-    Args:
-        record: of the round.
-        primary_predictor: the predictor that is reported.
-        num_rounds: of the run, or of its new clients.
-        after: the run's last round, if the record is of its new clients.
+    ``num_rounds`` is of the run or, if the record is of its new clients, of these; then ``after`` is the run's last
+    round.
     """
     for warning in record.warnings:
         log(WARNING, "round %s: %s", record.round, warning)

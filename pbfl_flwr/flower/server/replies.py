@@ -254,17 +254,8 @@ def read(
     An upload of an earlier round, in a late reply or sent again instead of training, gets the weight stale_weight^age,
     unless the client also sent one of this round.
 
-    Args:
-        replies: in any order.
-        phase: the messages sent.
-        method: provides the upload type and its validation.
-        state: of the server, before aggregation.
-        task: what all clients agree on.
-        max_bytes: limit for one reply; larger ones are rejected without decoding.
-        late: late replies to earlier rounds, newest first.
-        stale_weight: 0 excludes uploads of earlier rounds.
-        requested: what reports must hold beside totals.
-        plausibility: limits of the uploads' sizes, by default none.
+    Replies larger than ``max_bytes`` are rejected without decoding. Late replies come newest first; a ``stale_weight``
+    of 0 excludes uploads of earlier rounds.
     """
     exchange = Exchange(phase, replies, late)
     intake = _Intake(exchange, method, state, task, max_bytes, stale_weight, requested, plausibility)

@@ -23,10 +23,6 @@ NO_NODE = 0  # no node has this id
 def client_from_reply(node: int, record: ConfigRecord) -> ClientRecord:
     """Parse a client's reply in the handshake.
 
-    Args:
-        node: that sent it.
-        record: as received.
-
     Raises:
         RejectedPayload: if a field is missing or invalid.
     """
@@ -110,25 +106,14 @@ class Roster:
     ) -> list[int]:
         """Return the clients that train in a round: round(fraction·M), at least one, drawn with our own generator.
 
-        Args:
-            fraction: of all clients.
-            seed: of the run.
-            server_round: from 1.
-            without: clients that are unavailable.
+        Clients in ``without`` are unavailable.
         """
         available = sorted(set(self.clients) - set(without))
         size = min(len(available), max(1, round(fraction * len(self.clients))))
         return _drawn(available, size, seeds.derive(seed, "sample", server_round))
 
     def scored(self, fraction: float, seed: int, server_round: int, training: Collection[int]) -> list[int]:
-        """Return the clients that are only evaluated in a round: round(fraction·(M - training)), drawn likewise.
-
-        Args:
-            fraction: of the clients that do not train.
-            seed: of the run.
-            server_round: from 1.
-            training: clients that train in the round.
-        """
+        """Return the clients that are only evaluated in a round: round(fraction·(M - training)), drawn likewise."""
         others = sorted(set(self.clients) - set(training))
         return _drawn(others, round(fraction * len(others)), seeds.derive(seed, "scored", server_round))
 

@@ -120,10 +120,8 @@ def updated_ages(
 ) -> list[int] | None:
     """Return the rounds since each class was last uploaded, -1 if it never was.
 
-    Args:
-        ages: after the previous round; None in the first.
-        classes: see :class:`~pbfl_flwr.flower.server.replies.Exchange`.
-        num_classes: K.
+    ``ages`` are those after the previous round, None in the first; ``classes`` as in
+    :class:`~pbfl_flwr.flower.server.replies.Exchange`.
     """
     if classes is None and ages is None:
         return None
@@ -147,13 +145,7 @@ def round_fields(
 ) -> dict[str, Any]:
     """Return the fields of a RoundRecord, except warnings, ages of classes and joined clients.
 
-    Args:
-        exchange: of training and evaluation.
-        moment: when clients were scored, "before" or "after" training.
-        server_metrics: of the method, on the state after aggregation.
-        aggregated: seconds spent on aggregation.
-        total: seconds of the whole round.
-        final: the scoring after the last training, if there was one.
+    ``aggregated`` and ``total`` are seconds; ``final`` is the scoring after the last training, if there was one.
     """
     phase = exchange.phase
     trained = [exchange.reports[client] for client in exchange.trained]
@@ -198,12 +190,7 @@ def failures(exchange: Exchange) -> list[Failure]:
 
 
 def clients_record(exchange: Exchange, final: Exchange | None = None) -> ClientsRecord:
-    """Return a round's line of clients.jsonl: a column for each counter, an entry for each client.
-
-    Args:
-        exchange: of training and evaluation.
-        final: the scoring after the last training, if there was one.
-    """
+    """Return a round's line of clients.jsonl: a column for each counter, an entry for each client."""
     phase, reports = exchange.phase, exchange.reports
 
     def column(value: Callable[[Report], Any]) -> list[Any]:
@@ -277,9 +264,7 @@ def upload_warnings(exchange: Exchange) -> list[str]:
 def lost_states(exchange: Exchange, participations: Mapping[int, int]) -> list[str]:
     """Return a warning about clients that report fewer trained rounds than the server counted: their state is lost.
 
-    Args:
-        exchange: of the round.
-        participations: client -> rounds trained in, as last reported.
+    ``participations``: client -> rounds trained in, as last reported.
     """
     phase = exchange.phase
     lost = [
@@ -292,24 +277,13 @@ def lost_states(exchange: Exchange, participations: Mapping[int, int]) -> list[s
 
 
 def missing_classes(labels: Sequence[str], ages: Sequence[int] | None) -> list[str]:
-    """Return a warning about classes that no client has uploaded for exactly 10, 100 or 1,000 rounds.
-
-    Args:
-        labels: names of the classes.
-        ages: see :func:`updated_ages`.
-    """
+    """Return a warning about classes that no client has uploaded for exactly 10, 100 or 1,000 rounds."""
     missing = [label for label, age in zip(labels, ages or [], strict=False) if age in (10, 100, 1000)]
     return [f"no client sent these classes for 10 rounds or more: {', '.join(missing)}"] if missing else []
 
 
 def not_scored(predictor: str, method: str, accuracy: Mapping[str, Accuracy]) -> list[str]:
-    """Return a warning if clients were scored, but not with the configured predictor.
-
-    Args:
-        predictor: as configured.
-        method: the method's name.
-        accuracy: by predictor.
-    """
+    """Return a warning if clients were scored, but not with the configured predictor."""
     if not accuracy or predictor in accuracy:
         return []
     return [

@@ -41,10 +41,6 @@ def need_success(exchange: Exchange) -> None:
 def need_workers(roster: Roster, exchange: Exchange) -> None:
     """Check that no worker of a simulation died.
 
-    Args:
-        roster: the clients of the rounds.
-        exchange: of the round.
-
     Raises:
         RunEnded: if one died.
     """
@@ -61,10 +57,6 @@ def need_workers(roster: Roster, exchange: Exchange) -> None:
 
 def need_replies(min_replies: int, exchange: Exchange) -> None:
     """Check that enough clients trained.
-
-    Args:
-        min_replies: as configured.
-        exchange: of the round.
 
     Raises:
         NodesUnreachable: if fewer did, but lost nodes and replies would have made up for it; gives the first reasons.

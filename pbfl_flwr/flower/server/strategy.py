@@ -315,11 +315,7 @@ class MethodStrategy(Strategy):
     ) -> Exchange:
         """Send the messages of a plan and read the replies.
 
-        Args:
-            grid: Flower's.
-            plan: who does what.
-            timeout: seconds to wait for the replies.
-            state: that is broadcast; by default that of the last finished round.
+        By default the state of the last finished round is broadcast. The timeout is in seconds.
         """
         state = self.state if state is None else state
         phase = self._messages(plan, state)
