@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.errors import PbflError
@@ -25,7 +26,6 @@ from pbfl_flwr.experiments.results import FinishedRun, Group
 
 MOST_LINES = 50  # clients in one picture
 Curve = Sequence[tuple[int, float]]
-UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
@@ -63,13 +63,11 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflErro
 def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     """Yield the cumulative payload over rounds, all clients and both directions."""
     figure, (axes,) = canvas()
-    totals = {group.label: _travelled(group.first) for group in groups}
-    scale, unit = _unit(max(total[-1] for total in totals.values()))
     for number, group in enumerate(groups):
         rounds = [entry.round for entry in group.first.rounds]
-        shown = np.array(totals[group.label]) / scale
-        curve(axes, rounds, shown, group.label, number)
-    curve_axes(axes, "round", f"cumulative bytes ({unit})", whole=True)
+        curve(axes, rounds, _travelled(group.first), group.label, number)
+    curve_axes(axes, "round", "cumulative bytes", whole=True)
+    axes.yaxis.set_major_formatter(EngFormatter("B"))
     axes.set_ylim(bottom=0)
     yield titled_picture(
         "bytes-over-rounds",
@@ -84,11 +82,10 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | PbflEr
     """Yield accuracy against the cumulative payload, all clients and both directions."""
     figure, (axes,) = canvas()
     totals = {group.label: _travelled(group.first) for group in groups}
-    scale, unit = _unit(max(total[-1] for total in totals.values()))
     for number, group in enumerate(groups):
         run = group.first
         at = dict(zip((entry.round for entry in run.rounds), totals[group.label], strict=True))
-        points = [(at[done] / scale, 100 * value) for done, value in run.curve() if done in at]
+        points = [(at[done], 100 * value) for done, value in run.curve() if done in at]
         if not points or not at[max(at)]:
             yield PbflError(
                 f"{group.label}: nothing was transmitted" if points else f"{group.label}: not scored"
@@ -98,11 +95,12 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | PbflEr
         curve(axes, xs, ys, group.label, number)
     if not axes.lines:
         return
-    curve_axes(axes, f"cumulative bytes, all clients ({unit})", "accuracy (%)")
+    curve_axes(axes, "cumulative bytes, all clients", "accuracy (%)")
     if max(total[-1] for total in totals.values()) > 20 * min(
         total[0] for total in totals.values() if total[0]
     ):
         logarithmic(axes.xaxis)
+    axes.xaxis.set_major_formatter(EngFormatter("B"))
     yield titled_picture(
         "accuracy-against-bytes",
         "Accuracy against bytes",
@@ -183,10 +181,6 @@ def _accuracy(groups: Sequence[Group]) -> str:
 
 def _travelled(run: FinishedRun) -> list[int]:
     return list(accumulate(entry.bytes_up.payload + entry.bytes_down.payload for entry in run.rounds))
-
-
-def _unit(largest: float) -> tuple[float, str]:
-    return next((scale, unit) for scale, unit in UNITS if largest >= scale or scale == 1.0)
 
 
 def _shared(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:
