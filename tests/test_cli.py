@@ -383,14 +383,6 @@ def test_a_count_that_is_not_known_has_a_reason_below(tmp_path: Path) -> None:
     assert text.count("The paper's scalars are unknown without a formula") == 1
 
 
-def test_show_says_how_an_unfinished_run_ended(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)], **{"num-server-rounds": 9})
-    (run / "error.txt").write_text("round 2: 0 valid replies\n")
-    text = pbfl("show", run).stdout
-    assert "1 of 9 rounds" in text
-    assert "round 2: 0 valid replies" in text
-
-
 def test_what_no_client_says_is_no_cost_of_zero(tmp_path: Path) -> None:
     spent = {"open": 0.0, "fit": 0.0}
     silent = entry(1, 0.5, 0.5, peak_mb=0.0, seconds={"total": 2.0, "aggregate": 0.1, "clients": spent})
@@ -684,7 +676,11 @@ def test_a_finished_run_that_is_resumed_is_shown(tmp_path: Path, monkeypatch: py
 def test_a_run_of_devices_is_no_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)], **{"num-server-rounds": 9})
-    assert f"resume with: pbfl run --resume {run}" in pbfl("show", run).stdout
+    (run / "error.txt").write_text("round 2: 0 valid replies\n")
+    text = pbfl("show", run).stdout
+    assert f"1 of 9 rounds; resume with: pbfl run --resume {run}" in text
+    assert "ended with: round 2: 0 valid replies" in text
+    (run / "error.txt").unlink()
     clients = json.loads((run / "run.json").read_text())["clients"]
     edit(run / "run.json", clients=[{**client, "simulated": False} for client in clients])
     said = refused("run", "--resume", run)

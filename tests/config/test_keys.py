@@ -9,7 +9,7 @@ import pytest
 from pbfl_flwr.config import GROUPS, Group, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan.configuration import flatten
-from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+from pbfl_flwr.methods import SECTIONS
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 TABLES: list[tuple[str, type[Group]]] = [
@@ -39,13 +39,6 @@ def test_pyproject_tells_flower_every_key_and_default_in_order() -> None:
     declared["num-clients"] = FIELDS["num-clients"].default
     for key, field in FIELDS.items():
         assert (type(declared[key]), declared[key]) == (type(field.default), field.default), key
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_can_be_built_from_the_defaults(method: str) -> None:
-    one_network = {"models": "cnn4"} if method == "fedavg" else {}
-    keys = {**config_block(), "num-clients": 20, "method": method, **one_network}
-    assert build_method(parse(keys, SECTIONS)).name == method
 
 
 def test_values_beyond_the_bounds_of_a_key_are_rejected() -> None:

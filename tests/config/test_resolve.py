@@ -94,8 +94,6 @@ def test_numbers_are_accepted_as_text_but_text_not_as_numbers() -> None:
         ("count-bucket", 1, "greater than or equal to 2 or 'off' or 'powers'"),
         ("stale", "never", "'keep' or 'drop'"),
         ("attack.kind", "flip", "'none', 'sign-flip', 'scale', 'noise' or 'permute'"),
-        ("attack.share", 1.0, "less than 1"),
-        ("faults.drop", 1.5, "less than or equal to 1"),
         ("run-dir", "runs/a", "an absolute path (workers run in other directories) or empty"),
         ("augmentation", "flip,flip", "empty, or a comma list of crop, flip, each once"),
         ("labels", "cat", "empty, or 2 to 10000 different names, separated by commas"),

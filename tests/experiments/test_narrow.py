@@ -127,12 +127,10 @@ def test_the_figures_of_a_run_stay_whole_on_a_narrow_terminal(
     assert "…" not in shown
 
 
-def test_keys_by_word_by_group_and_by_method() -> None:
+def test_methods_by_word_and_keys_by_word_group_and_method() -> None:
     everything = pbfl("list", "keys").stdout
-    assert [line.split(":")[0] for line in everything.splitlines() if line[:1].strip()] == [
-        *GROUPS,
-        *SECTIONS,
-    ]
+    titles = [line.split(":")[0] for line in everything.splitlines() if line[:1].strip()]
+    assert titles == [*GROUPS, *SECTIONS]
     by_name = pbfl("list", "keys", "cps-").stdout.splitlines()
     assert (
         "prototypes: The stages of the prototype pipeline; auto is what the method's name stands for."
@@ -141,12 +139,11 @@ def test_keys_by_word_by_group_and_by_method() -> None:
     assert {"  cps-dim = auto", "  cps-scheme = dimension", "  cps-regularizer = full"} <= {*by_name}
     assert "  learning-rate = 0.05" not in by_name
     group = pbfl("list", "keys", "models").stdout
-    assert [line.split()[0] for line in group.splitlines() if line[:3].strip() and line[0] == " "] == [
-        "models",
-        "feature-dim",
-        "initial-weights",
-    ]
+    names = [line.split()[0] for line in group.splitlines() if line[:3].strip() and line[0] == " "]
+    assert names == ["models", "feature-dim", "initial-weights"]
     assert "  failure-policy = continue" in pbfl("list", "keys", "Stop the run").stdout.splitlines()
+    methods = pbfl("list", "methods", "proto").stdout.splitlines()
+    assert [line.split()[0] for line in methods] == ["fedproto", "tinyproto", "protonorm"]
     method = pbfl("list", "keys", "fedprox").stdout
     assert method.splitlines()[1] == "  fedprox.mu = 0.001"
     assert len(method.splitlines()) == 3
@@ -165,11 +162,3 @@ def test_keys_by_word_by_group_and_by_method() -> None:
 )
 def test_a_word_that_nothing_contains_is_one_line(topic: str, word: str, said: str) -> None:
     assert said in refused("list", topic, word)
-
-
-def test_methods_by_word() -> None:
-    assert [line.split()[0] for line in pbfl("list", "methods", "proto").stdout.splitlines()] == [
-        "fedproto",
-        "tinyproto",
-        "protonorm",
-    ]
