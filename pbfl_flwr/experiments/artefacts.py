@@ -130,12 +130,7 @@ def target_scale(run: FinishedRun) -> float:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The prototype alignment of the last round, recomputed from the server's checkpoint.
-
-    Attributes:
-        num_rows: number of prototypes aligned, at most K.
-        steps: geometry before the first step and after every step.
-    """
+    """The prototype alignment of the last round: number of prototypes, geometry before and after every step."""
 
     num_rows: int
     steps: tuple[Geometry, ...]

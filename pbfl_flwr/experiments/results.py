@@ -286,12 +286,7 @@ class FinishedRun:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The runs of one configuration, one per seed.
-
-    Attributes:
-        label: its name in tables and pictures.
-        runs: at least one.
-    """
+    """The runs of one configuration, one per seed and at least one, with its name in tables and pictures."""
 
     label: str
     runs: tuple[FinishedRun, ...]

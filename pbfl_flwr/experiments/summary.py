@@ -47,13 +47,7 @@ PAPER_NOTE = "The paper's scalars are unknown without a formula, or where it nee
 
 @dataclass(frozen=True)
 class Text:
-    """A column of text.
-
-    Attributes:
-        title: in tables.
-        key: in the CSV file.
-        cell: the text of a row.
-    """
+    """A column of text: its title in tables, its key in the CSV file, and the text of a row."""
 
     title: str
     key: str

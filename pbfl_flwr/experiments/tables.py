@@ -111,12 +111,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Tables:
-    """What several runs are summed up in.
-
-    Attributes:
-        shown: tables and lines of text, as printed.
-        files: file name -> content.
-    """
+    """What several runs are summed up in: tables and lines as printed, and file name -> content."""
 
     shown: Sequence[Sheet | str]
     files: Mapping[str, str]

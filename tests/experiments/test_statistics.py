@@ -19,21 +19,6 @@ def test_best_decile_takes_whole_clients() -> None:
     assert best_decile([0.25, 0.75, 0.2]) == 0.75
 
 
-def test_wilcoxon_against_all_signs() -> None:
-    first, second = (
-        np.array([0.9, 0.8, 0.85, 0.7, 0.3, 0.6, 0.5]),
-        np.array([0.8, 0.6, 0.55, 0.3, 0.35, 0.0, 0.0]),
-    )
-    ranks = np.array([2, 3, 4, 5, 1, 7, 6])  # of |0.1, 0.2, 0.3, 0.4, -0.05, 0.6, 0.5|
-    low = 1  # the rank of the only negative one
-    totals = [ranks[np.array(signs) < 0].sum() for signs in product((-1, 1), repeat=7)]
-    found = paired(first, second)
-    assert found.p == pytest.approx(2 * np.mean(np.array(totals) <= low))
-    assert (found.n, found.better, found.worse, found.equal) == (7, 6, 1, 0)
-    assert found.smallest_p == 2 / 2**7
-    assert not found.too_few
-
-
 def counted(differences: NDArray[np.int64]) -> float:
     """p by every assignment of signs to the ranks of whole numbers that are not 0."""
     ranks = rankdata(np.abs(differences))
@@ -52,7 +37,8 @@ def test_wilcoxon_with_ties_and_zeros_against_all_signs(seed: int) -> None:
     shares, differences = correct / 20, correct[0] - correct[1]
     differing = differences[differences != 0]
     found = paired(*shares, resamples=1)
-    assert found.equal == differences.size - differing.size
+    signs = [int((np.sign(differences) == sign).sum()) for sign in (1, 0, -1)]
+    assert (found.n, [found.better, found.equal, found.worse]) == (differences.size, signs)
     if differing.size:
         assert found.p == pytest.approx(counted(differing))
         assert found.smallest_p == counted(np.abs(differing))
@@ -106,6 +92,7 @@ def test_the_interval_holds_the_mean_and_is_the_same_every_time() -> None:
 def test_few_pairs_say_that_they_say_nothing() -> None:
     three = paired([0.9, 0.8, 0.7], [0.5, 0.4, 0.2])
     assert (three.smallest_p, three.too_few) == (0.25, True)
+    assert [paired(np.arange(1, n), np.zeros(n - 1)).too_few for n in (6, 7)] == [True, False]  # 2/2⁵, 2/2⁶
     assert paired([0.9], [0.5]).low is None
     alike = paired([0.5, 0.1 + 0.2], [0.5, 0.3])
     assert (alike.p, alike.equal, alike.too_few) == (None, 2, True)

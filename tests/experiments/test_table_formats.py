@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pbfl_flwr.experiments.summary import mean_and_deviation
-from pbfl_flwr.experiments.tables import Sheet, mean_cell, tex
+from pbfl_flwr.experiments.tables import Sheet, tex
 
 SHEET = Sheet("A & B", ("run", "last, %"), (("my_run|1", "50.0 ± 1.0"), ("b\nc", "-")), ("± over 2 seeds",))
 
@@ -53,19 +52,3 @@ def test_latex_compiles(tmp_path: Path) -> None:
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60, stdout=subprocess.DEVNULL)
     assert "Overfull" not in (tmp_path / "page.log").read_text(errors="replace")  # nothing runs off the page
-
-
-def test_all_three_are_files() -> None:
-    files = {"t.md": SHEET.markdown(), "t.csv": SHEET.csv(), "t.tex": SHEET.latex()}
-    assert SHEET.files("t") == files
-
-
-def test_figures() -> None:
-    assert mean_cell([]) == "-"
-    assert mean_cell([50.0]) == "50.00"
-    assert mean_cell([25.0, 75.0]) == "50.00 ± 35.36"  # 50/√2
-    assert [mean_and_deviation(values) for values in ([], [50.0], [25.0, 75.0])] == [
-        ("", ""),
-        ("50.0000", ""),
-        ("50.0000", "35.3553"),
-    ]

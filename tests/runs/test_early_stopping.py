@@ -141,13 +141,6 @@ def test_new_clients_come_after_an_early_end(tmp_path: Path) -> None:
     assert status.snapshot(run.directory.path).state == "finished"
 
 
-def test_all_rounds_are_made_within_patience(tmp_path: Path) -> None:
-    run = ended(tmp_path, rounds=4, patience=4)
-    assert len(run.strategy.history) == 4
-    assert run.directory.record().ended_after is None
-    assert run.directory.result()
-
-
 def test_run_resumed_without_patience_has_the_same_result(tmp_path: Path) -> None:
     whole = ended(tmp_path / "whole", rounds=5, patience=0, learning_rate=0.05)
     parts = ended(tmp_path / "parts", rounds=5)

@@ -44,15 +44,7 @@ class NodesRecord(Record):
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked federation, ready to start.
-
-    Attributes:
-        run_dir: absolute path.
-        config: requested run-config keys.
-        settings: the parsed configuration.
-        nodes: configuration of every SuperNode.
-        secure: whether to use TLS and SuperNode authentication.
-    """
+    """A checked federation, ready to start: its absolute directory, requested and parsed keys, and SuperNodes."""
 
     run_dir: Path
     config: Mapping[str, Scalar]

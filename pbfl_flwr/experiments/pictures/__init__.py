@@ -50,13 +50,7 @@ SECTIONS: dict[str, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True)
 class Section:
-    """The pictures under one heading.
-
-    Attributes:
-        title: the heading.
-        pictures: in the order of ``SECTIONS``.
-        left_out: one line for each reason why a picture could not be drawn.
-    """
+    """The pictures under one heading, and a line for each reason why one could not be drawn."""
 
     title: str
     pictures: tuple[Picture, ...]

@@ -57,14 +57,7 @@ RC: dict[Any, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A finished drawing.
-
-    Attributes:
-        name: file name without suffix.
-        title: short title.
-        caption: how to read it.
-        figure: the matplotlib figure.
-    """
+    """A finished drawing: file name without suffix, title, how to read it, and the figure."""
 
     name: str
     title: str

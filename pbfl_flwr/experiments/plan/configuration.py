@@ -39,12 +39,7 @@ def presets() -> list[str]:
 
 @dataclass(frozen=True)
 class RequestedKeys:
-    """The requested keys of a run, unparsed, and the problems found while reading them.
-
-    Attributes:
-        values: flat kebab-case keys.
-        problems: one line per problem.
-    """
+    """The requested keys of a run, flat and unparsed, and a line for each problem found while reading them."""
 
     values: dict[str, Scalar]
     problems: tuple[str, ...] = ()

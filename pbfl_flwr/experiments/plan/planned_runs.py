@@ -19,14 +19,7 @@ LONGEST_RANGE = 1000  # of seeds; a longer one is taken for a typing error
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a table.
-
-    Attributes:
-        label: its row in the table.
-        requested: its requested keys.
-        directory: where it is written.
-        block: of a reproduction; else empty.
-    """
+    """One run of a table: its row, requested keys, directory, and block of a reproduction (else empty)."""
 
     label: str
     requested: configuration.RequestedKeys
