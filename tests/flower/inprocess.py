@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,10 +24,12 @@ from flwr.clientapp import ClientApp
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
+from rich.console import Console
 from torch import Tensor
 
 from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, Shard, load_pool
+from pbfl_flwr.experiments.show import show_run
 from pbfl_flwr.flower.client import device, fault_injection, session
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.session import DataSource
@@ -420,6 +423,9 @@ class Federation:
         return digest.hexdigest()
 
 
+GRID_OPTIONS = ("order", "faults", "partitions", "nodes", "node_configs", "seconds")
+
+
 def federation(
     directory: Path,
     method: str = "fedproto",
@@ -427,28 +433,12 @@ def federation(
     data: DataSource | None = tiny_data,
     strategy: type[MethodStrategy] = MethodStrategy,
     on_disk: bool = False,
-    order: int | None = None,
-    faults: Mapping[tuple[int, int], Fault] | None = None,
-    partitions: Sequence[int] | None = None,
-    nodes: Sequence[int] | None = None,
-    node_configs: Sequence[Mapping[str, Scalar]] | None = None,
-    seconds: float = 0.0,
-    **keys: Scalar,
+    **options: Any,
 ) -> Federation:
-    """Return a federation that has not run yet."""
-    config = configuration(directory, method, **keys)
-    num_clients = int(config["num-clients"])
-    grid = InProcessGrid(
-        make_client_app(data),
-        config,
-        num_clients,
-        order=order,
-        faults=faults,
-        partitions=partitions,
-        nodes=nodes,
-        node_configs=node_configs,
-        seconds=seconds,
-    )
+    """Return a federation that has not run yet; its options are those of the grid, and keys of the configuration."""
+    of_grid = {name: options.pop(name) for name in GRID_OPTIONS if name in options}
+    config = configuration(directory, method, **options)
+    grid = InProcessGrid(make_client_app(data), config, int(config["num-clients"]), **of_grid)
     place = Path(str(config["run-dir"])) if on_disk else None
     return Federation(strategy(parse(config, SECTIONS), place), grid, config)
 
@@ -456,6 +446,13 @@ def federation(
 def plain(records: Record | Sequence[Record]) -> Any:
     """Return a record, or each of several, as JSON has it."""
     return records.to_json() if isinstance(records, Record) else [record.to_json() for record in records]
+
+
+def shown(run: Path) -> str:
+    """Return what ``pbfl show`` prints of a run on a wide terminal."""
+    text = StringIO()
+    show_run(run, Console(width=200, file=text))
+    return text.getvalue()
 
 
 def after_round(number: int, happens: Callable[[], object]) -> AbstractContextManager[object]:

@@ -2,19 +2,17 @@
 
 import json
 from collections.abc import Mapping
-from io import StringIO
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.show import failure_lines, show_run
+from pbfl_flwr.experiments.show import failure_lines
 from pbfl_flwr.runs.client_store import load_tensors
-from tests.flower.inprocess import federation, flower_error, plain, tiny_data
+from tests.flower.inprocess import federation, flower_error, plain, shown, tiny_data
 from tests.flower.sites import run, sites, write_site
 
 
@@ -44,10 +42,8 @@ def test_records_and_tables_hold_names(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run/rounds.jsonl").read_text().splitlines()]
     assert lines[1]["failures"] == [{"client": 2, "name": "zoe", "reason": "x"}]
     assert list(failure_lines(fed.directory.round_records())) == ["client zoe failed in round 2: x"]
-    text = StringIO()
-    show_run(tmp_path / "run", Console(width=200, file=text))
-    shown = text.getvalue()
-    rows = [line.split() for line in shown.splitlines() if line.split()[2:3] == ["cnn4"]]
+    output = shown(tmp_path / "run")
+    rows = [line.split() for line in output.splitlines() if line.split()[2:3] == ["cnn4"]]
     assert [row[:2] + row[4:5] for row in rows] == [
         ["0", "Ada", "18"],
         ["1", "bob.3", "18"],

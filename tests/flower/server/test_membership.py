@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from flwr.app import ConfigRecord, Message
-from rich.console import Console
 
 from pbfl_flwr.config import RunSettings, Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import report, results
 from pbfl_flwr.experiments.run_export import as_csv
-from pbfl_flwr.experiments.show import show_run
 from pbfl_flwr.flower.client import handshake as client_handshake
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import membership as memberships
@@ -44,6 +41,7 @@ from tests.flower.inprocess import (
     handshake_reply,
     plain,
     raises,
+    shown,
     silent,
     stored_rounds,
     tiny_client,
@@ -94,11 +92,10 @@ def test_clients_join_in_any_round(tmp_path: Path, caplog: pytest.LogCaptureFixt
     columns = [json.loads(line) for line in (tmp_path / "run/clients.jsonl").read_text().splitlines()]
     assert [line["name"] for line in columns] == [["m", "z"], ["m", "z", "a"], ["m", "z", "a", "b"]]
     assert (tmp_path / "run/result.txt").exists()
-    text = StringIO()
-    show_run(tmp_path / "run", Console(width=200, file=text))
-    assert "client b has joined the run" in text.getvalue()
+    output = shown(tmp_path / "run")
+    assert "client b has joined the run" in output
     late = "joined during the run: client a in round 2, client b in round 3; accuracies of earlier rounds exclude them"
-    assert late in text.getvalue().splitlines()
+    assert late in output.splitlines()
     assert {row.split(",")[2] for row in as_csv(tmp_path / "run").splitlines()[1:]} == set("mbza")
     assert late in report.overviews(results.load([tmp_path / "run"]))[0]["warnings"]
 
@@ -128,9 +125,7 @@ def test_device_keeps_its_number(tmp_path: Path) -> None:
     fed = begun(tmp_path, nodes, {1: [0, 1], 2: [2, 3]}, method="fesem")
     assert [line.trained for line in fed.strategy.history] == [[0, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert len(fed.strategy.state.assigned) == 4
-    text = StringIO()
-    show_run(tmp_path / "run", Console(width=200, file=text))
-    assert "over 2 of 4" not in text.getvalue()
+    assert "over 2 of 4" not in shown(tmp_path / "run")
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fesem", "gfpl"])
@@ -138,9 +133,7 @@ def test_unused_client_numbers_do_no_harm(tmp_path: Path, method: str) -> None:
     keys: dict[str, Any] = {"method": method, "num_clients": 6}
     fed = begun(tmp_path, sites(tmp_path, 1, 4, "x"), {1: [0, 1]}, **keys)
     assert [line.trained for line in fed.strategy.history] == [[1, 4]] * 3
-    text = StringIO()
-    show_run(tmp_path / "run", Console(width=200, file=text))
-    assert "not cover all participating clients" not in text.getvalue()
+    assert "not cover all participating clients" not in shown(tmp_path / "run")
     begun(tmp_path, sites(tmp_path, 4, 1), {1: [0, 1]}, num_server_rounds=4, resume=True, **keys)
 
 

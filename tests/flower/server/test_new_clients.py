@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Message
-from rich.console import Console
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.data import check_data, load_pool
@@ -21,11 +20,10 @@ from pbfl_flwr.experiments.results import FinishedRun, load, series
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.serving.states import state_file
-from tests.flower.inprocess import KINDS, Answer, Federation, federation, raises, same_tensors
+from tests.flower.inprocess import KINDS, Answer, Federation, federation, raises, same_tensors, shown
 from tests.small_runs import entry, write_run
 
 NEW: dict[str, Any] = {"new_clients": 2, "new_client_rounds": 3}
-SCORED = [3, 5]  # clients 0 to 2 hold 5 + 2 + 5 test samples, the new ones 4 and 6
 
 
 class Stopped(Exception):
@@ -118,9 +116,8 @@ def test_run_ended_in_a_round_of_new_clients_resumes_there(tmp_path: Path, torn:
         ended.run()
     assert [record.round for record in ended.directory.new_client_records(2)] == [3]
     assert status.snapshot(ended.directory.path).state != "finished"
-    console = Console(record=True, width=200)
-    show.show_run(ended.directory.path, console)
-    assert "1 of 3 rounds of the new clients; resume with: pbfl run --resume" in console.export_text()
+    rest = "1 of 3 rounds of the new clients; resume with: pbfl run --resume"
+    assert rest in shown(ended.directory.path)
     if torn:
         with (ended.directory.path / "new-clients.jsonl").open("a") as file:
             file.write('{"round": 4, "aft')
@@ -162,9 +159,7 @@ def test_tables_and_summaries_show_new_clients(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"num_clients": 4, "max_samples": 200, "dp_clip": 1.0, "dp_noise": 1.0, **NEW}
     run = federation(tmp_path, on_disk=True, data=None, **keys).run()
     path = run.directory.path
-    console = Console(width=120, record=True)
-    show.show_run(path, console)
-    output = console.export_text()
+    output = shown(path)
     assert "4 clients (2 of them new after the last round)" in output
     assert "2 new clients after round 2: sample-weighted accuracy, %" in output
     # Three releases of a new client against two of the others.

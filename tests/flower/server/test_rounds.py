@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from rich.console import Console
 
-from pbfl_flwr.experiments import show
 from pbfl_flwr.experiments.results import load, scores
 from pbfl_flwr.experiments.run_tables import accuracy_sheet
 from pbfl_flwr.flower.messages.report import SPENT, Report
@@ -23,13 +21,7 @@ from pbfl_flwr.flower.server.rounds import (
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.runs.records import Accuracy, RoundRecord
 from pbfl_flwr.sinks import steps
-from tests.flower.inprocess import (
-    KINDS,
-    Federation,
-    federation,
-    plain,
-    same_tensors,
-)
+from tests.flower.inprocess import KINDS, Federation, federation, plain, same_tensors, shown
 
 
 def report(num_test: int, correct: int, **others: int) -> Report:
@@ -175,9 +167,7 @@ def test_tables_name_the_moment_and_its_round(tmp_path: Path) -> None:
         assert (number, last) == scores(history)["head"].other
         columns = dict(steps(history[-1]))
         assert columns[number]["other-moment/head/weighted"] == last.weighted
-        console = Console(width=200, record=True)
-        show.show_run(run.directory.path, console)
-        lines = [line.split() for line in console.export_text().splitlines()]
+        lines = [line.split() for line in shown(run.directory.path).splitlines()]
         (head,) = [line for line in lines if line[:1] == ["head"]]
         assert head[-5:-3] == [f"{100 * last.weighted:.2f}", str(number)]
     sheet = accuracy_sheet(load([after.directory.path]))
