@@ -267,7 +267,7 @@ def test_code_that_a_run_names_is_imported_only_for_who_asks(
     about = json.loads((path / "run.json").read_text())
     about["configuration"]["method"] = "strange_page:build"
     about["clients"][0]["architecture"] = "strange_page:net"
-    (path / "run.json").write_text(json.dumps(about))
+    edit(path / "run.json", **about)
     record = results.FinishedRun.load(path)
     with pytest.raises(PbflError, match="'strange_page:build' is code to be allowed: pbfl report --import"):
         artefacts.method_of(record)

@@ -85,10 +85,15 @@ PRINTED = [
 ]
 
 
+def read(place: Path, old: str = "", new: str = "") -> reproduce.Reproduction:
+    """The reproduction, with a part of its file replaced."""
+    (place / "nine.toml").write_text(FILE.replace(old, new))
+    return reproduce.read(str(place / "nine.toml"))
+
+
 @pytest.fixture
 def paper(tmp_path: Path) -> reproduce.Reproduction:
-    (tmp_path / "nine.toml").write_text(FILE)
-    return reproduce.read(str(tmp_path / "nine.toml"))
+    return read(tmp_path)
 
 
 def planned(
@@ -173,9 +178,8 @@ def test_blocks_are_chosen_by_dataset_and_name(paper: reproduce.Reproduction) ->
     ],
 )
 def test_files_that_are_no_reproduction(change: tuple[str, str], said: str, tmp_path: Path) -> None:
-    (tmp_path / "bad.toml").write_text(FILE.replace(*change))
     with pytest.raises(PbflError, match=re.escape(said)):
-        reproduce.read(str(tmp_path / "bad.toml"))
+        read(tmp_path, *change)
 
 
 def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
@@ -225,11 +229,6 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     assert {name: second[name] for name in expected} == expected
 
 
-def read_csv(out: Path) -> list[dict[str, str]]:
-    with (out / "table.csv").open() as lines:
-        return list(csv.DictReader(lines))
-
-
 def test_a_predictor_that_the_first_seed_lacks_has_its_column(
     paper: reproduce.Reproduction, tmp_path: Path
 ) -> None:
@@ -254,7 +253,8 @@ def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Pat
     assert "Never scored by local: A, B." in text
     words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--engine", "processes", "--by", "head"]
     assert pbfl(*words, "--out", tmp_path).exit_code == 0
-    assert (read_csv(tmp_path)[0]["predictor"], read_csv(tmp_path)[0]["best"]) == ("head", "50.0000")
+    row = next(csv.DictReader((tmp_path / "table.csv").read_text().splitlines()))
+    assert (row["predictor"], row["best"]) == ("head", "50.0000")
 
 
 def test_the_table_says_when_rows_were_scored(paper: reproduce.Reproduction, tmp_path: Path) -> None:
@@ -270,8 +270,7 @@ def test_the_table_says_when_rows_were_scored(paper: reproduce.Reproduction, tmp
 
 
 def test_blocks_and_rows_that_were_not_asked_for_this_time_stay_in_the_tables(tmp_path: Path) -> None:
-    (tmp_path / "nine.toml").write_text(FILE.replace('"fashion-mnist"', '"digits"'))  # on every machine
-    paper = reproduce.read(str(tmp_path / "nine.toml"))
+    paper = read(tmp_path, '"fashion-mnist"', '"digits"')  # on every machine
     out = tmp_path / "out"
     for run in planned(paper, out):
         write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.requested.values)
@@ -296,8 +295,7 @@ def test_blocks_and_rows_that_were_not_asked_for_this_time_stay_in_the_tables(tm
 def test_the_table_says_what_each_deviation_is_over(
     spread: str, cells: str, said: str, notes: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "mine.toml").write_text(FILE.replace('spread = "seeds"', f'spread = "{spread}"'))
-    paper = reproduce.read(str(tmp_path / "mine.toml"))
+    paper = read(tmp_path, 'spread = "seeds"', f'spread = "{spread}"')
     runs = planned(paper, tmp_path, seeds=[0, 1], blocks=["one"], labels=["A"])
     for run, last in zip(runs, (0.25, 0.5), strict=True):
         write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)], **run.requested.values)
@@ -310,11 +308,8 @@ def test_the_table_says_what_each_deviation_is_over(
         assert "last-round accuracies.\n" in table(paper, runs[:1])
 
 
-def test_a_row_without_scores_has_no_spread_over_clients_and_is_named(
-    paper: reproduce.Reproduction, tmp_path: Path
-) -> None:
-    (tmp_path / "clients.toml").write_text(FILE.replace('spread = "seeds"', 'spread = "clients"'))
-    paper = reproduce.read(str(tmp_path / "clients.toml"))
+def test_a_row_without_scores_has_no_spread_over_clients_and_is_named(tmp_path: Path) -> None:
+    paper = read(tmp_path, 'spread = "seeds"', 'spread = "clients"')
     runs = planned(paper, tmp_path, blocks=["one"])
     for run, globals_ in zip(runs, (None, 0.5), strict=True):
         write_run(run.directory, [entry(n, 0.25, globals_) for n in (1, 2)], **run.requested.values)

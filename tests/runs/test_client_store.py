@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import stat
 from contextlib import nullcontext
 from dataclasses import replace
@@ -37,14 +38,19 @@ def client(tmp_path: Path) -> ClientStore:
     return ClientStore(tmp_path / "clients", "experiment-1", 4, "cnn4")
 
 
+def loaded(client: ClientStore) -> ClientState:
+    state = client.load()
+    assert state is not None
+    return state
+
+
 def test_state_round_trip(client: ClientStore) -> None:
     assert client.load() is None
     client.save(STATE)
-    loaded = client.load()
-    assert loaded is not None
-    assert (loaded.round, loaded.participations, loaded.report) == (3, 2, STATE.report)
+    state = loaded(client)
+    assert (state.round, state.participations, state.report) == (3, 2, STATE.report)
     for part in ("model", "memory", "reply"):
-        stored, expected = getattr(loaded, part), getattr(STATE, part)
+        stored, expected = getattr(state, part), getattr(STATE, part)
         assert set(stored) == set(expected)
         for name, tensor in expected.items():
             assert stored[name].dtype == tensor.dtype
@@ -74,11 +80,8 @@ def test_saves_views_and_strided_tensors(client: ClientStore) -> None:
     rows = torch.randn(4, 6)
     image = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     client.save(replace(STATE, memory={"a": rows, "b": rows, "row": rows[1], "t": rows.T, "image": image}))
-    loaded = client.load()
-    assert loaded is not None
-    assert torch.equal(loaded.memory["t"], rows.T)
-    assert torch.equal(loaded.memory["row"], rows[1])
-    assert torch.equal(loaded.memory["image"], image)
+    for name, tensor in {"t": rows.T, "row": rows[1], "image": image}.items():
+        assert torch.equal(loaded(client).memory[name], tensor)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="has other permissions")
@@ -108,54 +111,47 @@ class Killed(BaseException):
     """The process ends here; no handler of ours runs in its stead."""
 
 
-@pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_kill_before_the_rename_leaves_the_old_file(
-    client: ClientStore, monkeypatch: pytest.MonkeyPatch, step: str
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "error", "raised"),
+    [
+        (os, "fsync", Killed(), Killed),
+        (Path, "replace", Killed(), Killed),
+        (os, "fsync", FULL, UnsavedState),
+    ],
+    ids=["killed before it is flushed", "killed before the rename", "full disk"],
+)
+def test_a_write_that_ends_early_leaves_the_old_file(
+    client: ClientStore,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Any,
+    step: str,
+    error: BaseException,
+    raised: type[BaseException],
 ) -> None:
     client.save(STATE)
     before = client.path.read_bytes()
 
-    def killed(*args: object, **keys: object) -> None:
-        raise Killed
+    def fails(*args: object, **keys: object) -> None:
+        raise error
 
-    monkeypatch.setattr(os, "fsync", killed) if step == "fsync" else monkeypatch.setattr(
-        Path, "replace", killed
-    )
-    with pytest.raises(Killed):
+    monkeypatch.setattr(place, step, fails)
+    with pytest.raises(raised) as caught:
         client.save(replace(STATE, round=4))
     monkeypatch.undo()
-
     assert client.path.read_bytes() == before
-    loaded = client.load()
-    assert loaded is not None
-    assert loaded.round == 3
+    assert loaded(client).round == 3
+    if error is FULL:
+        assert re.search(
+            r"client-00004.safetensors cannot be written \(No space left[^\n]*$", str(caught.value)
+        )
+        assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
     client.save(replace(STATE, round=4))  # what was left behind is in nobody's way
-    again = client.load()
-    assert again is not None
-    assert again.round == 4
+    assert loaded(client).round == 4
     # Not even of room: a device may lose power a hundred times.
     assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
-
-
-def test_full_disk_leaves_the_old_file_and_no_temporary_one(
-    client: ClientStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client.save(STATE)
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        UnsavedState, match=r"client-00004.safetensors cannot be written \(No space left"
-    ) as error:
-        client.save(replace(STATE, round=4))
-    assert "\n" not in str(error.value)
-    monkeypatch.undo()
-    assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
-    loaded = client.load()
-    assert loaded is not None
-    assert loaded.round == 3
 
 
 def test_data_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,8 +331,7 @@ def test_uploaded_weights_are_stored_once(client: ClientStore) -> None:
     with safe_open(client.path, framework="pt") as file:
         stored = {name for name in file.keys() if name.startswith("reply.")}  # noqa: SIM118 - no mapping
     assert stored == {f"reply.{name}" for name in reply} - {"reply.w.body.0.weight"}
-    again = client.load()
-    assert again is not None
+    again = loaded(client)
     assert again.reply.keys() == reply.keys()
     for name, tensor in reply.items():
         assert torch.equal(again.reply[name].view(torch.uint8), tensor.view(torch.uint8)), name
@@ -348,9 +343,9 @@ def test_reply_of_fedavg_is_restored_from_its_model(tmp_path: Path) -> None:
     for file in sorted((run.directory.path / "clients").glob("*/*.safetensors")):
         tensors, about = load_tensors(file)
         assert [name for name in tensors if name.startswith("reply.")] == ["reply.n"]
-        own_run = ClientStore(file.parent, about["experiment"], int(about["client"]), about["architecture"])
-        state = own_run.load()
-        assert state is not None
+        state = loaded(
+            ClientStore(file.parent, about["experiment"], int(about["client"]), about["architecture"])
+        )
         sent = {name.removeprefix("w."): tensor for name, tensor in state.reply.items() if name != "n"}
         assert sent.keys() == {name for name in state.model if "running" not in name and "num_b" not in name}
         assert all(torch.equal(tensor, state.model[name]) for name, tensor in sent.items())
