@@ -11,15 +11,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.strategies import (
-    GFPL,
-    FedCPD,
-    FedProto,
-    FedTGP,
-    ProtoNorm,
-    TinyProto,
-    strategy_of,
-)
+from pbfl_flwr.strategies import GFPL, FedCPD, FedProto, FedTGP, ProtoNorm, TinyProto, strategy_of
 from tests.flower.inprocess import NUM_CLIENTS, InProcessGrid, tiny_data
 
 

@@ -62,22 +62,13 @@ def test_doctor_reports_another_flower(other: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["run"],
-        ["run", "--engine", "processes"],
-        ["compare", "pull"],
-        ["deploy", "local"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", ["run", "run --engine processes", "compare pull", "deploy local"])
 def test_older_flower_is_refused_before_anything_starts(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_version: Callable[[str], None]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_version: Callable[[str], None]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     of_version("1.36.0")
-    result = pbfl(*words)
+    result = pbfl(*command.split())
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.replace("\n", " ").strip() == f"error: flwr 1.36.0 is too old; {ALLOWED}"
     assert not list(tmp_path.iterdir())

@@ -56,10 +56,7 @@ def draw(settings: Settings, client: int | str, server_round: int) -> Fault:
 
 
 def inject(
-    fault: Fault,
-    message: Message,
-    train: Callable[[], Message],
-    last_reply: Callable[[], Message] | None,
+    fault: Fault, message: Message, train: Callable[[], Message], last_reply: Callable[[], Message] | None
 ) -> Message:
     """Return the reply to a message, with injected faults.
 

@@ -33,9 +33,7 @@ from pbfl_flwr.flower.deploy.processes import health
 from pbfl_flwr.util.memory import available_memory
 from pbfl_flwr.util.paths import home
 
-DEVICES: tuple[str, ...] = get_args(
-    TrainingSettings.model_fields["device"].annotation
-)  # values of the run-config key
+DEVICES: tuple[str, ...] = get_args(TrainingSettings.model_fields["device"].annotation)
 LOW_DISK, FULL_DISK = 1e9, 1e8  # free bytes for a warning, and for a failure
 NO_KERNELS = "install a torch build for this GPU, end other programs on it, or use the CPU"
 LOW_MEMORY = 1e9  # bytes; a client that trains a small network on a CPU needs about as much

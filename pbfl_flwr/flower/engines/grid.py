@@ -41,14 +41,7 @@ from pbfl_flwr.flower.engines.executors import (
 )
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.flower.server.app import serve
-from pbfl_flwr.flower.server.grid import (
-    MAX_INTERVAL,
-    NodeLabel,
-    OnWait,
-    ignore,
-    poll,
-    waiting_line,
-)
+from pbfl_flwr.flower.server.grid import MAX_INTERVAL, NodeLabel, OnWait, ignore, poll, waiting_line
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.runs.locks import claim, lock_of
 
@@ -240,9 +233,8 @@ def run_here(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, reso
     with ExitStack() as stack:
         stack.callback(lock.release)
         stack.enter_context(_logged_to(run_dir / LOG))
-        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = (
-            RUN_ID  # read by Flower's messages
-        )
+        # Read by Flower's messages.
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID
         if resources.engine == "ray":
             from pbfl_flwr.flower.engines.ray_actors import ray_workers
 

@@ -55,9 +55,8 @@ def connected(resources: Resources, cpus: int) -> Iterator[None]:
     if not resources.ray_address:
         options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": scratch}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault(
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
-    )  # else Ray warns; _Actor hides GPUs itself
+    # Else Ray warns; _Actor hides GPUs itself.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     handler = signal.getsignal(signal.SIGTERM)
     try:
         _need_answer(resources.ray_address)

@@ -16,13 +16,8 @@ from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload, Reveal
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.class_metrics import Areas, ByClass
 
-SPENT = (
-    "data",
-    "open",
-    "fit",
-    "evaluate",
-    "save",
-)  # timed steps: data loads shards; open network, state, settings
+# Timed steps: data loads shards; open network, state, settings.
+SPENT = ("data", "open", "fit", "evaluate", "save")
 # Fields of the record, see Report.to_record; not allowed as names of metrics.
 OWN = ("n", "c", "t", "v", "o", "k", "ko", "g", "a")
 MAX_METRICS = 100  # of one report

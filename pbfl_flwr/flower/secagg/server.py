@@ -24,14 +24,7 @@ from typing import Any, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.common import (
-    FitIns,
-    FitRes,
-    NDArray,
-    Parameters,
-    Scalar,
-    parameters_to_ndarrays,
-)
+from flwr.common import FitIns, FitRes, NDArray, Parameters, Scalar, parameters_to_ndarrays
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 from flwr.server import LegacyContext, ServerConfig, SimpleClientManager
 from flwr.server.client_manager import ClientManager

@@ -28,7 +28,7 @@ RECONNECT_TIMEOUT = 60.0  # seconds at most, for the handshake of a node that co
 NOT_CONNECTED = "its node is not connected"
 MAX_RETRY_ROUNDS = 32  # at most, until a node that was refused gets another handshake
 UNCHANGED = (  # of a client that comes back
-    "simulated", "name", "configured_data", "task", "labels", "columns", "architecture", "weights", "parameters",
+    "simulated", "name", "configured_data", "task", "labels", "columns", "architecture", "weights", "parameters"
 )  # fmt: skip
 
 RosterCheck = Callable[[Roster], None]
@@ -64,9 +64,7 @@ class Membership:
     failed: frozenset[int] = frozenset()
     warnings: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
-    _refusals: set[str] = field(
-        default_factory=set
-    )  # reasons already in a warning, of nodes that were refused
+    _refusals: set[str] = field(default_factory=set)  # reasons that are already in a warning
     # Refused node -> (pause in rounds after the next refusal, round from which it is asked again).
     _refused_nodes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -156,10 +154,7 @@ class Membership:
             raise PbflError("\n".join([line, *refusals(silent, len(clients) + len(silent))]))
         if self._may_join:
             return []
-        return [
-            *map(_not_in_run, others),
-            *(f"node {node}: {reason}" for node, reason in silent.items()),
-        ]
+        return [*map(_not_in_run, others), *(f"node {node}: {reason}" for node, reason in silent.items())]
 
     def _ask_until_present(
         self, grid: Grid, labels: set[str], join_timeout: float, on_wait: OnWait

@@ -14,12 +14,7 @@ from flwr.app import ConfigRecord, Message
 from pbfl_flwr.flower.client import app as client_module
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.prototypes.pipeline import Pipeline
-from tests.flower.inprocess import (
-    NUM_CLIENTS,
-    Answer,
-    federation,
-    plain,
-)
+from tests.flower.inprocess import NUM_CLIENTS, Answer, federation, plain
 
 ANSWER = """
 import sys

@@ -185,9 +185,8 @@ def test_engine_of_flower_starts_no_worker_without_room_on_a_gpu(
     handed: list[str] = []
     monkeypatch.setattr(Engine, "_run", lambda self, app, config, *more: handed.extend(more))
     engine = Engine(tmp_path)
-    engine.submit(
-        tmp_path, {}, 4, Resources(2, 0.6)
-    )  # by Flower's own count 3 of them, of which one never starts
+    # By Flower's own count 3 of them, of which one never starts.
+    engine.submit(tmp_path, {}, 4, Resources(2, 0.6))
     engine.submit(tmp_path, {}, 4, Resources(2))
     assert [text.rpartition("=")[2] for text in handed if "=" in text] == ["4", "8"]
     assert all("init-args-num-cpus=" in text for text in handed if "=" in text)

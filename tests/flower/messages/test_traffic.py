@@ -74,9 +74,8 @@ def test_traffic_adds_up() -> None:
 MB = 2**20
 
 
-PROTOCOL = ConfigRecord(
-    {"stage": "share-keys", "masked": [b"x" * 3 * MB, b"y" * 1000], "ratio": 0.5}
-)  # as SecAgg+ sends
+# As SecAgg+ sends.
+PROTOCOL = ConfigRecord({"stage": "share-keys", "masked": [b"x" * 3 * MB, b"y" * 1000], "ratio": 0.5})
 
 
 RECORDS: dict[str, Callable[[], RecordDict]] = {

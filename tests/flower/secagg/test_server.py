@@ -21,16 +21,7 @@ from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.stages import RULES
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import (
-    NUM_CLIENTS,
-    Federation,
-    altered,
-    federation,
-    injected,
-    lost,
-    plain,
-    raises,
-)
+from tests.flower.inprocess import NUM_CLIENTS, Federation, altered, federation, injected, lost, plain, raises
 
 TASK = Task(num_classes=10, feature_dim=64, input_shape=(1, 16, 16))
 
@@ -183,11 +174,7 @@ def shifted(record: ConfigRecord) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (without_a_key, "KeyError"),
-        (another_length, "ValueError"),
-        (shifted, "the sum's presence entries"),
-    ],
+    [(without_a_key, "KeyError"), (another_length, "ValueError"), (shifted, "the sum's presence entries")],
 )
 def test_protocol_violation_ends_the_run_in_one_line(
     tmp_path: Path, change: Callable[[ConfigRecord], None], message: str

@@ -249,9 +249,8 @@ def test_wraps_only_grids_of_flower(clock: Clock) -> None:
     assert polling(other, str) is other
     flowers = InMemoryGrid.__new__(InMemoryGrid)  # it would connect to a SuperLink's state
     assert isinstance(polling(flowers, str), PollingGrid)
-    assert (
-        "pull_interval" in signature(InMemoryGrid).parameters
-    )  # seconds, which its attribute of this name keeps
+    # Seconds, which its attribute of this name keeps.
+    assert "pull_interval" in signature(InMemoryGrid).parameters
 
 
 def test_polls_once_without_timeout(clock: Clock) -> None:

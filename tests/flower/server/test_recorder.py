@@ -30,7 +30,6 @@ from server_app import app as server_app
 from tests.flower.inprocess import (
     NUM_CLIENTS,
     Answer,
-    Fault,
     Federation,
     InProcessGrid,
     after_round,
@@ -208,10 +207,8 @@ def test_waiting_line_is_published_only_while_waiting(tmp_path: Path, fails: boo
             raise RunEnded("there is an end to waiting")
         return answer()
 
-    faults: dict[tuple[int, int], Fault] = {
-        (0, number): wait for number in range(3)
-    }  # the handshake is round 0
-    run = federation(tmp_path / "a", on_disk=True, num_clients=3, faults=faults)
+    rounds = range(3)  # the first one is the handshake
+    run = federation(tmp_path, on_disk=True, num_clients=3, faults={(0, number): wait for number in rounds})
     run.directory.path.mkdir(parents=True)
     run.directory.set_waiting("what a killed server has left")
     with pytest.raises(RunEnded) if fails else nullcontext():

@@ -12,12 +12,7 @@ from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import Traffic
 from pbfl_flwr.flower.server.exchange import Phase, RoundPlan
 from pbfl_flwr.flower.server.replies import Exchange
-from pbfl_flwr.flower.server.rounds import (
-    clients_record,
-    round_fields,
-    summarise_accuracy,
-    updated_ages,
-)
+from pbfl_flwr.flower.server.rounds import clients_record, round_fields, summarise_accuracy, updated_ages
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.runs.records import Accuracy, RoundRecord
 from pbfl_flwr.sinks import steps
@@ -70,10 +65,8 @@ def test_round_record_by_hand(moment: Literal["before", "after"], scored: int) -
     assert (record.validation["head"].weighted, record.validation["head"].clients) == (0.25, 1)
     assert (record.other_accuracy["head"].weighted, record.other_accuracy["head"].clients) == (0.0, 1)
     assert record.test_loss == 1.5  # (2·0.5 + 6·1.5 + 2·2.5)/10: by test samples
-    assert record.client_metrics == {
-        "held-back": 4.0,
-        "loss.ce": 3.75,
-    }  # (1·1 + 3·3 + 4·5)/8: by training samples
+    # (1·1 + 3·3 + 4·5)/8: by training samples
+    assert record.client_metrics == {"held-back": 4.0, "loss.ce": 3.75}
     assert record.server_metrics == {"loss": None}
     assert (record.warnings, record.ages) == (["a warning"], [0, 3])
     assert record.trained == [0, 1, 3]

@@ -16,11 +16,7 @@ from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MAX_REPEATS
 from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, federation, flower_error, raises, silent
 
-CODES = [
-    ErrorCode.NODE_UNAVAILABLE,
-    ErrorCode.MESSAGE_UNAVAILABLE,
-    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
-]
+CODES = [ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE]
 
 
 def while_it_lasts(times: int, *, trains: bool = False, code: int = CODES[0]) -> Fault:
@@ -117,11 +113,7 @@ def test_waits_for_nodes_that_were_gone_before_the_round(tmp_path: Path) -> None
     poll = count(1)  # the first one is the handshake's
     fed.grid.online = lambda: [] if next(poll) == 2 else fed.grid.nodes
     run = fed.run()
-    assert [line.trained for line in run.strategy.history] == [
-        [0, 2, 3, 4],
-        [0, 1, 2, 3, 4],
-        [0, 1, 2, 3, 4],
-    ]
+    assert [line.trained for line in run.strategy.history] == [[0, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     assert NOT_CONNECTED not in str(run.strategy.history)
 
 
