@@ -86,8 +86,7 @@ def run_in_this_thread(
     printing.start()
     stopped: KeyboardInterrupt | PbflError | None = None
     try:
-        with interruptible():
-            federation()
+        federation()
     except RunRefused:  # the directory belongs to another run, which this one must not offer to resume
         raise
     except (KeyboardInterrupt, PbflError) as error:
@@ -137,7 +136,7 @@ def follow_run(
     # The ServerApp writes this file, and leaves it unchanged if the run is refused.
     before = _written(run_dir / ERROR)
     follower = _following(run_dir, num_rounds, console)
-    with interruptible(), link:
+    with link:
         run_id = submit()
         try:
             status, details = _wait(link, run_id, follower)
@@ -185,6 +184,7 @@ def _reason(run_dir: Path, before: int | None, link: ManagedSuperLink, status: s
 def interruptible() -> Iterator[None]:
     """Treat SIGTERM, and SIGHUP when the terminal is closed, like Ctrl-C, so that everything is cleaned up.
 
+    Commands that run something are inside it as a whole, see :func:`pbfl_flwr.cli.common.running`.
     A SIGHUP that is ignored, as under nohup, stays ignored.
     """
 

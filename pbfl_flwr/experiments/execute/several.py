@@ -21,7 +21,7 @@ from rich.console import Console
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.console import print_blocks, say
 from pbfl_flwr.experiments.execute.progress import Follower
-from pbfl_flwr.experiments.execute.runner import INTERRUPTED, interruptible, simulate
+from pbfl_flwr.experiments.execute.runner import INTERRUPTED, simulate
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, pending_keys
 from pbfl_flwr.flower.deploy.processes import Processes, signals_ignored
@@ -191,39 +191,38 @@ def run_in_parallel(
         except PbflError as error:
             failed.append(refusal(run, error))
     names = _prefixes(planned)
-    with interruptible():
-        try:
-            while waiting or running:
-                while waiting and free:
-                    run, slot = waiting.pop(0), free.pop(0)
-                    name = names[run.directory]
-                    rounds = configuration.check(run.requested).run.num_server_rounds
-                    follower = Follower(run.directory, rounds, console, name)
-                    try:
-                        running.append(_start(run, command_of(run, slot), slot, follower))
-                    except PbflError as error:
-                        failed.append(refusal(run, error))
-                        free.append(slot)
-                        continue
-                    say(console, f"{name}: started, see {run.directory / LOG}")
-                for one in running[:]:
-                    code = one.process.poll()
-                    one.follower.update()
-                    if code is None:
-                        continue
-                    one.processes.close()
-                    running.remove(one)
-                    free.append(one.slot)
-                    if code == INTERRUPTED:
-                        raise KeyboardInterrupt
-                    outcome = f"failed, see {one.run.directory / LOG}" if code else "finished"
-                    say(console, f"{names[one.run.directory]}: {outcome}", "red" if code else "")
-                    failed += [one.run.name] if code else []
-                    after(one.run)
-                time.sleep(POLL_SECONDS)
-        finally:
-            with signals_ignored():
-                _end(running)
+    try:
+        while waiting or running:
+            while waiting and free:
+                run, slot = waiting.pop(0), free.pop(0)
+                name = names[run.directory]
+                rounds = configuration.check(run.requested).run.num_server_rounds
+                follower = Follower(run.directory, rounds, console, name)
+                try:
+                    running.append(_start(run, command_of(run, slot), slot, follower))
+                except PbflError as error:
+                    failed.append(refusal(run, error))
+                    free.append(slot)
+                    continue
+                say(console, f"{name}: started, see {run.directory / LOG}")
+            for one in running[:]:
+                code = one.process.poll()
+                one.follower.update()
+                if code is None:
+                    continue
+                one.processes.close()
+                running.remove(one)
+                free.append(one.slot)
+                if code == INTERRUPTED:
+                    raise KeyboardInterrupt
+                outcome = f"failed, see {one.run.directory / LOG}" if code else "finished"
+                say(console, f"{names[one.run.directory]}: {outcome}", "red" if code else "")
+                failed += [one.run.name] if code else []
+                after(one.run)
+            time.sleep(POLL_SECONDS)
+    finally:
+        with signals_ignored():
+            _end(running)
     return failed
 
 
