@@ -94,12 +94,9 @@ class FedTGP(MethodStrategy):
     """FedTGP: prototypes trained on the server.
 
     Args:
-        num_clients: M.
-        directory: where the run is written; None keeps everything in memory.
         server_epochs: S.
         margin_cap: τ.
-        regularizer_weight, aggregation, cps_dim, cpkd: see :class:`FedProto`.
-        keys: any other run-config key, with underscores.
+        num_clients, directory, regularizer_weight, aggregation, cps_dim, cpkd, keys: see :class:`FedProto`.
     """
 
     def __init__(
@@ -134,12 +131,9 @@ class TinyProto(MethodStrategy):
 
     Args:
         base: "fedproto" or "fedtgp".
-        num_clients: M.
-        directory: where the run is written; None keeps everything in memory.
         cps_dim: s.
         aps_scale: μ; "auto" is 0.9·K/n.
-        regularizer_weight: λ.
-        keys: any other run-config key, with underscores.
+        num_clients, directory, regularizer_weight, keys: see :class:`FedProto`.
     """
 
     def __init__(
@@ -169,12 +163,9 @@ class ProtoNorm(MethodStrategy):
     """ProtoNorm: prototype alignment and upscaling.
 
     Args:
-        num_clients: M.
-        directory: where the run is written; None keeps everything in memory.
         upscale: γ.
         alignment: the solver.
-        regularizer_weight: λ.
-        keys: any other run-config key, with underscores.
+        num_clients, directory, regularizer_weight, keys: see :class:`FedProto`.
     """
 
     def __init__(
@@ -202,14 +193,12 @@ class GFPL(MethodStrategy):
     """GFPL: Gaussian mixtures of features, pseudo-features, a dual classifier.
 
     Args:
-        num_clients: M.
-        directory: where the run is written; None keeps everything in memory.
         components: n, Gaussians per class on a client.
         samples: r, pseudo-features per class.
         start: t1, no exchange before this round.
         interval: S_T, exchange in rounds divisible by it.
         threshold: S_C, components closer than this are fused.
-        keys: any other run-config key, with underscores.
+        num_clients, directory, keys: see :class:`FedProto`.
     """
 
     def __init__(
@@ -241,13 +230,11 @@ class FedCPD(MethodStrategy):
     """FedCPD: FedRep with memory distillation, alignment and contrast of prototypes.
 
     Args:
-        num_clients: M.
-        directory: where the run is written; None keeps everything in memory.
         align_weight: α.
         contrast_weight: β.
         distill_weight: γ.
         base: method to which the losses are added.
-        keys: any other run-config key, with underscores; ``models`` names one architecture for all.
+        num_clients, directory, keys: see :class:`FedProto`; ``models`` names one architecture for all.
     """
 
     def __init__(

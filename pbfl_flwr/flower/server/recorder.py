@@ -41,7 +41,6 @@ class Recorder:
         self.run, self._settings, self._primary_predictor = run, settings, primary_predictor
         self._fingerprint = settings.fingerprint()
         self._best: Score = (False, -1.0)
-        self._last_round = settings.run.num_server_rounds
         self._experiment = ""  # until the run has started
         self._sinks: Sinks | None = None
         self._warnings: list[str] = []
@@ -148,15 +147,6 @@ class Recorder:
         if self._sinks is not None:
             self._warn(self._sinks.log(record))
 
-    def mark_early_stop(self, after: int) -> None:
-        """Record that early stopping ends the run after this round.
-
-        Raises:
-            UnsavedState: if writing fails.
-        """
-        self._last_round = after
-        self.run.update(ended_after=after)
-
     def add_new_clients(self, record: NewClientsRecord) -> None:
         """Write a round of the new clients.
 
@@ -189,8 +179,9 @@ class Recorder:
     def close(self) -> None:
         """Write the result hash if the run is finished, and close the sinks."""
         run = self._settings.run
-        rounds, new_client_rounds = self._last_round, run.new_client_rounds if run.new_clients else 0
+        new_client_rounds = run.new_client_rounds if run.new_clients else 0
         try:
+            rounds = self.run.record().last_round
             finished = len(self.run.round_records()) >= rounds
             if finished and len(self.run.new_client_records(rounds)) >= new_client_rounds:
                 result = result_hash(self.run, rounds)

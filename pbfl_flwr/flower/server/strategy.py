@@ -232,8 +232,8 @@ class MethodStrategy(Strategy):
                     if scores is not None:
                         result.evaluate_metrics_serverapp[self.done] = scores
                 early = patience_exhausted(self._scores, self.done, run.patience)
-                if self._recorder is not None and early and self.done < run.num_server_rounds:
-                    self._recorder.mark_early_stop(self.done)
+                if self.run is not None and early and self.done < run.num_server_rounds:
+                    self.run.update(ended_after=self.done)
                 if run.new_clients:
                     self._train_new_clients(grid, timeout)
             finally:

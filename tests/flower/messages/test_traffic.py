@@ -19,22 +19,9 @@ from pbfl_flwr.flower.messages.wire import encode
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Nothing, Prototypes
-from pbfl_flwr.task import Task
 from tests.flower.inprocess import through_flower
-
-SECONDS: Any = tuple(0.5 + i for i in range(len(Report(0, 0).seconds)))
-
-
-TASK = Task(num_classes=6, feature_dim=8, input_shape=(2,))
-
-
-def table(seed: int = 0, scale: float = 1.0) -> Prototypes:
-    values = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)) * scale
-    present = torch.tensor([True, False, True, True, False, True])
-    return Prototypes(values * present[:, None], present)
-
-
-GOOD = encode(table())["s"].data
+from tests.flower.messages.test_report import SECONDS
+from tests.flower.messages.test_wire import GOOD, table
 
 
 def test_overhead_is_under_three_percent_of_the_rows() -> None:
