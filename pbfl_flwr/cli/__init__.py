@@ -17,10 +17,8 @@ import click
 import typer
 from typer.core import TyperGroup
 
-from pbfl_flwr.cli import cleaning, deployment, devices, experiments, reports, tables
+from pbfl_flwr.cli import deployment, devices, experiments, tables
 from pbfl_flwr.cli.common import error_exit
-from pbfl_flwr.cli.privacy import privacy
-from pbfl_flwr.cli.weights import weights
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.console import discard_output, document
 
@@ -51,17 +49,17 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "sweep": tables.sweep,
     "watch": experiments.watch,
     "show": experiments.show,
-    "report": reports.report,
+    "report": experiments.report,
     "list": experiments.list_,
-    "clean": cleaning.clean,
-    "privacy": privacy,
+    "clean": experiments.clean,
+    "privacy": experiments.privacy,
     "certs": deployment.certs,
     "keys": deployment.keys,
     "doctor": deployment.doctor,
     "app": deployment.app,
     "check-data": devices.check_data,
     "vocabulary": devices.vocabulary,
-    "weights": weights,
+    "weights": devices.weights,
     "export": devices.export,
     "predict": devices.predict,
 }

@@ -1,7 +1,9 @@
-"""``pbfl run``, ``watch``, ``show`` and ``list``: single runs, their results, and what there is to choose from."""
+"""``pbfl run``, ``watch``, ``show``, ``report``, ``list``, ``clean`` and ``privacy``: runs and configurations."""
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -14,6 +16,7 @@ from pbfl_flwr.cli.common import (
     NON_EMPTY_PATH,
     AppDirectory,
     Assignments,
+    By,
     Gpus,
     NewRunDir,
     Preset,
@@ -26,7 +29,7 @@ from pbfl_flwr.cli.common import (
     running,
 )
 from pbfl_flwr.errors import PbflError, expanded, reading
-from pbfl_flwr.experiments.console import document, say, screen
+from pbfl_flwr.experiments.console import document, kilobytes, print_hanging, say, screen
 
 Topic = Literal[
     "methods", "models", "weights", "datasets", "presets", "comparisons", "reproductions", "keys", "runs"
@@ -165,6 +168,44 @@ def _list_runs(directory: Path, form: Form = "text") -> None:
         document(status.as_json(runs) if form == "json" else status.as_csv(runs))
 
 
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", click_type=NON_EMPTY_PATH, help="Run directories, or directories of runs."
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", click_type=NON_EMPTY_PATH, help="The HTML file to write.")
+    ] = Path("report.html"),
+    by: By = None,
+    png: Annotated[bool, typer.Option("--png", help="Also write the pictures as PNG files.")] = False,
+    allowed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="MODULE:FUNCTION",
+            help="Code named by a run that may be imported for pictures: a model or method; may be repeated.",
+        ),
+    ] = None,
+    svg: Annotated[bool, typer.Option("--svg", help="Also write the pictures as SVG files.")] = False,
+) -> None:
+    """Write a self-contained HTML report of one or several runs: tables, statistics, pictures."""
+    from pbfl_flwr.experiments import report as reporting
+    from pbfl_flwr.experiments import results, status
+
+    with reading(", ".join(map(str, runs))):
+        paths, left_out = status.for_a_report(runs)
+        groups = results.load(paths, allowed or (), by or "")
+        written = reporting.write(groups, expanded(out).absolute(), png=png, svg=svg)
+    console = screen()
+    for line in left_out:
+        say(console, line)
+    say(console, f"written to {written[0]} ({kilobytes(written[0].stat().st_size)})")
+    if len(written) > 1:
+        say(console, f"{len(written) - 1} pictures in {written[-1].parent}")
+
+
 def list_(
     topic: Annotated[Topic, typer.Argument(metavar="TOPIC", help=f"One of {', '.join(get_args(Topic))}.")],
     word: Annotated[
@@ -192,3 +233,67 @@ def list_(
         catalogue.show_keys(word, screen())
     else:
         catalogue.show_rows(topic, word, screen())
+
+
+def clean(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[DIR...]",
+            click_type=NON_EMPTY_PATH,
+            help="Runs, directories of runs, state directories of devices; default: runs, <home>/runs, <home>/state.",
+        ),
+    ] = None,
+    older_than: Annotated[
+        str,
+        typer.Option("--older-than", metavar="AGE", help="Minimum time since the last change: 30d, 12h, 0d."),
+    ] = "1d",
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove the files; otherwise they are only listed.")
+    ] = False,
+) -> None:
+    """List the clients' networks and states of finished runs, on a device of all runs but the newest; --yes removes."""
+    from pbfl_flwr.experiments import cleanup
+
+    console = screen()
+    seconds, freed = cleanup.parse_age(older_than), 0
+    with reading("a directory"):
+        every = list(cleanup.scan(directories or cleanup.default_directories(), seconds, time.time()))
+        for states in every:
+            size, reason = states.size, states.reason
+            if not reason and yes and not states.remove():
+                reason = "is in use"
+            if reason:
+                print_hanging(console, "left ", f"{states.path}: {reason}", 5)
+                continue
+            freed += size
+            print_hanging(console, f"{kilobytes(size):>9}  ", str(states.path), 11)
+    if not freed:
+        say(console, "nothing to remove")
+    elif yes:
+        say(console, f"removed {kilobytes(freed)}")
+    else:
+        say(
+            console,
+            "a run without its clients' states can be shown, compared and reported, but not resumed or exported",
+        )
+        say(console, f"would remove {kilobytes(freed)}; remove with --yes")
+
+
+def privacy(
+    preset: Preset = None,
+    assignments: Assignments = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Show what each message of a configuration reveals, and which settings hide it."""
+    from pbfl_flwr.experiments.plan import configuration
+
+    settings = configuration.check(configuration.gather(preset, assignments or []))
+    # Imported here because it loads torch and Flower, which a configuration error should not wait for.
+    from pbfl_flwr.experiments import disclosure
+
+    answer = disclosure.about(settings)
+    if as_json:
+        typer.echo(json.dumps(answer, ensure_ascii=False, indent=1))
+        return
+    disclosure.show(answer, screen())
