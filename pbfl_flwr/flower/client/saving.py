@@ -8,7 +8,7 @@ from logging import WARNING
 import torch
 from flwr.common import log
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from pbfl_flwr.flower.client.session import ClientSession
 from pbfl_flwr.flower.messages.report import Report, plain
@@ -25,7 +25,7 @@ def state_after_round(
     return ClientState(
         session.client.round,
         report.participations,
-        _state_of(session.client.model),
+        {name: tensor.detach().cpu() for name, tensor in session.client.model.state_dict().items()},
         update.memory,
         update.payload.to_tensors(),
         plain(report.to_record()),
@@ -86,7 +86,3 @@ def _prototypes(predictors: Mapping[str, Predictor]) -> dict[str, Tensor]:
             if predictor.prototypes is not tables.get("global.rows"):
                 tables[f"{name}.rows"] = predictor.prototypes
     return tables
-
-
-def _state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}

@@ -23,6 +23,7 @@ from typing import Any
 import ray
 from flwr.app import Context, Message, RecordDict
 from flwr.common import log
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from threadpoolctl import threadpool_limits
 
 from pbfl_flwr.errors import PbflError
@@ -137,7 +138,8 @@ def check_nodes(states: Path) -> bool:
         expected, _ = inspect()
         task = ray.remote(num_cpus=0, max_retries=0)(inspect)
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        answers = [task.options(scheduling_strategy=_on_node(node["NodeID"])).remote() for node in nodes]
+        on_nodes = [NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False) for node in nodes]
+        answers = [task.options(scheduling_strategy=on_node).remote() for on_node in on_nodes]
         shared = True
         for node, answer in zip(nodes, answers, strict=True):
             name = node["NodeManagerHostname"]
@@ -168,12 +170,6 @@ def _inspector(token: str) -> Callable[[], tuple[str, bool]]:
         return version, os.path.exists(token)
 
     return inspect
-
-
-def _on_node(node: str) -> Any:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
 class RayWorker(Worker):

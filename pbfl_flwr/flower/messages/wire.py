@@ -113,7 +113,7 @@ def decode(record: ArrayRecord, payload: type[P], task: Task, again: bool = Fals
         tensors = _load(arrays[0].data)
     # Besides its own error, the reader raises torch's errors for invalid shapes and unknown types.
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
-        raise RejectedPayload(f"not a safetensors payload: {_one_line(error)}") from None
+        raise RejectedPayload(f"not a safetensors payload: {' '.join(str(error).split())[:200]}") from None
     plain = _dequantised(tensors)
     if again and issubclass(payload, Prototypes):
         return payload.accepted(plain, task)
@@ -140,10 +140,6 @@ def _check(array: Array) -> None:
         raise RejectedPayload(
             f"not a safetensors payload: a header of {header} bytes, must be at most {MAX_HEADER}"
         )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

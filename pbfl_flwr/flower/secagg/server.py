@@ -36,7 +36,7 @@ from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECOR
 from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.serverapp import Grid
 
-from pbfl_flwr.config import PrivacySettings, Settings
+from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, requested
@@ -48,22 +48,6 @@ from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Prototypes, Serializable
 from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.task import Task
-
-
-def workflow_of(keys: PrivacySettings, bound: float, num_clients: int, timeout: float) -> SecAggPlusWorkflow:
-    """Return Flower's SecAgg+ for a plain sum of vectors within ±R, see :mod:`pbfl_flwr.prototypes.secure_sums`.
-
-    The timeout, in seconds, is for each of the protocol's four stages.
-    """
-    return SecAggPlusWorkflow(
-        1.0,
-        keys.secure_threshold,
-        max_weight=1.0,
-        clipping_range=bound,
-        quantization_range=2 ** sums.bits(num_clients),
-        modulus_range=2**32,
-        timeout=timeout,
-    )
 
 
 class SecureRounds:
@@ -94,7 +78,16 @@ class SecureRounds:
         others = [(message, client) for message, client in phase.messages if client not in phase.training]
         metered, strategy = _MeteredGrid(grid), _WorkflowStrategy([message for message, _ in training], grid)
         if training:
-            workflow = workflow_of(self.settings.privacy, self.bound, len(training), timeout)
+            # For a plain sum of vectors within ±R, see prototypes/secure_sums.py.
+            workflow = SecAggPlusWorkflow(
+                1.0,
+                self.settings.privacy.secure_threshold,
+                max_weight=1.0,
+                clipping_range=self.bound,
+                quantization_range=2 ** sums.bits(len(training)),
+                modulus_range=2**32,
+                timeout=timeout,
+            )
             empty = Context(0, 0, {}, RecordDict(), {})
             context = LegacyContext(empty, ServerConfig(1), cast(Strategy, strategy), SimpleClientManager())
             current = ConfigRecord({WorkflowKey.CURRENT_ROUND: phase.number})

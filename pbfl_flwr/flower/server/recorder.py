@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
@@ -277,20 +277,15 @@ def log_record(record: RoundRecord, primary_predictor: str, num_rounds: int, aft
     """
     for warning in record.warnings:
         log(WARNING, "round %s: %s", record.round, warning)
+    accuracy = record.latest.accuracy.get(primary_predictor)
     log(
         INFO,
         "%sround %s/%s: accuracy %s (%s), %s clients trained, %.1f s",
         "new clients, " if after else "",
         record.round - after,
         num_rounds,
-        accuracy_text(record.latest.accuracy, primary_predictor),
+        f"{100 * accuracy.weighted:.1f} %" if accuracy else "not scored yet",
         primary_predictor,
         len(record.trained),
         record.seconds.total,
     )
-
-
-def accuracy_text(accuracies: Mapping[str, Any], primary_predictor: str) -> str:
-    """Return a weighted accuracy as text."""
-    accuracy = accuracies.get(primary_predictor)
-    return f"{100 * accuracy.weighted:.1f} %" if accuracy else "not scored yet"

@@ -5,9 +5,11 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +95,17 @@ def test_reports_unreachable_addresses() -> None:
     for name in ("a..b", "x" * 64):
         message = doctor.check_address("superlink", f"{name}:9092").message
         assert message == f"the name '{name}' is not found (not a valid host name)"
+
+
+def test_control_api_answers_with_or_without_tls() -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        assert doctor.check_control_api(address, None, insecure=True).status is Status.OK
+        finding = doctor.check_control_api(address, None, insecure=False)
+        server.shutdown()
+    assert finding.status is Status.FAILED
+    assert finding.message.startswith(f"{address} is not a Control API ([SSL")
 
 
 def test_rejects_unknown_device() -> None:
