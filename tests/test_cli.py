@@ -129,7 +129,7 @@ EMPTY = "'': must be a path, . for the current directory"
         ("deploy local --run-dir r\udcfc", "must be a name in UTF-8; rename it"),
         ("deploy local --resume nowhere", "no run.json"),
         ("deploy local --resume nowhere -n 2", "--resume: "),
-        ("list runs", "error: 'runs' is not a directory that holds runs"),
+        ("list runs", "error: runs cannot be read (No such file or directory)"),
         ("list runs .", "error: '.' holds no run: no run.json in it or up to 3 levels below it"),
         ("show .", "error: '.' is not a run directory: it has no run.json"),
         ("run --set num-server-rounds=1 --run-dir file/x", "file/x cannot be written (Not a directory)"),

@@ -117,19 +117,13 @@ def default_directories() -> list[Path]:
 def scan(directories: Iterable[Path], seconds: float, now: float) -> Iterator[States]:
     """Yield the states in these directories and below them, those that stay with the reason.
 
-    Args:
-        directories: runs, directories of runs, devices' state directories.
-        seconds: minimum time since the last change.
-        now: current time in seconds since the epoch.
+    Directories are runs, directories of runs or devices' state directories; ``seconds`` is the minimum time since the
+    last change, ``now`` the time since the epoch.
 
     Raises:
-        PbflError: if one of them is not a directory.
+        OSError: if one of them is not a directory.
     """
     for directory in directories:
-        if not directory.is_dir():
-            raise PbflError(
-                f"'{directory}' is not a directory; needed are runs, directories of runs, state directories"
-            )
         for states in _scan(directory, DEPTH):
             if not states.reason and now - states.changed < seconds:
                 yield replace(states, reason="changed more recently than --older-than")

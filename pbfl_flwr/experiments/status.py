@@ -197,12 +197,8 @@ def below(directory: Path) -> list[dict[str, Any]]:
     Raises:
         PbflError: if the directory does not exist, cannot be read, or holds no run.
     """
-    try:
+    with reading(str(directory)):
         next(directory.iterdir(), None)
-    except (FileNotFoundError, NotADirectoryError):
-        raise PbflError(f"'{directory}' is not a directory that holds runs") from None
-    except OSError as error:
-        raise PbflError(f"'{directory}' cannot be read ({error.strerror})") from None
     if not (runs := [directory] if is_run(directory) else runs_in(directory, DEPTH)):
         raise PbflError(f"'{directory}' holds no run: no run.json in it or up to {DEPTH} levels below it")
     return [listed(path) for path in runs]

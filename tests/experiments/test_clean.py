@@ -211,7 +211,7 @@ def test_ages_in_minutes_hours_days_and_weeks() -> None:
     ("arguments", "said"),
     [
         (["--older-than", "soon"], "--older-than soon: must be a whole number with m, h, d or w"),
-        (["nowhere"], "'nowhere' is not a directory"),
+        (["nowhere"], "nowhere cannot be read (No such file or directory)"),
     ],
 )
 def test_what_is_not_understood_is_one_line(

@@ -305,45 +305,41 @@ def test_who_lies_and_who_has_no_test_samples_is_in_no_accuracy(tmp_path: Path) 
     assert record.scored == {0}
 
 
-def test_labels_say_what_differs(tmp_path: Path) -> None:
-    groups = results.load(
-        [
-            run(tmp_path / "a", 0.5, [1]),
-            run(tmp_path / "b", 0.5, [1], **{"cps-dim": 2}),
-            run(tmp_path / "c", 0.5, [1]),
-        ]
-    )
-    # The third is the first again, the same seed: names of directories are all that tells them apart.
-    assert [group.label for group in groups] == ["a", "b", "c"]
-    assert [group.label for group in results.load([tmp_path / "a", tmp_path / "b"])] == [
-        "fedproto (cps-dim=auto)",
-        "fedproto (cps-dim=2)",
-    ]
+OTHER = {"local-epochs": 2}
+LONG = {"seed": 1, "local-epochs": 2, "batch-size": 16, "learning-rate": 0.02}  # too much for a label
 
 
-def test_a_label_of_several_seeds_names_none_of_them(tmp_path: Path) -> None:
-    made = [run(tmp_path / "mine" / f"FP-seed{seed}", 0.5, [1], seed=seed) for seed in (0, 1)]
-    beside = run(tmp_path / "own", 0.5, [1])
-    assert [group.label for group in results.load([*made, beside])] == ["FP", "own"]
-    other = [
-        run(tmp_path / "other" / f"FP-seed{seed}", 0.5, [1], seed=seed, **{"local-epochs": 2})
-        for seed in (0, 1)
-    ]
-    again = run(tmp_path / "again" / "FP-seed0", 0.5, [1])
-    assert [group.label for group in results.load([*made, *other, again])] == [
-        "mine/FP",
-        "other/FP",
-        "again/FP",
-    ]
-
-
-def test_seeds_of_one_label_that_were_made_with_other_keys_are_told_apart(tmp_path: Path) -> None:
-    other = {"seed": 1, "local-epochs": 2, "batch-size": 16, "learning-rate": 0.02}  # too much for a label
-    places = [
-        run(tmp_path / "mine" / "FP-seed0", 0.5, [1]),
-        run(tmp_path / "mine" / "FP-seed1", 0.5, [1], **other),
-    ]
-    assert [group.label for group in results.load(places)] == ["mine/FP-seed0", "mine/FP-seed1"]
+@pytest.mark.parametrize(
+    ("runs", "labels"),
+    [
+        ([("a", {}), ("b", {"cps-dim": 2})], ["fedproto (cps-dim=auto)", "fedproto (cps-dim=2)"]),
+        # The third is the first again, the same seed: names of directories are all that tells them apart.
+        ([("a", {}), ("b", {"cps-dim": 2}), ("c", {})], ["a", "b", "c"]),
+        ([("mine/FP-seed0", {}), ("mine/FP-seed1", {"seed": 1}), ("own", {})], ["FP", "own"]),
+        (
+            [
+                (f"{place}/FP-seed{s}", {"seed": s, **keys})
+                for place, keys in (("mine", {}), ("other", OTHER))
+                for s in (0, 1)
+            ]
+            + [("again/FP-seed0", {})],
+            ["mine/FP", "other/FP", "again/FP"],
+        ),
+        ([("mine/FP-seed0", {}), ("mine/FP-seed1", LONG)], ["mine/FP-seed0", "mine/FP-seed1"]),
+    ],
+    ids=[
+        "keys that differ",
+        "directories",
+        "labels of a comparison",
+        "labels in directories",
+        "seeds of a label",
+    ],
+)
+def test_labels_say_what_differs(
+    tmp_path: Path, runs: list[tuple[str, dict[str, Any]]], labels: list[str]
+) -> None:
+    groups = results.load([run(tmp_path / place, 0.5, [1], **keys) for place, keys in runs])
+    assert [group.label for group in groups] == labels
 
 
 def test_runs_are_repetitions_only_where_their_results_may_differ_by_the_seed_alone(tmp_path: Path) -> None:
