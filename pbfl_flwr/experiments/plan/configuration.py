@@ -93,17 +93,26 @@ def check(requested: RequestedKeys) -> Settings:
         PbflError: one line per problem.
     """
     config, problems = requested.values, list(requested.problems)
-    settings = Settings()
+    method, dataset, models = (config.get(key) for key in ("method", "dataset", "models"))
+    names: list[Callable[[], object]] = []  # looked up also if other keys are wrong
+    if isinstance(method, str) and method not in METHODS and not is_external(method):
+        names.append(lambda: build_method(parse({"method": method})))
+    if isinstance(dataset, str) and dataset not in DATASETS:
+        names.append(lambda: load_pool(DataSettings(dataset=dataset)))
+    if isinstance(models, str):
+        names.append(lambda: architectures(models))
     try:
         settings = parse(config, SECTIONS)
         build_method(settings)
     except PbflError as error:
         problems.append(str(error))
-    if not any(line.startswith("method = ") for line in problems):
-        problems += _unknown_method(config.get("method"))
-    problems += _unknown_dataset(config.get("dataset")) + _unknown_model(config.get("models"))
+    for look_up in names:
+        try:
+            look_up()
+        except PbflError as error:
+            problems.append(str(error))
     if problems:
-        raise PbflError("\n".join(problems))
+        raise PbflError("\n".join(dict.fromkeys(problems)))
     return settings
 
 
@@ -286,30 +295,6 @@ def _check_resources(settings: Settings, resources: Resources) -> None:
 
         choose_device("mps")
     places(Machine.here(resources), resources)
-
-
-def _unknown_method(name: object) -> list[str]:
-    if not isinstance(name, str) or name in METHODS or is_external(name):
-        return []
-    return _error_lines(lambda: build_method(parse({"method": name})))
-
-
-def _unknown_dataset(name: object) -> list[str]:
-    if not isinstance(name, str) or name in DATASETS:
-        return []
-    return _error_lines(lambda: load_pool(DataSettings(dataset=name)))
-
-
-def _unknown_model(spec: object) -> list[str]:
-    return _error_lines(lambda: architectures(spec)) if isinstance(spec, str) else []
-
-
-def _error_lines(ask: Callable[[], object]) -> list[str]:
-    try:
-        ask()
-    except PbflError as error:
-        return [str(error)]
-    return []
 
 
 def shipped(folder: str) -> list[str]:
