@@ -73,16 +73,9 @@ def show(answer: Mapping[str, Any], console: Console) -> None:
         against = "" if one["state"] == "hidden" else f"; hidden by: {one['hide'] or 'no setting'}"
         text = f"{one['what']}: {one['how']}{against}"
         print_hanging(console, f"  {one['state']}", text, indent, STYLES[one["state"]])
-    for line in lines(answer):
+    for line in answer["notes"]:
         say(console, line)
-
-
-def lines(answer: Mapping[str, Any]) -> list[str]:
-    """Return the lines of :func:`about`'s result that follow the table: notes and the privacy budget."""
-    texts = list(answer["notes"])
-    if "epsilon" in answer:
-        cost = answer["epsilon"]
+    if cost := answer.get("epsilon"):
         spent = ", ".join(f"ε = {cost[name]:.3g} after {name}" for name in cost if "release" in name)
         covered = f"covers {cost['covers']}, not handshake and report"
-        texts.append(f"noise: {spent} at δ = {cost['delta']:g}, unit {cost['unit']}; {covered}")
-    return texts
+        say(console, f"noise: {spent} at δ = {cost['delta']:g}, unit {cost['unit']}; {covered}")
