@@ -112,7 +112,7 @@ Out = Annotated[
     ),
 ]
 Seeds = Annotated[
-    str, typer.Option("--seeds", help="One run per seed, e.g. 0,1,2 or 0-2; a paper has seeds of its own.")
+    str, typer.Option("--seeds", help="One run per seed, e.g. 0,1,2 or 0-2; default: those of the file.")
 ]
 Only = Annotated[str, typer.Option("--only", help="Run only these rows, separated by commas.")]
 By = Annotated[
