@@ -41,7 +41,15 @@ from pbfl_flwr.flower.engines.executors import (
 )
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.flower.server.app import serve
-from pbfl_flwr.flower.server.grid import MAX_INTERVAL, NodeLabel, OnWait, ignore, poll, waiting_line
+from pbfl_flwr.flower.server.grid import (
+    MAX_INTERVAL,
+    LongestFirst,
+    NodeLabel,
+    OnWait,
+    ignore,
+    poll,
+    waiting_line,
+)
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.runs.locks import claim, lock_of
 
@@ -74,7 +82,7 @@ class LocalGrid(Grid):
         self._replies: dict[str, Future[Message]] = {}  # by message id
         self._last: dict[int, Future[Message]] = {}  # latest reply by node
         self._num_messages = 0
-        self._durations: dict[tuple[int, str], float] = {}  # last one in seconds, by node and kind of message
+        self._order = LongestFirst()
         self._label: NodeLabel = str
         self._on_wait: OnWait = ignore
 
@@ -138,8 +146,7 @@ class LocalGrid(Grid):
     def _push(self, messages: Iterable[Message], deadline: float) -> list[str]:
         sent = list(messages)
         ids = [self._set_id(message) for message in sent]
-        # The longest first, so that no long training begins when the other workers are idle.
-        for message in sorted(sent, key=lambda m: self._durations.get(_job(m), 0.0), reverse=True):
+        for message in self._order.ordered(sent):
             node = message.metadata.dst_node_id
             if node in self._last and not self._last[node].done():
                 self._give_up(node)
@@ -170,12 +177,8 @@ class LocalGrid(Grid):
         )
         reply = self._handle(message, context)
         self._states[client] = context.state
-        self._durations[_job(message)] = time.monotonic() - begin
+        self._order.record_duration(message, time.monotonic() - begin)
         return reply
-
-
-def _job(message: Message) -> tuple[int, str]:
-    return message.metadata.dst_node_id, message.metadata.message_type
 
 
 def in_this_process(app: ClientApp | None = None) -> Handler:

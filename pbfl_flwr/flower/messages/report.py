@@ -200,6 +200,14 @@ def plain(record: MetricRecord) -> dict[str, float | list[float]]:
     return {key: [*value] if isinstance(value, list) else value for key, value in record.items()}
 
 
+def seconds_in(record: MetricRecord) -> float:
+    """Return the total time of a client's round according to its report, 0 if that is invalid."""
+    try:
+        return sum(Report.from_record(record).seconds)
+    except RejectedPayload:
+        return 0.0
+
+
 def _in_order(correct: Mapping[str, int] | None) -> list[int]:
     return [(correct or {}).get(name, -1) for name in PREDICTORS]
 

@@ -1,4 +1,4 @@
-"""Sending messages and waiting for replies: how often to poll, and logging which ones are missing."""
+"""Sending messages and waiting for replies: in which order, how often to poll, and logging which ones are missing."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ from logging import INFO
 from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
 
-from flwr.app import Message, RecordDict
+import joblib
+from flwr.app import Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from pbfl_flwr.errors import abbreviate
+from pbfl_flwr.flower.messages.report import seconds_in
+from pbfl_flwr.flower.messages.wire import METRICS
 
 FIRST_LOG = 60.0  # seconds until the first log line; the interval then doubles
 MIN_INTERVAL, MAX_INTERVAL = 0.5, 3.0  # seconds between two polls; a SuperLink logs each
 INTERVAL_SHARE = 0.02  # poll interval as a share of the time waited so far
+MAX_BATCHES = 8  # in which a simulation's messages are pushed
+BATCH_PAUSE = 0.15  # seconds between two batches; Flower's simulation forwards messages every 0.1 s
 PARTIAL_WAIT = 3.0  # seconds to wait for the rest of a partly received reply before polling for the others
 # Flower also reports these for a reply that another poll is fetching, or if the node's heartbeats are delayed.
 TRANSIENT_ERRORS = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
+MIN_PHASE_PER_PAUSE = 10  # push in batches only if the last phase lasted this many times the pauses
 
 OnWait = Callable[[str], object]
 """Called with a line that says what the server waits for."""
@@ -93,14 +99,18 @@ def polling(grid: Grid, label: NodeLabel, on_wait: OnWait = ignore) -> Grid:
 class PollingGrid(Grid):
     """Wraps Flower's grid: reports which clients it waits for, and adapts the poll interval to the time waited.
 
-    Flower's grid waits silently and, on devices, polls every three seconds. There it also blocks until a partly
-    received reply is complete, past the timeout and without fetching other replies. Here that wait runs concurrently,
-    see :class:`ConcurrentPulls`.
+    Flower's grid waits silently and, on devices, polls every three seconds. Its simulation passes messages to the
+    workers in the order of node ids, so at the end one worker may be busy with a long training while the others are
+    idle. Here the clients that took longest in the previous round go first.
+
+    On devices, Flower's grid also blocks until a partly received reply is complete, past the timeout and without
+    fetching other replies. Here that wait runs concurrently, see :class:`ConcurrentPulls`.
     """
 
     def __init__(self, grid: Grid, label: NodeLabel, on_wait: OnWait = ignore) -> None:
         self._grid, self._label, self._on_wait = grid, label, on_wait
         self._interval = getattr(grid, "pull_interval", None)  # simulation only, where polling is free
+        self._order, self._last_duration = LongestFirst(), 0.0
         self._pulls = ConcurrentPulls(grid)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
@@ -109,8 +119,8 @@ class PollingGrid(Grid):
         A message that Flower does not accept is not waited for; there is at most one per node. The timeout is in
         seconds; None waits for all.
         """
-        sent = list(messages)
-        accepted = {message_id for message_id in self._grid.push_messages(sent) if message_id}
+        sent, started = list(messages), time.monotonic()
+        accepted = {message_id for message_id in self._push(sent) if message_id}
         awaited = {m.metadata.message_id: m for m in sent if m.metadata.message_id in accepted}
         replies: list[Message] = []
 
@@ -120,10 +130,31 @@ class PollingGrid(Grid):
         for _ in poll(math.inf if timeout is None else timeout, status, self._on_wait, self._interval):
             for reply in self.pull_messages(list(awaited)) if awaited else ():
                 replies.append(reply)
-                awaited.pop(reply.metadata.reply_to_message_id, None)
+                message = awaited.pop(reply.metadata.reply_to_message_id, None)
+                if message is not None:
+                    self._record_duration(message, reply)
             if not awaited:
                 break
+        self._last_duration = time.monotonic() - started
         return replies
+
+    def _record_duration(self, message: Message, reply: Message) -> None:
+        record = reply.content.get(METRICS) if reply.has_content() else None
+        if self._interval is not None and isinstance(record, MetricRecord):
+            self._order.record_duration(message, seconds_in(record))
+
+    def _push(self, messages: list[Message]) -> Iterator[str]:
+        """Push messages, in batches if it is a simulation and phases last long enough, and yield their ids."""
+        # The first batch occupies all workers.
+        size = max(joblib.cpu_count(), math.ceil(len(messages) / MAX_BATCHES))
+        pauses = math.ceil(len(messages) / size) - 1
+        if self._interval is None or self._last_duration < MIN_PHASE_PER_PAUSE * BATCH_PAUSE * pauses:
+            size, pauses = len(messages), 0
+        queue = self._order.ordered(messages)
+        for batch in range(pauses + 1):
+            if batch:
+                time.sleep(BATCH_PAUSE)
+            yield from self._grid.push_messages(queue[batch * size : (batch + 1) * size])
 
     # The remaining methods forward to Flower's grid, except pull_messages on devices ---------------------------
 
@@ -160,6 +191,25 @@ class PollingGrid(Grid):
         if self._interval is not None:
             return self._grid.pull_messages(message_ids)
         return self._pulls.pull(list(message_ids))
+
+
+class LongestFirst:
+    """Orders messages by the time they took last, longest first, so no long training starts when others are done."""
+
+    def __init__(self) -> None:
+        self._durations: dict[tuple[int, str], float] = {}  # seconds, by node and kind of message
+
+    def ordered(self, messages: Iterable[Message]) -> list[Message]:
+        """Return the messages, longest first; those without a recorded duration last, in their given order."""
+        return sorted(messages, key=lambda message: self._durations.get(_job(message), 0.0), reverse=True)
+
+    def record_duration(self, message: Message, seconds: float) -> None:
+        """Record how long a message took to be answered."""
+        self._durations[_job(message)] = seconds
+
+
+def _job(message: Message) -> tuple[int, str]:
+    return message.metadata.dst_node_id, message.metadata.message_type
 
 
 class ConcurrentPulls:

@@ -13,15 +13,13 @@ from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server import grid as waiting
 from pbfl_flwr.flower.server.grid import PollingGrid, poll, polling
 from pbfl_flwr.flower.server.handshake import wait_for_nodes
 from pbfl_flwr.flower.server.roster import Roster
 from tests.flower.inprocess import Answer, Clock, Delayed, InProcessGrid
-
-
-def echo(message: Message, context: Context) -> Message:
-    return Message(message.content, reply_to=message)
 
 
 @pytest.fixture
@@ -40,17 +38,23 @@ class SlowGrid(InProcessGrid):
     """
 
     def __init__(self, clock: Clock, seconds: dict[int, float]) -> None:
-        super().__init__(echo, {}, nodes=list(seconds), partitions=list(seconds), clock=clock)
+        super().__init__(self.reply, {}, nodes=list(seconds), partitions=list(seconds), clock=clock)
         self.faults = {(node, number): self.slowly for node in seconds for number in (0, 3)}
         self.joined, self.pulls = seconds, 0
         self.online = lambda: [node for node, joined in seconds.items() if joined <= clock.now]
         self.pull_interval: float | None = None
+        self.pushed: list[tuple[float, list[int]]] = []
+
+    def reply(self, message: Message, context: Context) -> Message:
+        report = Report(1, 1, seconds=(0.0, 0.0, self.joined[context.node_id], 0.0, 0.0)).to_record()
+        return Message(wire.content(report=report), reply_to=message)
 
     def slowly(self, message: Message, answer: Answer) -> Delayed:
         return Delayed(answer(), self.joined[message.metadata.dst_node_id])
 
     def push_messages(self, messages: Iterable[Message]) -> list[Any]:
         sent = list(messages)
+        self.pushed.append((self.clock.now, [message.metadata.dst_node_id for message in sent]))
         known = [message for message in sent if message.metadata.dst_node_id in self.joined]
         taken = dict(zip(map(id, known), super().push_messages(known), strict=True))
         return [taken.get(id(message)) for message in sent]  # None, as Flower has it
@@ -93,6 +97,31 @@ def test_poll_interval_grows_with_the_waiting_time(clock: Clock) -> None:
     assert clock.now < 1003.1
     # Every 0.5 s for 25 s, then by 2 % more each time up to 3 s at 150 s, then every 3 s.
     assert grid.pulls < 25 / 0.5 + math.log(150 / 25) / math.log(1.02) + 850 / 3 + 10
+
+
+def test_slowest_simulated_clients_go_first(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower hands on what lies there in the order of nodes: in parts, none of which leaves a core idle."""
+    monkeypatch.setattr("joblib.cpu_count", lambda: 2)
+    monkeypatch.setattr(waiting, "MAX_BATCHES", 3)
+    monkeypatch.setattr(waiting, "MIN_PHASE_PER_PAUSE", 20)
+    grid = SlowGrid(clock, {1: 1.0, 2: 5.0, 3: 3.0, 4: 9.0, 5: 2.0})
+    grid.pull_interval = 0.1
+    watched = PollingGrid(grid, str)
+    for asked in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 5], [1, 2, 3]):
+        watched.send_and_receive(questions(*asked), timeout=60)
+    (_, first), (begun, *second), third, fourth, *others = grid.pushed
+    assert first == [1, 2, 3, 4, 5]
+    assert [second, third[1], fourth[1]] == [[[4, 2]], [3, 5], [1]]
+    assert [third[0] - begun, fourth[0] - begun] == pytest.approx(
+        [waiting.BATCH_PAUSE, 2 * waiting.BATCH_PAUSE]
+    )
+    # Two clients are one part anyway; after a phase of two seconds a pause would not be worth it.
+    assert [nodes for _, nodes in others] == [[5, 1], [2, 3, 1]]
+    devices = SlowGrid(clock, {1: 1.0, 2: 50.0})
+    watched = PollingGrid(devices, str)
+    for _ in range(2):
+        watched.send_and_receive(questions(1, 2), timeout=60)
+    assert [nodes for _, nodes in devices.pushed] == [[1, 2], [1, 2]]
 
 
 def test_late_reply_can_be_pulled_after_the_timeout(clock: Clock) -> None:
