@@ -44,18 +44,24 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflErro
     if not drawn:
         yield PbflError("no client was scored")
         return
+    lowest = 100.0
     for number, (label, per_seed) in enumerate(drawn.items()):
         rounds, each = _shared(per_seed)
         each = 100 * each
         band = (each.min(axis=0), each.max(axis=0)) if len(each) > 1 else ()
         curve(axes, rounds, each.mean(axis=0), label, number, band)
+        lowest = min(lowest, each[:, len(rounds) // 20 :].min())
     curve_axes(axes, "round", "accuracy (%)", whole=True)
+    axes.set_ylim(
+        bottom=lowest - (axes.get_ylim()[1] - lowest) / 20
+    )  # the start would flatten a long run's end
     reported = groups[0].by or "the primary predictor of each run"
     what = "all predictors" if len(groups) == 1 else reported
     yield titled_picture(
         "accuracy-over-rounds",
         title,
-        f"Sample-weighted test accuracy, {what}. {_seeds(groups)}{_cut(drawn)}",
+        f"Sample-weighted test accuracy, {what}; the first twentieth of the rounds may lie below the picture. "
+        f"{_seeds(groups)}{_cut(drawn)}",
         figure,
     )
 
