@@ -254,15 +254,12 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Return warnings about the server's half of a round; empty if there are none."""
         return []
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float | None:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float | None:
         """Return the papers' cost: scalars per round, both directions, summed over all clients; None if undefined.
 
         Args:
             task: gives K and d.
             class_counts: K_i of every client, before the train/test split.
-            parameters: (body, head) parameters of every client's network.
         """
         return None
 

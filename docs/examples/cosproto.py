@@ -97,9 +97,7 @@ class CosProto(Method[Prototypes, Prototypes, Prototypes]):
         if upload.values.shape[1] != task.feature_dim or upload.counts is not None:
             raise RejectedPayload(f"expected rows of width {task.feature_dim} without counts")
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """Σ_i (K_i + K)·d."""
         return float(sum(held + task.num_classes for held in class_counts) * task.feature_dim)
 

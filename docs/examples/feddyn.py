@@ -129,9 +129,7 @@ class FedDyn(Method[Dynamics, Weights, Weights]):
         """Every tensor of w, in its shape, and no other."""
         same_shapes(upload, state.weights)
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·|w|."""
         return shared_scalars(self.architecture, task, len(class_counts), "all")
 

@@ -185,9 +185,7 @@ class FedDistill(Method[DistillState, Logits, Logits]):
         if bool((rows < -0.01).any()) or bool((most > 1.01).any()) or bool(apart.any()):
             raise RejectedPayload("a row is not a probability distribution")
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """Σ_i K·(K_i + K)."""
         return float(sum(task.num_classes * (classes + task.num_classes) for classes in class_counts))
 

@@ -159,12 +159,10 @@ class FedFA(SharedWeights):
         upload = replace(upload, tensors={**upload.tensors, ANCHORS: running.anchors.cpu()})
         return Update(upload, report.optimizer, report.metrics())
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·(|w| + K·d)."""
         anchors = 2 * len(class_counts) * task.num_classes * task.feature_dim
-        return super().paper_scalars(task, class_counts, parameters) + anchors
+        return super().paper_scalars(task, class_counts) + anchors
 
 
 def build(settings: Settings) -> FedFA:

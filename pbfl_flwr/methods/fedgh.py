@@ -115,9 +115,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         """Check that all heads are linear."""
         check_heads(self.name, task, [self.architecture, *architectures])
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """Σ_i (K_i·d + K·d + K)."""
         d, K = task.feature_dim, task.num_classes
         return float(sum(classes * d + K * d + K for classes in class_counts))

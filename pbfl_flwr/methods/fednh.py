@@ -171,9 +171,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
         """Weights, class vectors, and their counts."""
         return (*self.up.reveals, Reveal("samples of each class", "n_ij, sent with the class vectors"))
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·|w| + M·(K·d + K) with |w| = |θ| + K·d + 1, as the reference sends it."""
         M, K, d = len(class_counts), task.num_classes, task.feature_dim
         return shared_scalars(self.architecture, task, M, "body") + 2 * M * (K * d + 1) + M * (K * d + K)

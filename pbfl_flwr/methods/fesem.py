@@ -205,9 +205,7 @@ class FeSEM(Method[Centres, Weights, Weights]):
         """Check that all clients have the server's architecture."""
         super().check(task, [self.architecture, *architectures])
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·|w|: a client receives one model."""
         return shared_scalars(self.architecture, task, len(class_counts), "all")
 

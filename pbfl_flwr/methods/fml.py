@@ -101,11 +101,9 @@ class FML(AveragedWeights):
         """Check that the auxiliary network accepts the task's inputs."""
         check_auxiliary("fml.auxiliary", self.auxiliary, task)
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·(|θ_a| + |φ_a|)."""
-        return float(2 * len(parameters) * auxiliary_scalars(self.auxiliary, task))
+        return float(2 * len(class_counts) * auxiliary_scalars(self.auxiliary, task))
 
 
 def build(settings: Settings) -> FML:

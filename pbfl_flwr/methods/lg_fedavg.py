@@ -34,12 +34,10 @@ class LGFedAvg(SharedWeights):
         """Check that all heads have the same tensors."""
         check_heads(self.name, task, [self.architecture, *architectures], linear=False)
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·d·K, with hidden layers 2·M·Σ (width·next width); the papers do not count biases."""
         head = shared_parameters(build_model(without_weights(self.architecture), task, 0), "head").values()
-        return float(2 * len(parameters) * sum(tensor.numel() for tensor in head if tensor.dim() > 1))
+        return float(2 * len(class_counts) * sum(tensor.numel() for tensor in head if tensor.dim() > 1))
 
 
 def build(settings: Settings) -> LGFedAvg:

@@ -42,9 +42,7 @@ class Local(Method[Nothing, Nothing, Nothing]):
         """Return the state unchanged."""
         return state
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """Nothing travels."""
         return 0.0
 

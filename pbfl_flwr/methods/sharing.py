@@ -230,8 +230,6 @@ class SharedWeights(AveragedWeights):
                 "must be 'body' or another model"
             )
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·|shared part|."""
         return shared_scalars(self.architecture, task, len(class_counts), self.share)

@@ -336,9 +336,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
                 f"feature-dim={task.feature_dim}; must be 'thomson'"
             )
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """Σ_i (K_i + K)·s: up K_i rows (K if dense), down K rows, for each of M clients."""
         K = task.num_classes
         up = [K if self.release.settings.dense_uploads else classes for classes in class_counts]

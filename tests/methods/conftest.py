@@ -1,6 +1,6 @@
 """Small clients for the methods' tests: 16x16 grey images, so that every architecture takes them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,20 @@ def dealt(client: Client, phase: str = "fit", epochs: int = 1) -> Iterator[tuple
     for _ in range(epochs):
         for index in batches(len(client.data.train), client.training, order):
             yield take(client.data, client.data.train, index, client.device)
+
+
+def descend(loss: torch.Tensor, parameters: Iterable[torch.Tensor], rate: float) -> None:
+    """One step of plain SGD, written out; parameters that the loss does not depend on stay."""
+    moved = list(parameters)
+    for p, slope in zip(moved, torch.autograd.grad(loss, moved, allow_unused=True), strict=True):
+        if slope is not None:
+            p.data -= rate * slope
+
+
+def same_weights(network: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Assert that the tensors are the network's parameters, up to rounding in another order of sums."""
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(tensors[name], parameter.detach(), atol=1e-5, rtol=1e-4)
 
 
 @dataclass

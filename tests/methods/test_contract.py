@@ -132,15 +132,6 @@ def test_scores_are_finite_and_of_shape_b_by_k(played: Played) -> None:
     assert primary_predictor in played.federation.strategy.history[-1].accuracy
 
 
-def test_everything_that_stays_and_travels_is_finite(played: Played) -> None:
-    for aggregation in played.aggregations:
-        for upload in aggregation.uploads.values():
-            assert all(torch.isfinite(tensor).all() for tensor in upload.to_tensors().values())
-        for client in range(NUM_CLIENTS):
-            down = played.method.broadcast(aggregation.result, client)
-            assert all(torch.isfinite(tensor).all() for tensor in down.to_tensors().values())
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
 def test_payloads_cross_the_wire(played: Played, dtype: Any) -> None:
     last = played.aggregations[-1]
@@ -212,8 +203,7 @@ def _through_a_file(state: Payload, directory: Path) -> dict[str, Tensor]:
 def test_the_papers_cost_is_a_number(played: Played) -> None:
     roster = played.federation.strategy.roster
     assert roster is not None
-    parameters = [member.parameters for member in roster.clients.values()]
-    cost = played.method.paper_scalars(roster.task, [3, 1, 4, 1, 4], parameters)
+    cost = played.method.paper_scalars(roster.task, [3, 1, 4, 1, 4])
     assert cost is not None
     assert math.isfinite(cost)
     assert cost >= 0

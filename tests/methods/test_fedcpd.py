@@ -3,7 +3,7 @@ import torch
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
-from pbfl_flwr.payloads import Prototypes, Weights, WeightsAndPrototypes, part_of
+from pbfl_flwr.payloads import part_of
 from pbfl_flwr.task import Task
 from tests.methods.conftest import play
 
@@ -38,21 +38,14 @@ def test_the_teacher_is_the_clients_own_last_body_with_its_buffers(make_method, 
         assert all(torch.equal(tensor, trained[f"stages.{name}"]) for name, tensor in teacher.items())
 
 
-def test_server_averages_bodies_by_samples_and_prototypes_by_holders(make_method, task):
-    method = make_method("fedcpd", models="cnn4")
-
-    def upload(value, n, classes):
-        present = torch.tensor([j in classes for j in range(4)])
-        table = Prototypes(torch.full((4, 6), value) * present[:, None], present)
-        return WeightsAndPrototypes(Weights({"w": torch.tensor([value])}, n), table)
-
-    zero = WeightsAndPrototypes(Weights({"w": torch.zeros(1)}), Prototypes.empty(4, 6))
-    state = method.aggregate(zero, {0: upload(1.0, 1, {0, 1}), 1: upload(5.0, 3, {1})}, Round(1, task, 2))
-    assert float(state.weights.tensors["w"]) == 4.0  # (1·1 + 3·5)/4
-    assert state.prototypes.values[:, 0].tolist() == [1.0, 3.0, 0.0, 0.0]  # class 1: (1 + 5)/2
-    later = method.aggregate(state, {1: upload(7.0, 3, {1})}, Round(2, task, 2))
-    assert later.prototypes.values[:, 0].tolist() == [1.0, 7.0, 0.0, 0.0]  # nobody sent class 0: kept
-    assert method.aggregate(later, {}, Round(3, task, 2)) is later
+def test_a_class_that_nobody_sends_keeps_its_prototype(make_method, make_client, task):
+    method, here = make_method("fedcpd", own=SMALL, models="cnn4"), {1: (0, 1), 2: (1,)}
+    first, second = play(method, make_client, CLIENTS, 2, "cnn4", present=here.__getitem__)
+    rows = second.state.prototypes
+    assert rows.present.tolist() == [True, True, True, False]
+    assert torch.equal(rows.values[0], first.state.prototypes.values[0])
+    assert not torch.equal(rows.values[1], first.state.prototypes.values[1])
+    assert method.aggregate(second.state, {}, Round(3, task, 2)) is second.state
 
 
 @pytest.mark.parametrize("model", ["mlp5", "vit-b-32"])

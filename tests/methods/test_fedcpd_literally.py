@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from pbfl_flwr import seeds
 from pbfl_flwr.methods.fedcpd.attention import MapDistillation
 from pbfl_flwr.models.contract import body_names
-from tests.methods.conftest import play
+from tests.methods.conftest import descend, play
 
 RATE, ROUNDS, WIDTH = 0.02, 3, 5
 LABELS = {0: (0, 0, 1, 1, 2), 1: (1, 1, 1), 2: (2, 0, 1, 2, 2, 2, 1)}  # nobody holds class 3
@@ -78,12 +78,6 @@ def loss_of(network, x, y, P, p, teacher, weights):
     return loss
 
 
-def descend(loss, parameters):
-    for p, slope in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
-        if slope is not None:
-            p.data -= RATE * slope
-
-
 def literal(make_client, theta, base, weights):
     networks = {i: make_client(i, "cnn4", LABELS[i]).model for i in LABELS}
     distillation: dict[int, Any] = {}
@@ -107,10 +101,10 @@ def literal(make_client, theta, base, weights):
             head = [parameter for name, parameter in named.items() if name not in body_names(network)]
             if base == "fedrep":
                 for inputs, labels in batches:
-                    descend(F.cross_entropy(network(inputs), labels), head)
+                    descend(F.cross_entropy(network(inputs), labels), head, RATE)
             trained = [named[name] for name in theta] + (list(p.values()) if teacher else [])
             for inputs, labels in batches:
-                descend(loss_of(network, inputs, labels, P, p, teacher, weights), trained)
+                descend(loss_of(network, inputs, labels, P, p, teacher, weights), trained, RATE)
             teachers[i] = copy.deepcopy(network.stages)
             answers[i] = {name: named[name].detach().clone() for name in theta}
             with torch.no_grad():

@@ -9,7 +9,7 @@ from pbfl_flwr.method import Round
 from pbfl_flwr.methods.feddistill import distillation
 from pbfl_flwr.payloads import Logits, RejectedPayload
 from pbfl_flwr.task import Task
-from pbfl_flwr.training.loop import batches, take
+from tests.methods.conftest import dealt, descend
 
 
 def rows(**given):
@@ -53,18 +53,11 @@ def test_outputs_are_collected_on_the_way_before_each_step(make_method, make_cli
     client, oracle = make_client(**training), make_client(**training)
     upload = method.local_update(client, Logits.empty(4, 4)).payload
     seen: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
-    order = oracle.generator("fit")
-    for _ in range(2):
-        for index in batches(8, oracle.training, order):
-            x, y = take(oracle.data, oracle.data.train, index, oracle.device)
-            z = oracle.model(x)
-            for output, label in zip(z.detach(), y.tolist(), strict=True):
-                seen[label].append(output.softmax(0) if protocol == "clean" else output)
-            oracle.model.zero_grad()
-            torch.nn.functional.cross_entropy(z, y).backward()
-            with torch.no_grad():
-                for parameter in oracle.model.parameters():
-                    parameter -= 0.5 * parameter.grad
+    for x, y in dealt(oracle, epochs=2):
+        z = oracle.model(x)
+        for output, label in zip(z.detach(), y.tolist(), strict=True):
+            seen[label].append(output.softmax(0) if protocol == "clean" else output)
+        descend(torch.nn.functional.cross_entropy(z, y), oracle.model.parameters(), 0.5)
     assert upload.present.tolist() == [True, True, True, False]
     for label, outputs in seen.items():
         assert torch.allclose(upload.values[label], torch.stack(outputs).mean(0), atol=1e-5)

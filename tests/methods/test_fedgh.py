@@ -6,6 +6,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
 from pbfl_flwr.prototypes.privacy import epsilon_of
+from tests.methods.conftest import descend, same_weights
 
 
 def zero_head():
@@ -25,10 +26,9 @@ def test_a_client_trains_its_whole_network_from_the_head_it_received(make_method
     down = Weights({"head.weight": torch.full((4, 6), 0.3), "head.bias": torch.tensor([0.0, 1.0, 2.0, 3.0])})
     twin.head.load_state_dict({name.removeprefix("head."): t for name, t in down.tensors.items()})
     loss = torch.nn.functional.cross_entropy(twin(client.data.train.inputs), client.data.train.labels)
-    loss.backward()
+    descend(loss, twin.parameters(), 0.1)
     assert method.local_update(client, down).metrics["loss.ce"] == pytest.approx(loss.item(), rel=1e-5)
-    for result, start in zip(client.model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(result.detach(), start.detach() - 0.1 * start.grad)
+    same_weights(twin, client.model.state_dict())
 
 
 def test_uploads_are_clipped_and_noised(make_method, make_client, task):
@@ -84,14 +84,8 @@ def test_server_follows_a_literal_loop_over_shuffled_batches(make_method, task):
             chosen = [pairs[n] for n in shuffled[start : start + 2]]
             logits = head(torch.stack([vector for vector, _ in chosen]))
             loss = torch.nn.functional.cross_entropy(logits, torch.tensor([label for _, label in chosen]))
-            head.zero_grad()
-            loss.backward()
-            with torch.no_grad():
-                for parameter in head.parameters():
-                    assert parameter.grad is not None
-                    parameter.sub_(0.1 * parameter.grad)
-    assert torch.allclose(result["head.weight"], head.weight, atol=1e-6)
-    assert torch.allclose(result["head.bias"], head.bias, atol=1e-6)
+            descend(loss, head.parameters(), 0.1)
+    same_weights(torch.nn.ModuleDict({"head": head}), result)
 
 
 def test_uploads_are_checked(make_method, task):

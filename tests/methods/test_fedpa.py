@@ -15,9 +15,8 @@ from pbfl_flwr.methods.generative.fedpa import (
     prototype_weight,
     teaching_weights,
 )
-from pbfl_flwr.methods.generative.generators import sampler, tensors_of
 from pbfl_flwr.payloads import Prototypes, Weights, WeightsAndPrototypes
-from tests.methods.conftest import dealt
+from tests.methods.conftest import dealt, descend, same_weights
 
 SMALL = {"noise_dim": 3, "hidden_dim": 8, "server_steps": 5}
 
@@ -112,7 +111,6 @@ def test_a_second_round_of_a_client_follows_the_repositorys_loop(make_method, ma
     generator = method.shape.load(task, down.generator.tensors).eval()
     random, network = oracle.generator("generator"), oracle.model.train()
     load_parameters(network, down.weights.tensors)
-    sgd = torch.optim.SGD(network.parameters(), lr=0.1 * 0.99)
     for x, y in dealt(oracle):
         z = network.features(x)
         labels = torch.multinomial(torch.tensor([1.0, 1.0, 1.0, 0.0]), 4, replacement=True, generator=random)
@@ -120,11 +118,8 @@ def test_a_second_round_of_a_client_follows_the_repositorys_loop(make_method, ma
         generated = F.nll_loss(network.head(h).log_softmax(1), labels)
         loss = F.nll_loss(network.head(z).log_softmax(1), y) + 25 * 0.98 * generated
         loss = loss + 5 * 0.98 * (z - P[y]).square().sum() / z.numel()
-        sgd.zero_grad()
-        loss.backward()
-        sgd.step()
-    for name, parameter in network.named_parameters():
-        torch.testing.assert_close(upload.weights.tensors[name], parameter.detach(), atol=1e-5, rtol=1e-4)
+        descend(loss, network.parameters(), 0.1 * 0.99)
+    same_weights(network, upload.weights.tensors)
 
 
 def test_local_steps_replace_epochs_and_the_rate_decays(make_method, make_client, task):
@@ -172,52 +167,3 @@ def test_means_weigh_by_the_samples_seen(make_method, task):
     assert all(bool((tensor == 1).all()) for tensor in new.taught.weights.tensors.values())
     assert method.report(state) == {}
     assert method.report(new)["generator-loss"] > 0
-
-
-def test_clients_draw_from_the_generator_with_its_running_statistics(make_method, make_client, task):
-    method = make_method("fedpa", own=SMALL)
-    broadcast = method.init(task, 0).taught
-    network = method.shape.build(task, 1)
-    with torch.no_grad():
-        for name, buffer in network.named_buffers():
-            if name.endswith("running_mean"):
-                buffer.fill_(3.0)
-    broadcast = replace(
-        broadcast, generator=Weights(tensors_of(network)), label_counts=torch.tensor([1, 1, 0, 0])
-    )
-    draw, by_batch = (sampler(method.shape, make_client(), broadcast, 5, by_batch=by) for by in (False, True))
-    assert draw is not None
-    assert by_batch is not None
-    drawn, labels = draw()
-    random = make_client().generator("generator")
-    again = torch.multinomial(torch.tensor([1.0, 1, 0, 0]).double(), 5, replacement=True, generator=random)
-    assert labels.tolist() == again.tolist()
-    with torch.no_grad():
-        expected = network.eval()(again, torch.rand(5, 3, generator=random))
-    torch.testing.assert_close(drawn, expected)
-    assert not torch.allclose(by_batch()[0], expected)
-
-
-def test_classes_without_a_prototype_do_not_change_the_generators_loss(make_method, task):
-    method = make_method("fedpa", own=SMALL)
-    heads, omega = [(torch.zeros(4, 6), torch.zeros(4))], teaching_weights(torch.tensor([[1, 1, 1, 1]]))
-    classes = torch.ones(4).bool()
-    losses = {}
-    for name, present in (("none", [0, 0, 0, 0]), ("one", [1, 0, 0, 0]), ("all", [1, 1, 1, 1])):
-        table = Prototypes(
-            torch.full((4, 6), 2.0) * torch.tensor(present).unsqueeze(1), torch.tensor(present).bool()
-        )
-        network = method.shape.build(task, 1)
-        drawn = network.draw(classes.long(), 32, torch.Generator().manual_seed(5))
-        loss = generator_loss(
-            *drawn, heads=heads, teaching=omega, table=table, generation=0.0, adversarial=0.5
-        )
-        losses[name] = float(loss.detach())
-    random = torch.Generator().manual_seed(5)
-    labels = torch.multinomial(classes.double(), 32, replacement=True, generator=random)
-    with torch.no_grad():
-        h = method.shape.build(task, 1)(labels, torch.rand(32, 3, generator=random))
-    assert losses["none"] - losses["all"] == pytest.approx(0.5 * float((h - 2).square().mean()), rel=1e-4)
-    zero = h[labels == 0]
-    assert len(zero)
-    assert losses["none"] - losses["one"] == pytest.approx(0.5 * float((zero - 2).square().mean()), rel=1e-4)

@@ -3,7 +3,8 @@ import torch
 
 from pbfl_flwr.methods import fedrep
 from pbfl_flwr.models.contract import body_names, head_names
-from pbfl_flwr.training.loop import batches, classification, fixed_features, take
+from pbfl_flwr.training.loop import classification, fixed_features
+from tests.methods.conftest import dealt, descend, same_weights
 
 
 def snapshot(model):
@@ -31,18 +32,12 @@ def test_each_phase_draws_its_own_order(make_method, make_client, task):
     method, settings = make_method("fedrep", own={"head_epochs": 2}), {"batch_size": 3, "learning_rate": 0.1}
     client, oracle = (make_client(architecture="cnn4", **settings) for _ in range(2))
     state, w = method.init(task, 0), oracle.model
-    for name, tensor in state.tensors.items():
-        w.get_parameter(name).data.copy_(tensor)
+    method.install(oracle, state)
     for phase, names, epochs in (("head", head_names(w), 2), ("body", body_names(w), 1)):
-        order, moved = oracle.generator(phase), [w.get_parameter(name) for name in names]
-        for index in [index for _ in range(epochs) for index in batches(8, oracle.training, order)]:
-            x, y = take(oracle.data, oracle.data.train, index, oracle.device)
-            slopes = torch.autograd.grad(torch.nn.functional.cross_entropy(w(x), y), moved)
-            for parameter, slope in zip(moved, slopes, strict=True):
-                parameter.data -= 0.1 * slope
+        for x, y in dealt(oracle, phase, epochs):
+            descend(torch.nn.functional.cross_entropy(w(x), y), map(w.get_parameter, names), 0.1)
     method.local_update(client, state)
-    for name, parameter in w.named_parameters():
-        torch.testing.assert_close(client.model.get_parameter(name), parameter, atol=1e-6, rtol=1e-5)
+    same_weights(w, client.model.state_dict())
 
 
 def test_other_modules_are_trained_with_the_body(make_method, make_client):
@@ -94,5 +89,4 @@ def test_a_head_learns_the_same_from_features_computed_once(make_method, make_cl
     expected = method.phases.head_phase(each)
     assert report.steps == expected.steps > 3
     assert report.losses == pytest.approx(expected.losses, rel=1e-5)
-    for name, parameter in once.model.named_parameters():
-        torch.testing.assert_close(parameter, each.model.get_parameter(name), atol=1e-6, rtol=1e-5)
+    same_weights(each.model, once.model.state_dict())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pbfl_flwr.methods.feduv import uniformity, variance
-from tests.methods.conftest import dealt
+from tests.methods.conftest import dealt, descend, same_weights
 
 
 def test_outputs_that_vary_more_than_the_identity_are_not_drawn_back():
@@ -39,8 +39,7 @@ def test_a_round_follows_the_equations(make_method, make_client, task):
     client, oracle = (make_client(architecture="cnn4", **keys) for _ in range(2))
     state = method.init(task, 0)
     w = oracle.model
-    for name, parameter in w.named_parameters():
-        parameter.data.copy_(state.tensors[name])
+    method.install(oracle, state)
     for x, y in dealt(oracle):
         z = w.features(x)
         o = w.head(z)
@@ -53,13 +52,8 @@ def test_a_round_follows_the_equations(make_method, make_client, task):
         sigma = sorted(squared)[(len(squared) - 1) // 2]
         U = sum(torch.exp(-s / sigma) for s in squared) / len(squared)
         loss = torch.nn.functional.cross_entropy(o, y) + 0.7 * V + 1.3 * U
-        for parameter, slope in zip(
-            w.parameters(), torch.autograd.grad(loss, list(w.parameters())), strict=True
-        ):
-            parameter.data -= 0.1 * slope
-    upload = method.local_update(client, state).payload
-    for name, parameter in w.named_parameters():
-        torch.testing.assert_close(upload.tensors[name], parameter.detach(), atol=1e-5, rtol=1e-4)
+        descend(loss, w.parameters(), 0.1)
+    same_weights(w, method.local_update(client, state).payload.tensors)
 
 
 def test_one_sample_and_one_class(make_method, make_client, task):

@@ -80,18 +80,3 @@ def test_a_client_of_an_unknown_centre_is_rejected(task):
     assert sum(c.scalars() for c in Centres.from_tensors(state.to_tensors(), task).weights) == 2 * 5
     with pytest.raises(RejectedPayload, match=r"outside 0\.\.1"):
         Centres.from_tensors({**state.to_tensors(), "assigned": torch.tensor([2])}, task)
-
-
-def test_clients_with_the_same_labels_end_in_one_cluster(make_method, make_client, task):
-    # Two groups with different labels end in two clusters, from a common start.
-    method = make_method("fesem", models="cnn4")
-    state = method.init(task, 4)
-    groups = {0: (0, 0, 0, 0), 1: (2, 2, 2, 2), 2: (0, 0, 0, 0), 3: (2, 2, 2, 2)}
-    uploads = {
-        i: method.local_update(
-            make_client(i, "cnn4", labels, local_epochs=3), method.broadcast(state, i)
-        ).payload
-        for i, labels in groups.items()
-    }
-    after = method.aggregate(state, uploads, Round(1, task, 4))
-    assert after.assigned[0] == after.assigned[2] != after.assigned[1] == after.assigned[3]

@@ -229,15 +229,3 @@ def test_the_frame_needs_as_many_dimensions_as_classes(make_method):
 
 
 # Edges ------------------------------------------------------------------------------------------------------
-
-
-def test_clients_of_one_class_of_few_samples_and_of_none(make_method, make_client):
-    method = make_method("gfpl", own=SOON)
-    holders = {0: (1,) * 6, 1: (0, 0, 2), 2: (2,), 3: ()}  # nobody holds class 3
-    for after in play(method, make_client, holders, 3):
-        uploads = {i: update.payload for i, update in after.updates.items()}
-        assert uploads[3].num_components == 0
-        assert uploads[1].labels.tolist() == [0, 0, 2]  # fewer samples than components
-        assert uploads[2].labels.tolist() == [2]
-        assert after.state.broadcast.labels.unique().tolist() == [0, 1, 2]
-        assert method.report(after.state)["classes-stored"] == 3

@@ -66,13 +66,6 @@ def test_every_method_trains_on_texts_and_windows(name: str, kind: str, tmp_path
         two_rounds(tmp_path / "refused", name, kind, ONE[kind])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("model", ["text-logistic", "bilstm", "gru"])
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "fedcpd"])
-def test_every_method_trains_other_networks_for_texts(name: str, model: str, tmp_path: Path) -> None:
-    two_rounds(tmp_path, name, "texts", model)
-
-
 @pytest.mark.parametrize("model", ["lstm", "transformer-2-1"])
 def test_texts_on_a_card(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # In evaluation torch takes another kernel of the transformer, but not of tensors that are no plain ones.

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pbfl_flwr import seeds
 from pbfl_flwr.prototypes import masks
-from tests.methods.conftest import play
+from tests.methods.conftest import descend, play
 
 K, D, RATE, ROUNDS = 4, 6, 0.05, 3
 # A class that one client has a single sample of, a client with a single class, a class that nobody has.
@@ -21,12 +21,6 @@ TRAINING = {"batch_order": "fixed", "drop_last": "never", "learning_rate": RATE,
 
 def mask(size):
     return masks.allocate_masks(K, D, size, seed=seeds.derive(0, "masks") % 2**32).float()
-
-
-def stepped(parameters, loss):
-    for p, slope in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
-        if slope is not None:
-            p.data -= RATE * slope
 
 
 def regulariser(z, y, targets, beta, form, weighing, m, inside):
@@ -86,7 +80,7 @@ def literal(
                 loss = F.cross_entropy(network.head(z), y)
                 regularised_to = {j: gamma * c for j, c in targets.items()}
                 distance = regulariser(z, y, regularised_to, n / n.max(), form, weighing, m, inside)
-                stepped(list(network.parameters()), loss + lam * distance)
+                descend(loss + lam * distance, network.parameters(), RATE)
             with torch.no_grad():
                 z = network.features(data.inputs)
             local[i] = {j: (int(n[j]), m[j] * z[data.labels == j].mean(0)) for j in range(K) if n[j]}
@@ -151,7 +145,7 @@ class Trained:
                     own = torch.exp(-(distances[label] + margin))
                     others = sum(torch.exp(-distance) for k, distance in enumerate(distances) if k != label)
                     loss = loss - torch.log(own / (own + others)) / len(batch)
-                stepped(list(self.p.values()), loss)
+                descend(loss, self.p.values(), RATE)
         P = self.prototypes().detach()
         return {j: P[j] for j in targets}
 
@@ -184,6 +178,7 @@ APS = {"cps_dim": 2, "aps_scale": 0.05}
         ("tinyproto", APS, {"s": 2, "rule": "aps-sum", "mu": 0.05}),
         ("tinyproto", {**APS, "aggregation": "aps-mean"}, {"s": 2, "rule": "aps-mean", "mu": 0.05}),
         ("tinyproto", {"cps_dim": 2}, {"s": 2, "rule": "aps-sum", "mu": 0.9 * K / N}),
+        ("tinyproto", {"cps_dim": 2, "aggregation": "aps-mean"}, {"s": 2, "rule": "aps-mean", "mu": 0.9 * K / N}),
         ("protonorm", {"upscale": 3.0, "regularizer_weight": 1.0}, {"gamma": 3.0, "lam": 1.0, "server": aligned}),
     ],
 )  # fmt: skip

@@ -163,7 +163,3 @@ def test_compress_and_expand_are_inverses_on_the_support(num_classes, feature_di
         assert torch.equal(rows[j], values[j][masks[j]])
     assert torch.equal(expand(rows, masks), values * masks)
     assert torch.equal(compress(expand(rows, masks), masks), rows)
-
-
-def test_one_class_has_no_pair():
-    assert allocate_masks(1, 4, 2, seed=0).sum(1).tolist() == [2]

@@ -178,24 +178,6 @@ def summed(sent: dict[int, Prototypes]) -> np.ndarray:
     return total
 
 
-@pytest.mark.parametrize(("form", "divisor"), [("aps-sum", [1, 1, 1, 1]), ("aps-mean", [1, 3, 1, 1])])
-def test_aps_sums_or_averages_and_the_client_scales(form: str, divisor: list[int]) -> None:
-    sent = uploads(scaled=True, total=True)
-    pipeline = method(aggregation=form)
-    down = run(pipeline, sent)
-    total = summed(sent) / np.array(divisor)[:, None]
-    np.testing.assert_allclose(down.values, total, atol=1e-5)
-    assert down.num_examples == 28
-    mine = client()
-    features = torch.randn(3, 8, generator=torch.Generator().manual_seed(9))
-    # μ is 0.9·K/n = 0.9·4/28 where nothing is said, else what is said
-    for scale, mu in (("auto", 0.9 * 4 / 28), (0.5, 0.5)):
-        scaled = method(aggregation=form, aps_scale=scale)
-        scores = scaled.predictors(mine, down)["global"](features, torch.zeros(3, 4))
-        expected = -((features.numpy()[:, None] - mu * total[None]) ** 2).sum(-1)
-        np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("answering", [[0, 1, 2], [0, 2], [1]])
 @pytest.mark.parametrize(
     ("keys", "factor"),  # of what all rows together, or the mean of those of a class, are multiplied by
@@ -316,13 +298,6 @@ def test_warns_of_upscaling_prototypes_that_are_not_normalised() -> None:
 
 @pytest.mark.parametrize("solver", ["thomson", "simplex"])
 def test_alignment_works_in_all_dimensions_and_sends_the_mask(solver: str) -> None:
-    dense = run(method("protonorm", alignment=solver), uploads())
-    rows = dense.values[dense.present]
-    torch.testing.assert_close(rows.norm(dim=1), torch.ones(4), atol=1e-5, rtol=0)
-    distances = torch.cdist(rows, rows)[~torch.eye(4, dtype=torch.bool)]
-    # four points far apart on the sphere: the regular simplex, sqrt(2·4/3)
-    torch.testing.assert_close(distances, torch.full((12,), (8 / 3) ** 0.5), atol=2e-2, rtol=0)
-
     sparse = method("protonorm", alignment=solver, cps_dim=6)
     down = run(sparse, uploads(6))
     assert down.values.shape == (4, 6)
@@ -413,7 +388,7 @@ def published_cost(num_classes: int, sum_held: int, s: int, name: str, **keys: S
     held = [sum_held // 20] * 19
     held.append(sum_held - sum(held))
     config: dict[str, Scalar] = {"method": name, "feature-dim": 500, "cps-dim": s, **keys}
-    scalars = build_method(parse(config, SECTIONS)).paper_scalars(task, held, [(1_000, 10)] * 20)
+    scalars = build_method(parse(config, SECTIONS)).paper_scalars(task, held)
     assert scalars is not None
     return scalars / 1e6
 

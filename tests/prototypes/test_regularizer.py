@@ -49,18 +49,6 @@ def test_regularizer_by_hand(form, per_class, weights, expected):
     assert gradient[0].abs().sum() > 0
 
 
-def test_masks_choose_the_domain():
-    masks = torch.tensor([[True, False], [False, True], [True, True]])
-    z = features()
-    inside = prototype_regularizer(z, LABELS, PROTOTYPES, PRESENT, masks=masks)
-    assert float(inside.detach()) == pytest.approx((9 + 1 + 4) / (4 * 2))
-    (gradient,) = torch.autograd.grad(inside, z)
-    assert gradient[0, 1] == 0  # no gradient outside the mask
-    expanded = PROTOTYPES * masks
-    everywhere = prototype_regularizer(z, LABELS, expanded, PRESENT)
-    assert float(everywhere.detach()) == pytest.approx((9 + 16 + 1 + 0 + 0 + 4) / (4 * 2))
-
-
 def test_prototypes_get_no_gradient():
     prototypes = PROTOTYPES.clone().requires_grad_()
     z = features()
@@ -147,11 +135,6 @@ def test_contrast_with_one_class_is_zero_and_zero_norms_are_harmless():
     value = contrast(zero, torch.tensor([0, 1]), PROTOTYPES * 0, PRESENT, 0.5)
     assert float(value.detach()) == pytest.approx(math.log(2))
     assert torch.isfinite(torch.autograd.grad(value, zero)[0]).all()
-
-
-def test_alignment_loss_sums_over_dimensions():
-    value = alignment_loss(features(), LABELS, PROTOTYPES, PRESENT)
-    assert float(value.detach()) == pytest.approx((25 + 1 + 4 + 0) / 4)
 
 
 def test_user_errors_are_named():

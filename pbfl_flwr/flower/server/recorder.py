@@ -221,13 +221,12 @@ def _partition_record(settings: Settings, clients: Sequence[ClientRecord]) -> Pa
         for splits in (honest, partition.splits[participants:])
     )
     class_counts = (partition.counts[:participants] > 0).sum(axis=1).tolist()
-    parameters = [client.parameters for client in clients[:participants]]
     return PartitionRecord(
         counts=partition.counts.tolist(),
         warnings=list(partition.notes),
         majority=majority,
         new_client_majority=new_client_majority,
-        paper_scalars=build_method(settings).paper_scalars(clients[0].task, class_counts, parameters),
+        paper_scalars=build_method(settings).paper_scalars(clients[0].task, class_counts),
         data=pool.fingerprint(),
     )
 

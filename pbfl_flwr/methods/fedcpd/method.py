@@ -209,9 +209,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
                 "are convolutional models with stages, or fedcpd.distill-weight = 0"
             )
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·|θ| + Σ_i (K_i + K)·d."""
         cost = shared_scalars(self.architecture, task, len(class_counts), self.share)
         if self.config.align_weight or self.config.contrast_weight:

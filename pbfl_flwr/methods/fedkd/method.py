@@ -316,11 +316,9 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
                         f"{parameter.dim()} axes; must be 'safe'"
                     )
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·(|θ_a| + |φ_a|)·0.8932; the share actually sent is in the run's log."""
-        return 2 * len(parameters) * auxiliary_scalars(self.auxiliary, task) * PUBLISHED_RATIO
+        return 2 * len(class_counts) * auxiliary_scalars(self.auxiliary, task) * PUBLISHED_RATIO
 
 
 def build(settings: Settings) -> FedKD:

@@ -189,11 +189,11 @@ class FedGen(Method[GenerativeState, GeneratorBroadcast, LabelledHead]):
         """Check that all heads are linear."""
         check_heads(self.name, task, [self.architecture, *architectures])
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
-        """Σ_i (2·|φ| + |Θ|)."""
-        return float(sum(2 * head for _, head in parameters) + len(parameters) * self.shape.parameters(task))
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
+        """M·(2·|φ| + |Θ|), |φ| = K·d + K."""
+        return float(
+            len(class_counts) * (2 * task.num_classes * (task.feature_dim + 1) + self.shape.parameters(task))
+        )
 
 
 def build(settings: Settings) -> FedGen:

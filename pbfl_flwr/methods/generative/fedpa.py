@@ -40,7 +40,7 @@ from pbfl_flwr.methods.generative.generators import (
     sampler,
     train_generator,
 )
-from pbfl_flwr.methods.sharing import answer, check_both, check_heads, initial, receive
+from pbfl_flwr.methods.sharing import answer, check_both, check_heads, initial, receive, shared_scalars
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import (
     Prototypes,
@@ -273,16 +273,11 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         """The generator's loss."""
         return state.report()
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·|w| + M·|G| + Σ_i [(K_i + K)·d + K_i]; the last K_i are the counts."""
-        scalars = sum(2 * (body + head) for body, head in parameters)
-        scalars += len(parameters) * self.shape.parameters(task)
-        return float(
-            scalars
-            + sum((classes + task.num_classes) * task.feature_dim + classes for classes in class_counts)
-        )
+        M, K, d = len(class_counts), task.num_classes, task.feature_dim
+        scalars = shared_scalars(self.architecture, task, M, "all") + M * self.shape.parameters(task)
+        return scalars + sum((classes + K) * d + classes for classes in class_counts)
 
 
 def build(settings: Settings) -> FedPA:

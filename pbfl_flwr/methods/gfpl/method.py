@@ -210,9 +210,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         if self.config.dual_classifier:
             equiangular_frame(task.num_classes, task.feature_dim, 0)
 
-    def paper_scalars(
-        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
+    def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """Σ_i K_i·n·(2d+1)/S_T: uploads only, as in the paper's table; downloads depend on the fusion."""
         numbers = sum(class_counts) * self.config.components * (2 * task.feature_dim + 1)
         return numbers / self.config.interval if self.config.pseudo_features else 0.0

@@ -307,16 +307,6 @@ def test_every_class_present_gets_the_same_number_shuffled():
 # Payload and state ------------------------------------------------------------------------------------------
 
 
-def test_mixtures_cross_the_wire_and_empty_ones_weigh_nothing():
-    parts = drawn(5, 2, 0, classes=4)
-    tensors = parts.to_tensors()
-    assert tensors["labels"].dtype == torch.uint8
-    assert same(Mixtures.from_tensors(tensors, TASK), parts)
-    assert parts.scalars() == 5 * (2 * 2 + 1)
-    assert Mixtures.empty(2).to_tensors() == {}
-    assert same(Mixtures.from_tensors({}, TASK), Mixtures.empty(2))
-
-
 @pytest.mark.parametrize(
     ("name", "value", "complaint"),
     [
