@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pbfl_flwr.config import parse
+from pbfl_flwr.method import Round
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.methods.averaging import average, shared_parameters
 from pbfl_flwr.methods.mutual import Conventions
@@ -58,6 +59,39 @@ def test_the_three_parts_of_a_network():
         "head.weight",
         "head.bias",
     ]  # a dropout stands before it
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "architecture", "travels"),
+    [
+        ("fedper", {"shared": "body"}, "cnn4", ("stages.", "neck.")),
+        ("fedrep", {"shared": "stages"}, "cnn4", ("stages.",)),
+        ("lg-fedavg", {}, "cnn4", ("head.",)),
+        ("lg-fedavg", {}, "efficientnet-b0", ("head.",)),  # Sequential(Dropout, Linear)
+    ],
+)
+def test_only_the_shared_part_travels_and_the_rest_stays(
+    make_method, make_client, task, name, own, architecture, travels
+):
+    method, client = make_method(name, own=own, models="cnn4"), make_client(architecture=architecture)
+    state = method.init(task, 11)
+    before = {name: p.detach().clone() for name, p in client.model.named_parameters()}
+    method.install(client, state)
+    after = dict(client.model.named_parameters())
+    assert {name for name in before if not torch.equal(after[name], before[name])} == {
+        name for name in before if name.startswith(travels)
+    }
+    shared = shared_parameters(client.model, method.share)
+    assert shared.keys() == state.tensors.keys()
+    assert all(torch.equal(parameter, state.tensors[key]) for key, parameter in shared.items())
+    sent = method.local_update(client, state).payload
+    last = [*before][-1]  # the head's bias, which is trained jointly where it does not travel, too
+    assert not torch.equal(after[last], before[last])
+    assert (sent.num_examples, sent.scalars()) == (8, state.scalars())
+    assert sent.tensors.keys() == state.tensors.keys()
+    assert all(name.startswith(travels) for name in sent.tensors)
+    new = method.aggregate(state, {0: sent}, Round(1, task, 1))  # one client: its own part
+    assert all(torch.equal(new.tensors[name], tensor) for name, tensor in sent.tensors.items())
 
 
 def test_batchnorm_buffers_never_travel(make_method, make_client, task):
