@@ -80,19 +80,19 @@ class DistillState:
         return cls(table, tensors["holders"], dict(sorted(sent.items())))
 
 
-def distillation(logits: Tensor, labels: Tensor, taught: Logits, form: Form) -> Tensor:
+def distillation(logits: Tensor, labels: Tensor, table: Logits, form: Form) -> Tensor:
     """Return D(z, s_y), mean over the batch; samples whose class has no row have no gradient.
 
     Args:
         logits: (B, K) z, attached to the graph.
         labels: (B,) y.
-        taught: (K, K) probabilities ("paper") or logits, on the device of the logits.
+        table: (K, K) probabilities ("paper") or logits, on the device of the logits.
         form: "paper": cross-entropy with s; "ce-soft": with softmax(s); "mse": squared error, mean over B·K.
     """
-    rows, outputs = taught.values, logits.detach()
+    rows, outputs = table.values, logits.detach()
     if form != "mse":
         rows, outputs = (rows if form == "paper" else rows.softmax(dim=1)), outputs.softmax(dim=1)
-    targets = torch.where(taught.present[labels].unsqueeze(1), rows[labels], outputs)  # (B, K)
+    targets = torch.where(table.present[labels].unsqueeze(1), rows[labels], outputs)  # (B, K)
     return (
         nn.functional.mse_loss(logits, targets)
         if form == "mse"
@@ -131,10 +131,7 @@ class FedDistill(Method[DistillState, Logits, Logits]):
     def local_update(self, client: Client, down: Logits) -> Update[Logits]:
         """Train on cross-entropy and distillation; the outputs of every batch, before its step, are summed."""
         K = client.task.num_classes
-        taught, known = (
-            Logits(down.values.to(client.device), down.present.to(client.device)),
-            down.num_present > 0,
-        )
+        table = Logits(down.values.to(client.device), down.present.to(client.device))
         outputs = ClassSums(K, K, client.device)
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -142,8 +139,8 @@ class FedDistill(Method[DistillState, Logits, Logits]):
             seen = logits.detach()
             outputs.add(seen.softmax(dim=1) if self.form == "paper" else seen, labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
-            if known:
-                terms["distillation"] = self.weight * distillation(logits, labels, taught, self.form)
+            if down.num_present:
+                terms["distillation"] = self.weight * distillation(logits, labels, table, self.form)
             return terms
 
         report = fit(client, loss)

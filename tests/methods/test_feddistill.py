@@ -21,9 +21,9 @@ def rows(**given):
     return Logits(values, present)
 
 
-def gradient(form, z, taught, label=0):
+def gradient(form, z, table, label=0):
     logits = torch.tensor([z], requires_grad=True)
-    distillation(logits, torch.tensor([label]), taught, form).backward()
+    distillation(logits, torch.tensor([label]), table, form).backward()
     assert logits.grad is not None
     return logits.grad[0]
 
@@ -32,15 +32,15 @@ def test_gradients_by_hand():
     # At z = 0, s = (5, -3, -2): cross-entropy with softmax(s) has the gradient p(z) - p(s), bounded by 1. Raw logits
     # as targets would give p(z)·Σs - s = (-5, 3, 2).
     s = [5.0, -3.0, -2.0]
-    taught = Logits(torch.tensor([s, s, s]), torch.tensor([True, True, True]))
+    table = Logits(torch.tensor([s, s, s]), torch.tensor([True, True, True]))
     uniform = torch.full((3,), 1 / 3)
-    assert torch.allclose(gradient("ce-soft", [0.0] * 3, taught), uniform - torch.tensor(s).softmax(0))
+    assert torch.allclose(gradient("ce-soft", [0.0] * 3, table), uniform - torch.tensor(s).softmax(0))
     raw = torch.zeros(1, 3, requires_grad=True)
     torch.nn.functional.cross_entropy(raw, torch.tensor([s])).backward()
     assert raw.grad is not None
     assert torch.allclose(raw.grad[0], torch.tensor([-5.0, 3.0, 2.0]), atol=1e-6)
     # mean square over B·K = 3 entries: 2·(z - s)/3
-    assert torch.allclose(gradient("mse", [0.0] * 3, taught), -2 * torch.tensor(s) / 3)
+    assert torch.allclose(gradient("mse", [0.0] * 3, table), -2 * torch.tensor(s) / 3)
     # probabilities as they are: p(z) - s
     half = Logits(torch.tensor([[0.5, 0.5, 0.0]] * 3), torch.tensor([True] * 3))
     assert torch.allclose(gradient("paper", [0.0] * 3, half), uniform - torch.tensor([0.5, 0.5, 0.0]))
@@ -109,12 +109,12 @@ def test_the_mean_of_the_others_is_not_negative(make_method, task):
 @pytest.mark.parametrize("protocol", ["clean", "htfl"])
 def test_the_term_is_weighed(make_method, make_client, protocol):
     """One step: of the loss, and of what the distillation adds to it, γ times as much."""
-    taught = rows(c1=[0.1, 0.7, 0.1, 0.1])  # a row of one class is enough
+    table = rows(c1=[0.1, 0.7, 0.1, 0.1])  # a row of one class is enough
     result = {}
     for weight in (0.0, 1.0, 3.0):
         method = make_method("feddistill", protocol=protocol, own={"distillation_weight": weight})
         client = make_client(batch_size=8, learning_rate=0.1)
-        update = method.local_update(client, taught)
+        update = method.local_update(client, table)
         result[weight] = update.metrics["loss.distillation"], client.model.head.bias.detach()
     assert result[1.0][0] > 0
     assert result[3.0][0] == pytest.approx(3 * result[1.0][0])
