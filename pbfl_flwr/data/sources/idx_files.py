@@ -89,9 +89,9 @@ def _load(
 
     def decode(allocate: Allocate) -> Pool:
         arrays = []
-        for path in chosen:
+        for number, path in enumerate(chosen):
             try:
-                arrays.append(_read(path))
+                arrays.append(_read(path, axes=1 if number % 2 else 3))
             except UNREADABLE as error:
                 raise damaged(settings, path, error) from error
         inputs, labels = np.concatenate(arrays[::2])[:, None], np.concatenate(arrays[1::2]).astype(np.int64)
@@ -100,18 +100,18 @@ def _load(
     return cached(settings.dataset, chosen, decode)
 
 
-def _read(path: Path) -> NDArray[np.uint8]:
+def _read(path: Path, axes: int) -> NDArray[np.uint8]:
     """Return the array of an idx file: 0, 0, 8 (uint8), the number of axes, their lengths as big-endian int32, bytes.
 
     Raises:
-        ValueError: if it holds fewer bytes than its header says, or other numbers.
+        ValueError: if it holds fewer bytes than its header says, other numbers, or another number of axes.
         PbflError: if it is larger than this machine's memory.
     """
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         magic = file.read(4)
-        if len(magic) != 4 or magic[:3] != b"\0\0\x08":
-            raise ValueError(f"{path.name} is no idx file of bytes")
-        shape = np.frombuffer(file.read(4 * magic[3]), ">u4").astype(int).tolist()
+        if magic != bytes([0, 0, 8, axes]):
+            raise ValueError(f"{path.name} is no idx file of bytes with {axes} axes")
+        shape = np.frombuffer(file.read(4 * axes), ">u4").astype(int).tolist()
         check_memory(math.prod(shape), path)
         return np.frombuffer(file.read(math.prod(shape)), np.uint8).reshape(shape)
 

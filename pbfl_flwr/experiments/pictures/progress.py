@@ -50,7 +50,7 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflErro
         each = 100 * each
         band = (each.min(axis=0), each.max(axis=0)) if len(each) > 1 else ()
         curve(axes, rounds, each.mean(axis=0), label, number, band)
-        lowest = min(lowest, each[:, len(rounds) // 20 :].min())
+        lowest = float(each[:, len(rounds) // 20 :].min(initial=lowest))  # seeds may share no round
     curve_axes(axes, "round", "accuracy (%)", whole=True)
     axes.set_ylim(
         bottom=lowest - (axes.get_ylim()[1] - lowest) / 20
