@@ -181,7 +181,10 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
 
     @abstractmethod
     def local_update(self, client: Client, down: DownT) -> Update[UpT]:
-        """Train the client's network in place and return the upload and the new memory."""
+        """Train the client's network in place and return the upload and the new memory.
+
+        The broadcast must not be changed: other clients of the process get the same tensors.
+        """
 
     @abstractmethod
     def aggregate(self, state: StateT, uploads: Mapping[int, UpT], round_info: Round) -> StateT:

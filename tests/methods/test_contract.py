@@ -80,6 +80,7 @@ class Played:
     name: str
     federation: Federation
     scored: list[tuple[int, str, Tensor]] = field(default_factory=list)  # client, predictor, scores
+    broadcasts: list[tuple[Payload, dict[str, Tensor]]] = field(default_factory=list)  # with a copy of each
 
     @property
     def method(self) -> Method[Any, Any, Any]:
@@ -107,7 +108,13 @@ def played(any_method: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
 
         return evaluate(client, {name: watched(name, p) for name, p in predictors.items()})
 
-    with patch.object(client_module, "evaluate", watching):
+    def decoded(*arguments: Any) -> Payload:
+        down: Payload = decode_broadcast(*arguments)
+        seen.broadcasts.append((down, copies(down)))
+        return down
+
+    decode_broadcast = wire.decode_broadcast
+    with patch.object(client_module, "evaluate", watching), patch.object(wire, "decode_broadcast", decoded):
         seen.federation.run()
     return seen
 
@@ -118,6 +125,12 @@ def test_every_client_takes_part_in_every_round(played: Played) -> None:
         assert line.trained == list(range(NUM_CLIENTS))
         assert all(value is not None for value in line.client_metrics.values())
         assert line.accuracy, "no predictor was scored"
+
+
+def test_clients_do_not_change_the_broadcast_that_they_share(played: Played) -> None:
+    assert len(played.broadcasts) >= 2 * NUM_CLIENTS
+    for down, before in played.broadcasts:
+        assert same_tensors(copies(down), before)
 
 
 def test_scores_are_finite_and_of_shape_b_by_k(played: Played) -> None:

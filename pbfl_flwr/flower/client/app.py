@@ -140,7 +140,7 @@ def _train(message: Message, context: Context, source: ClientSource) -> Message:
 def _train_and_save(session: ClientSession, message: Message) -> Message:
     """Train, save the state, reply."""
     method, stored, client = session.method, session.stored, session.client
-    down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
+    down = wire.decode_broadcast(message.content.array_records[wire.PAYLOAD], method.down, client.task)
     seeds.seed_layers(client.device, client.seed, "layers", client.key, client.round)
     moment, both = (
         resolved_moment(session.settings.evaluation, method),
@@ -206,7 +206,7 @@ def _evaluate(message: Message, context: Context, source: ClientSource) -> Messa
     """Evaluate the client's network with the broadcast; neither trains nor stores anything."""
     session = open_client(message, context, source)
     method, client = session.method, session.client
-    down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
+    down = wire.decode_broadcast(message.content.array_records[wire.PAYLOAD], method.down, client.task)
     if resolved_moment(session.settings.evaluation, method) == "before":
         method.install(client, down)
     started = time.perf_counter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 import torch
@@ -118,6 +119,22 @@ def decode(record: ArrayRecord, payload: type[P], task: Task, again: bool = Fals
     if again and issubclass(payload, Prototypes):
         return payload.accepted(plain, task)
     return payload.from_tensors(plain, task)
+
+
+def decode_broadcast(record: ArrayRecord, payload: type[P], task: Task) -> P:
+    """Decode a broadcast, once for all clients of a process that get the same one; see :func:`decode`.
+
+    Its tensors must not be changed.
+    """
+    return _last_broadcast(tuple((array.stype, array.data) for array in record.values()), payload, task)
+
+
+@lru_cache(maxsize=1)
+def _last_broadcast(arrays: tuple[tuple[str, bytes], ...], payload: type[P], task: Task) -> P:
+    record = {
+        str(place): Array("uint8", (len(data),), stype, data) for place, (stype, data) in enumerate(arrays)
+    }
+    return decode(ArrayRecord(record), payload, task)
 
 
 def _load(data: bytes) -> dict[str, Tensor]:

@@ -53,6 +53,17 @@ def test_rounding_error_of_floats_is_bounded(dtype: Any, relative: float) -> Non
     assert (back.values != sent.values).any() == (relative > 0)
 
 
+def test_clients_of_a_process_decode_a_broadcast_once() -> None:
+    first, second = encode(table(1)), encode(table(2))
+    broadcast = wire.decode_broadcast(first, Prototypes, TASK)
+    assert wire.decode_broadcast(encode(table(1)), Prototypes, TASK) is broadcast
+    assert torch.equal(wire.decode_broadcast(second, Prototypes, TASK).values, table(2).values)
+    damaged = ArrayRecord({"s": Array("uint8", (4,), second["s"].stype, b"1234")})
+    for record in (damaged, ArrayRecord({**first, "t": second["s"]})):
+        with pytest.raises(RejectedPayload):
+            wire.decode_broadcast(record, Prototypes, TASK)
+
+
 def test_int8_sends_a_quarter_of_the_bytes() -> None:
     present = torch.ones(6, dtype=torch.bool)
     task = Task(6, 4096, (2,))
