@@ -126,7 +126,9 @@ def decode_broadcast(record: ArrayRecord, payload: type[P], task: Task) -> P:
 
     Its tensors must not be changed.
     """
-    return _last_broadcast(tuple((array.stype, array.data) for array in record.values()), payload, task)
+    arrays = tuple((array.stype, array.data) for array in record.values())
+    broadcast: P = _last_broadcast(arrays, payload, task)
+    return broadcast
 
 
 @lru_cache(maxsize=1)
