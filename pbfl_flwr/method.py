@@ -16,19 +16,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from pbfl_flwr import seeds
-from pbfl_flwr.config import EvaluationSettings, TrainingSettings
+from pbfl_flwr.config import EvaluationSettings, Scalar, TrainingSettings
 from pbfl_flwr.config.keys import Moment as Moment
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.payloads import Payload, Reveal, Serializable, Upload
+from pbfl_flwr.payloads.reveals import unprotected
 from pbfl_flwr.task import Task
 
 StateT = TypeVar("StateT", bound=Serializable)
@@ -238,8 +240,11 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
             )
 
     def reveals(self) -> tuple[Reveal, ...]:
-        """Return what an upload reveals to the server under this method's settings; by default ``up.reveals``."""
-        return self.up.reveals
+        """Return what an upload reveals to the server under this method's settings.
+
+        By default ``up.reveals``, which no setting hides unless the method ``protects_uploads``.
+        """
+        return self.up.reveals if self.protects_uploads else unprotected(self.up.reveals)
 
     def report(self, state: StateT) -> dict[str, float]:
         """Return the server's metrics for the round's log."""
@@ -265,6 +270,26 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
             class_counts: K_i of every client, before the train/test split.
         """
         return None
+
+
+def settings_in(method: object) -> dict[str, Scalar]:
+    """Return the settings of a method as it was built, where it has decided what "auto" stands for.
+
+    These are the attributes in its repr that are numbers, texts or booleans, and those of groups among them, under
+    ``<group>.<attribute>``; none for a method that is no dataclass.
+    """
+    if isinstance(method, BaseModel):
+        attributes = dict(method)
+    elif is_dataclass(method):
+        attributes = {one.name: getattr(method, one.name) for one in fields(method) if one.repr}
+    else:
+        return {}
+    settings: dict[str, Scalar] = {}
+    for name, value in attributes.items():
+        if isinstance(value, (bool, int, float, str)):
+            settings[name] = value
+        settings |= {f"{name}.{inner}": setting for inner, setting in settings_in(value).items()}
+    return settings
 
 
 def resolved_moment(settings: EvaluationSettings, method: Method[Any, Any, Any]) -> Moment:

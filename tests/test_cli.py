@@ -172,6 +172,7 @@ def test_a_dry_run_prints_a_preset_and_starts_nothing(tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert "# tinyproto.base: without effect, the method is 'fedtgp'" in lines
     assert "# the primary predictor is predictor 'global', before local training" in lines
+    assert "# server_training.learning_rate = 0.05" in lines
     ordered = [
         'method = "fedtgp"',
         "fedtgp.server-epochs = 7",

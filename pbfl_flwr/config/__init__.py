@@ -3,7 +3,7 @@
 Every key is declared once, with type, range, default and meaning (:mod:`~pbfl_flwr.config.keys`). Flower rejects
 unknown keys but not wrong types; here all invalid keys are reported at once, each with its value and what it must be
 (:mod:`~pbfl_flwr.config.resolve`). The value ``"auto"`` stands for the choice of the method (or the protocol); it is
-resolved before round 1 and the resolved value is written into the result.
+resolved before round 1. run.json has the configuration, and the settings of the method as it was built.
 """
 
 from pbfl_flwr.config.keys import (

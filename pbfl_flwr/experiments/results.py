@@ -195,7 +195,7 @@ class FinishedRun:
 
     @property
     def config(self) -> Mapping[str, Scalar]:
-        """The resolved configuration, flat."""
+        """The configuration, flat; see :class:`~pbfl_flwr.runs.records.RunRecord`."""
         return self.about.configuration
 
     @cached_property

@@ -130,7 +130,7 @@ class FedFA(SharedWeights):
     def reveals(self) -> tuple[Reveal, ...]:
         """Weights, and anchors that moved towards the client's class means."""
         moved = "the anchors move towards the mean features of the client's batches, class by class"
-        return (*self.up.reveals, Reveal("class means of features", moved))
+        return (*super().reveals(), Reveal("class means of features", moved))
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
         """Train with anchor loss and calibration; send weights and moved anchors."""

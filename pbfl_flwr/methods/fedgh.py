@@ -58,7 +58,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
     batch_size: int = 32
     name: str = "fedgh"
     moment: Moment = "before"
-    release: Release = field(default_factory=Release)
+    release: Release = field(default_factory=Release, repr=False)
     protects_uploads = True
 
     state = Weights

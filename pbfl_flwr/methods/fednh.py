@@ -169,7 +169,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
 
     def reveals(self) -> tuple[Reveal, ...]:
         """Weights, class vectors, and their counts."""
-        return (*self.up.reveals, Reveal("samples of each class", "n_ij, sent with the class vectors"))
+        return (*super().reveals(), Reveal("samples of each class", "n_ij, sent with the class vectors"))
 
     def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·|w| + M·(K·d + K) with |w| = |θ| + K·d + 1, as the reference sends it."""

@@ -21,7 +21,7 @@ from pbfl_flwr.payloads.contract import (
     num_examples_of,
     whole_numbers,
 )
-from pbfl_flwr.payloads.reveals import MEANS, PRESENCE, SINGLE, Reveal, unprotected
+from pbfl_flwr.payloads.reveals import MEANS, PRESENCE, SINGLE, Reveal
 from pbfl_flwr.task import Task
 
 
@@ -160,7 +160,7 @@ class Logits(Prototypes):
     """
 
     reveals: ClassVar[tuple[Reveal, ...]] = (
-        *unprotected([PRESENCE]),
+        PRESENCE,
         Reveal(
             "class means of outputs",
             "the rows: how confident the network is in each class, and which classes it confuses",

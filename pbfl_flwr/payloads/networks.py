@@ -23,7 +23,7 @@ from pbfl_flwr.payloads.contract import (
     root_mean_square,
     whole_numbers,
 )
-from pbfl_flwr.payloads.reveals import TOTAL, WEIGHTS, Reveal, unprotected
+from pbfl_flwr.payloads.reveals import TOTAL, WEIGHTS, Reveal
 from pbfl_flwr.task import Task
 
 
@@ -77,7 +77,7 @@ class WeightsAndPrototypes:
         prototypes: see :class:`Prototypes`.
     """
 
-    reveals: ClassVar[tuple[Reveal, ...]] = (*Weights.reveals, *unprotected(Prototypes.reveals))
+    reveals: ClassVar[tuple[Reveal, ...]] = (*Weights.reveals, *Prototypes.reveals)
 
     weights: Weights
     prototypes: Prototypes

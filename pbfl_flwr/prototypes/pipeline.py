@@ -105,7 +105,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     mask_seed: int = 0
     primary_predictor: str = "global"
     moment: Moment = "after"
-    release: Release = field(default_factory=Release)
+    release: Release = field(default_factory=Release, repr=False)
     predicts = ("head", "global", "global-local", "local")
     protects_uploads = True
 

@@ -2,7 +2,7 @@
 
 ::
 
-    <run-dir>/run.json                resolved configuration, versions, seeds, clients
+    <run-dir>/run.json                configuration, the method as it was built, versions, clients
               error.txt               the error that ended the run, if one did
               waiting.txt             what the server waits for, after a minute of waiting; removed afterwards
               rounds.jsonl            a line per round: accuracies, loss, bytes, seconds, failures, server metrics

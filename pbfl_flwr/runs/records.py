@@ -304,7 +304,8 @@ class RunRecord(Record):
 
     Attributes:
         version: of these records.
-        configuration: kebab-case keys, all of them.
+        configuration: kebab-case keys, all of them; "auto" where the method decides.
+        method: settings of the method as it was built, where "auto" has its value.
         versions: of packages, Python and the operating system.
         experiment: the name under which clients keep their state.
         primary_predictor: by which the run is reported.
@@ -317,6 +318,7 @@ class RunRecord(Record):
 
     version: int
     configuration: dict[str, bool | int | float | str]
+    method: dict[str, bool | int | float | str] = {}
     versions: dict[str, str]
     experiment: str
     primary_predictor: str

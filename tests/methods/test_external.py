@@ -92,6 +92,7 @@ def test_feddyn_remembers_its_gradient(make_client):
 def test_cosproto_by_hand():
     """Clients answer (1, 0) and (0, 1) for class 0 and nothing for class 1, which keeps its prototype."""
     method = build_method(settings_of("cosproto:build", models="mlp5"))
+    assert not any(reveal.hide for reveal in method.reveals())  # the privacy settings are refused
     before = Prototypes(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), torch.tensor([False, True]))
     uploads = {
         i: Prototypes(torch.tensor([row, [0.0, 0.0]]), torch.tensor([True, False]))

@@ -1,5 +1,8 @@
 import torch
 
+from pbfl_flwr.config import parse
+from pbfl_flwr.method import settings_in
+from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.prototypes.stages import scale_by_counts
 
 
@@ -7,3 +10,15 @@ def test_scale_by_counts_by_hand():
     scaled = scale_by_counts(torch.tensor([[1.0, -2.0], [0.5, 0.0], [0.0, 0.0]]), torch.tensor([3, 4, 0]))
     assert scaled.tolist() == [[3, -6], [2, 0], [0, 0]]
     assert scaled.dtype == torch.float32
+
+
+def test_a_run_records_what_the_method_made_of_auto():
+    keys = parse({"method": "protonorm", "upscale": 3.0}, SECTIONS)
+    settings = settings_in(build_method(keys))
+    assert keys.prototypes.alignment == keys.prototypes.regularizer_weight == "auto"
+    assert {name: settings[f"stages.{name}"] for name in ("alignment", "regularizer_weight", "upscale")} == {
+        "alignment": "thomson",
+        "regularizer_weight": 10.0,
+        "upscale": 3.0,
+    }
+    assert settings_in(build_method(parse({"method": "fedavg"}, SECTIONS)))["weighting"] == "samples"

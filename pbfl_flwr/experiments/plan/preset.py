@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.flower.deploy.superlink import toml
-from pbfl_flwr.method import resolved_moment
+from pbfl_flwr.method import resolved_moment, settings_in
 from pbfl_flwr.methods import SECTIONS, build_method
 
 PLACES = ("run-dir", "resume")  # keys of a single run, not part of a preset
@@ -40,4 +40,9 @@ def as_preset(settings: Settings, requested: Mapping[str, Scalar], notes: Iterab
         lines += [toml({key: values[key]}).rstrip() for key in by_protocol]
     lines += ["", "# all other keys, at their defaults; auto follows the method or the data"]
     lines += [toml({key: values[key]}).rstrip() for key in values if key not in different]
+    lines += [
+        "",
+        "# the method as it is built:",
+        *(f"# {line}" for line in toml(settings_in(method)).splitlines()),
+    ]
     return "\n".join(lines) + "\n"

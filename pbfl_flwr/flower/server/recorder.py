@@ -15,7 +15,7 @@ from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.flower.server.rounds import FinishedRound
-from pbfl_flwr.method import Method
+from pbfl_flwr.method import Method, settings_in
 from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.prototypes.attacks import malicious
@@ -71,7 +71,9 @@ class Recorder:
         self.run.write_line(ERROR, "")
         return previous
 
-    def begin(self, experiment: str, moment: str, clients: Iterable[ClientRecord]) -> None:
+    def begin(
+        self, experiment: str, method: Method[Any, Any, Any], moment: str, clients: Iterable[ClientRecord]
+    ) -> None:
         """Write a new run's files before its first round, run.json last; in a simulation also the partition.
 
         Raises:
@@ -84,6 +86,7 @@ class Recorder:
         self._experiment = experiment
         self.run.start(
             configuration=self._settings.as_dict(),
+            method=settings_in(method),
             experiment=experiment,
             primary_predictor=self._primary_predictor,
             moment=moment,

@@ -262,7 +262,7 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
 
     def reveals(self) -> tuple[Reveal, ...]:
         """Weights, class means, and their counts."""
-        return (*self.up.reveals, Reveal("samples of each class", "n_ij, sent with the class means"))
+        return (*super().reveals(), Reveal("samples of each class", "n_ij, sent with the class means"))
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """Check that there is one architecture, with a linear head."""

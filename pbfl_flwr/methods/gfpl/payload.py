@@ -18,7 +18,7 @@ from pbfl_flwr.payloads.contract import (
     no_others,
     whole_numbers,
 )
-from pbfl_flwr.payloads.reveals import PRESENCE, Reveal, unprotected
+from pbfl_flwr.payloads.reveals import PRESENCE, Reveal
 from pbfl_flwr.task import Task
 
 
@@ -40,7 +40,7 @@ class Mixtures:
 
     max_components: ClassVar[int] = 2**20
     reveals: ClassVar[tuple[Reveal, ...]] = (
-        *unprotected([PRESENCE]),
+        PRESENCE,
         Reveal(
             "distribution of features",
             "means, standard deviations and weights of the components, from which anyone can draw features",

@@ -289,7 +289,7 @@ def test_run_directory_holds_strict_json(finished: Federation) -> None:
         return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
     about = strict((run / "run.json").read_text())
-    assert about["configuration"]["method"] == "local"
+    assert about["configuration"]["method"] == about["method"]["name"] == "local"
     assert [member["client"] for member in about["clients"]] == [0, 1, 2, 3, 4]
     for name in ("rounds.jsonl", "clients.jsonl"):
         assert [strict(line)["round"] for line in (run / name).read_text().splitlines()] == [1, 2]
