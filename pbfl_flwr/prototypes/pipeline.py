@@ -15,7 +15,7 @@ they create outside the mask are not sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,7 +27,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
 from pbfl_flwr.models.contract import has_batch_norm
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, part_of
-from pbfl_flwr.prototypes import aggregation, regularizer
+from pbfl_flwr.prototypes import aggregation
 from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.class_means import Collector, released_means
@@ -35,6 +35,7 @@ from pbfl_flwr.prototypes.combination import Combination
 from pbfl_flwr.prototypes.masks import Sparsity
 from pbfl_flwr.prototypes.norm_bounds import bounded
 from pbfl_flwr.prototypes.privacy import Release, release
+from pbfl_flwr.prototypes.regularizer import proportional_weights, prototype_regularizer
 from pbfl_flwr.prototypes.stages import RULES, Stages, resolved
 from pbfl_flwr.prototypes.trainable import (
     ServerTraining,
@@ -95,6 +96,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     Attributes:
         stages: the choice for each slot.
         server_training: FedTGP's settings, or None.
+        regularizer: R of the loss CE + λ·R; called like the default.
         mask_seed: seed of the masks, the only thing about them that clients must agree on.
         release: which parts of a client's table leave the device.
     """
@@ -102,6 +104,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     name: str
     stages: Stages
     server_training: ServerTraining | None = None
+    regularizer: Callable[..., Tensor] = field(default=prototype_regularizer, repr=False)
     mask_seed: int = 0
     primary_predictor: str = "global"
     moment: Moment = "after"
@@ -130,7 +133,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         stages = self.stages
         targets = self._targets(client, down)  # (K, d)
         known, present = down.num_present > 0, down.present.to(client.device)
-        beta = regularizer.proportional_weights(client.data.counts).to(client.device)  # β_i of CPKD
+        beta = proportional_weights(client.data.counts).to(client.device)  # β_i of CPKD
         table = self.sparsity.masks(client.task) if stages.cps_regularizer == "masked" else None
         inside = None if table is None else table.to(client.device)
         # The papers' norm is taken between class means; CPKD's sample form between samples.
@@ -142,7 +145,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             collector.add(features, labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
             if known:
-                terms["regularizer"] = stages.regularizer_weight * regularizer.prototype_regularizer(
+                terms["regularizer"] = stages.regularizer_weight * self.regularizer(
                     features,
                     labels,
                     targets,
@@ -350,6 +353,7 @@ def pipeline(
     *,
     primary_predictor: str = "global",
     server_training: ServerTraining | None = None,
+    regularizer: Callable[..., Tensor] = prototype_regularizer,
 ) -> Pipeline:
     """Return the method.
 
@@ -359,6 +363,7 @@ def pipeline(
         named: the stages of the named method, used where the configuration says "auto".
         primary_predictor: the predictor that is reported first.
         server_training: FedTGP's settings, or None.
+        regularizer: see :class:`Pipeline`.
 
     Raises:
         PbflError: if two stages do not fit together.
@@ -378,4 +383,4 @@ def pipeline(
         once=stages.collect == "post" and settings.training.drop_last != "always",
     )
     masks_from = seeds.derive(settings.run.seed, "masks") % 2**32
-    return Pipeline(name, stages, server_training, masks_from, primary_predictor, release=stage)
+    return Pipeline(name, stages, server_training, regularizer, masks_from, primary_predictor, release=stage)

@@ -1,13 +1,16 @@
 """pbfl privacy: every method declares what its uploads tell, and settings change what is said."""
 
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.experiments.disclosure import about, disclosures
+from pbfl_flwr.method import Method
 from pbfl_flwr.methods import METHODS, PROTECTED, SECTIONS, build_method, privacy_notes
-from pbfl_flwr.payloads import Nothing
+from pbfl_flwr.payloads import Nothing, Prototypes
 from tests.small_runs import pbfl
 
 
@@ -28,6 +31,11 @@ def test_every_method_says_what_its_uploads_reveal(name: str) -> None:
         assert one.message in ("upload", "broadcast")
     if name not in PROTECTED:  # no setting may be promised that would be refused
         assert not any("dp-noise" in one.hide or "min-class-count" in one.hide for one in found)
+
+
+def test_no_setting_is_promised_to_a_method_that_none_protects() -> None:
+    other = SimpleNamespace(up=Prototypes, protects_uploads=False)
+    assert not any(reveal.hide for reveal in Method.reveals(cast(Any, other)))
 
 
 def test_payloads_that_carry_counts_say_so() -> None:
