@@ -5,13 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pbfl_flwr.errors import PbflError
-from pbfl_flwr.prototypes.regularizer import (
-    alignment_loss,
-    contrast,
-    proportional_weights,
-    prototype_regularizer,
-)
+from pbfl_flwr.methods.fedcpd.losses import alignment_loss, contrast
+from pbfl_flwr.prototypes.regularizer import proportional_weights, prototype_regularizer
 
 PROTOTYPES = torch.tensor([[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]])
 PRESENT = torch.tensor([True, True, False])  # the row of class 2 is no prototype
@@ -111,32 +106,3 @@ def test_proportional_weights_by_hand():
     torch.testing.assert_close(weights, torch.tensor([0.5, 0.0, 1.0, 0.01]))
     assert proportional_weights(torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 0]
     assert proportional_weights(torch.tensor([0, 7])).tolist() == [0, 1]
-
-
-def test_contrast_is_cross_entropy_over_cosines_of_available_classes():
-    z = torch.tensor([[1.0, 0.0], [3.0, 3.0], [5.0, 1.0]])
-    labels = torch.tensor([0, 1, 2])  # class 2 has no prototype: its sample adds nothing
-    # cosines with (1,0) and (0,1): (1, 0) and (√½, √½); τ = 0.5
-    expected = (math.log(1 + math.exp(-2)) + math.log(2)) / 3
-    assert float(contrast(z, labels, PROTOTYPES, PRESENT, 0.5)) == pytest.approx(expected, rel=1e-5)
-    longer = PROTOTYPES * torch.tensor([[10.0], [0.1], [1.0]])
-    torch.testing.assert_close(
-        contrast(z, labels, longer, PRESENT, 0.5), contrast(z, labels, PROTOTYPES, PRESENT, 0.5)
-    )
-
-
-def test_contrast_with_one_class_is_zero_and_zero_norms_are_harmless():
-    only = torch.tensor([False, True, False])
-    z = features()
-    value = contrast(z, LABELS, PROTOTYPES, only, 0.5)
-    assert float(value.detach()) == 0
-    assert torch.isfinite(torch.autograd.grad(value, z)[0]).all()
-    zero = torch.zeros(2, 2, requires_grad=True)
-    value = contrast(zero, torch.tensor([0, 1]), PROTOTYPES * 0, PRESENT, 0.5)
-    assert float(value.detach()) == pytest.approx(math.log(2))
-    assert torch.isfinite(torch.autograd.grad(value, zero)[0]).all()
-
-
-def test_user_errors_are_named():
-    with pytest.raises(PbflError, match="temperature of the contrastive loss is 0"):
-        contrast(features(), LABELS, PROTOTYPES, PRESENT, 0)

@@ -33,6 +33,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.averaging import Share, Weighting, average, copies, weighting_of
 from pbfl_flwr.methods.fedcpd.attention import MapDistillation, MapMemory, convolutional, map_channels
+from pbfl_flwr.methods.fedcpd.losses import alignment_loss, contrast
 from pbfl_flwr.methods.fedrep import HeadThenBody
 from pbfl_flwr.methods.sharing import answer, check_both, initial, receive, shared_scalars, to_be_equal
 from pbfl_flwr.models.build import build_model
@@ -40,7 +41,6 @@ from pbfl_flwr.models.registry import architectures, without_weights
 from pbfl_flwr.payloads import Prototypes, WeightsAndPrototypes, part_of
 from pbfl_flwr.prototypes.aggregation import keep_stale, mean
 from pbfl_flwr.prototypes.class_means import class_sums_of
-from pbfl_flwr.prototypes.regularizer import alignment_loss, contrast
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import Loss, fit, forward
 from pbfl_flwr.training.optimizers import param_group
