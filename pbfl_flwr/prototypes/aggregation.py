@@ -10,9 +10,9 @@ upload i has the weight s_i <= 1, as if a fraction s_i of a client had sent it, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Literal
 
 import torch
@@ -212,8 +212,9 @@ class _Sum:
         cls, uploads: Iterable[Prototypes], shares: Iterable[float] | None = None, by_counts: bool = False
     ) -> _Sum:
         total: _Sum | None = None
-        read = _ahead(uploads)
-        pairs = zip(read, repeat(1.0), strict=False) if shares is None else zip(read, shares, strict=True)
+        pairs = (
+            zip(uploads, repeat(1.0), strict=False) if shares is None else zip(uploads, shares, strict=True)
+        )
         for index, (upload, share) in enumerate(pairs):
             if total is None:
                 total = cls(upload.values.shape)
@@ -265,13 +266,6 @@ class _Sum:
     def result(self, rows: Tensor) -> Prototypes:
         present = self.holders > 0
         return Prototypes(torch.where(present.unsqueeze(1), rows, 0).to(torch.float32), present)
-
-
-def _ahead(uploads: Iterable[Prototypes], number: int = 8) -> Iterator[Prototypes]:
-    """Decode uploads in blocks of ``number`` before they are added: each loop's code stays in the instruction cache."""
-    source = iter(uploads)
-    while block := list(islice(source, number)):
-        yield from block
 
 
 def _counts(upload: Prototypes, index: int, whole: bool) -> Tensor:
