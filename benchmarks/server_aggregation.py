@@ -15,6 +15,7 @@ import argparse
 import gc
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,10 +29,11 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server.exchange import Phase, RoundPlan
-from pbfl_flwr.flower.server.replies import read
+from pbfl_flwr.flower.server.replies import ReplyRules, read
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.payloads.plausibility import NO_LIMITS
 from pbfl_flwr.task import Task
 
 K, S, D = 100, 50, 500
@@ -65,13 +67,14 @@ def measure(rule: str, number: int, repeats: int) -> dict[str, Any]:
     )
     method = build_method(settings)
     state = method.init(TASK, 0)
+    rules = replace(ReplyRules.of(settings, method, TASK), plausibility=NO_LIMITS)
     phase, answers = replies(rule, number)
     gc.collect()
     before, grown = resident_mb(), 0.0
     checks, both, decodes = [], [], []
     for repeat in range(repeats):
         begin = time.process_time()
-        outcome = read(answers, phase, method, state, TASK)
+        outcome = read(answers, phase, rules, state)
         checked = time.process_time()
         method.aggregate(state, outcome.uploads, Round(1, TASK, number))
         ended = time.process_time()

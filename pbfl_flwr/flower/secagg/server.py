@@ -39,11 +39,11 @@ from flwr.serverapp import Grid
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import Report, requested
+from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.secagg.messages import parameters_of, report_of, summing
 from pbfl_flwr.flower.server.exchange import Phase
-from pbfl_flwr.flower.server.replies import Exchange, error_reason, read, rejection_reason
+from pbfl_flwr.flower.server.replies import Exchange, ReplyRules, error_reason, read, rejection_reason
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Prototypes, Serializable
 from pbfl_flwr.prototypes import secure_sums as sums
@@ -62,14 +62,14 @@ class SecureRounds:
         self.bound = summing(method).bound
 
     def exchange(
-        self, grid: Grid, phase: Phase, timeout: float, state: Serializable, task: Task, max_bytes: int
+        self, grid: Grid, phase: Phase, timeout: float, rules: ReplyRules, state: Serializable
     ) -> Exchange:
         """Run the protocol for the training messages of a phase, send its other messages, and read the replies.
 
         The result has one upload, which represents the sum, under the lowest number of the clients in it.
 
         The bytes that the protocol sends are added to the phase. The timeout, in seconds, is for each of the protocol's
-        stages and for the other messages; replies to these have at most ``max_bytes``.
+        stages and for the other messages.
 
         Raises:
             PbflError: if Flower's workflow fails, which one client's malformed reply can cause, or the sum is invalid.
@@ -96,9 +96,7 @@ class SecureRounds:
             with _errors_as_one_line(phase.number):
                 workflow(cast(Grid, metered), context)  # uses only send_and_receive
         replies = list(grid.send_and_receive([m for m, _ in others], timeout=timeout)) if others else []
-        wanted = requested(self.settings.evaluation, task)
-        scored = replace(phase, messages=others)
-        exchange = read(replies, scored, self.method, state, task, max_bytes, requested=wanted)
+        exchange = read(replies, replace(phase, messages=others), rules, state)
         exchange.phase = phase
         if not training:
             return exchange  # the final scoring is not encrypted
@@ -108,7 +106,7 @@ class SecureRounds:
         results, mean = strategy.results, strategy.mean
         for node, result in results.items():
             try:
-                reports[clients[node]] = report_of(result.metrics, wanted)
+                reports[clients[node]] = report_of(result.metrics, rules.requested)
             except Exception as error:  # trust boundary, as in replies.read
                 exchange.failures[clients[node]] = f"its report cannot be read: {rejection_reason(error)}"
         for node, client in clients.items():
@@ -119,7 +117,7 @@ class SecureRounds:
             # The sum includes every client that sent a masked vector, even if its report is invalid.
             M = self.settings.run.num_clients
             with _errors_as_one_line(phase.number):
-                total = summed(self.method, mean, len(results), task, M)
+                total = summed(self.method, mean, len(results), rules.task, M)
             exchange.uploads = {min(reports): total} if reports else {}
             exchange.scalars_up += len(results) * total.values.numel()
         exchange.reports = dict(sorted({**exchange.reports, **reports}.items()))

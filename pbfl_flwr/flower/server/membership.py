@@ -6,6 +6,7 @@ others may join, every round begins with a handshake with new nodes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from pbfl_flwr.config import RunSettings
 from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.code_version import differing_code_versions
 from pbfl_flwr.flower.server.exchange import OverdueReplies
-from pbfl_flwr.flower.server.grid import OnWait
+from pbfl_flwr.flower.server.grid import OnWait, ignore
 from pbfl_flwr.flower.server.handshake import refusals, send_handshake, wait_for_nodes
-from pbfl_flwr.flower.server.roster import NO_NODE, Roster, other_weights
+from pbfl_flwr.flower.server.roster import NO_NODE, NOBODY, Roster, other_weights
 from pbfl_flwr.runs.directory import RunRefused
 from pbfl_flwr.runs.records import ClientRecord
 
@@ -43,23 +44,22 @@ class Membership:
     round loses nothing.
 
     Attributes:
-        roster: all clients and their current nodes.
+        run: number of clients, timeouts, whether devices may join.
         experiment: id of the run.
-        timeout: seconds to wait for the handshake of a node that connects during the run.
-        num_clients: M, the largest number of clients.
-        check_roster: raises PbflError if the method does not support a roster with a joining client; None if no other
-            device may join.
+        check_roster: raises PbflError if the method does not support a roster.
+        on_wait: called with a line that names what the server waits for; an empty one means nothing.
+        roster: all clients and their current nodes.
         overdue: replies that missed the deadline of their round.
         failed: clients that failed in the last exchange; they may have reconnected as new nodes.
         warnings: for the user, not yet in a record.
         joined: labels of the clients that have joined, not yet in a record.
     """
 
-    roster: Roster
+    run: RunSettings
     experiment: str
-    timeout: float
-    num_clients: int
-    check_roster: RosterCheck | None = None
+    check_roster: RosterCheck
+    on_wait: OnWait = ignore
+    roster: Roster = NOBODY
     overdue: OverdueReplies = field(default_factory=OverdueReplies)
     failed: frozenset[int] = frozenset()
     warnings: list[str] = field(default_factory=list)
@@ -68,42 +68,32 @@ class Membership:
     # Refused node -> (pause in rounds after the next refusal, round from which it is asked again).
     _refused_nodes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    @classmethod
-    def collect(
-        cls,
-        grid: Grid,
-        run: RunSettings,
-        experiment: str,
-        check_roster: RosterCheck,
-        recorded: Sequence[ClientRecord] | None,
-        on_wait: OnWait,
-    ) -> Membership:
-        """Run the handshake of a new or a resumed run and return the clients that take part.
+    def collect(self, grid: Grid, recorded: Sequence[ClientRecord] | None) -> None:
+        """Run the handshake of a new or a resumed run.
 
-        ``recorded`` are the run's clients so far, as in run.json; None for a new run. ``on_wait`` is called with a line
-        that names what the server waits for.
+        ``recorded`` are the run's clients so far, as in run.json; None for a new run.
 
         Raises:
             PbflError: if too few clients answer or they are incompatible; names them.
         """
-        timeout = max(run.round_timeout, run.join_timeout)  # client processes may still be starting
-        membership = cls(
-            Roster({}), experiment, timeout, run.num_clients, check_roster if run.min_clients else None
-        )
-        if recorded is None:
-            refused = membership._start(grid, run, on_wait)
-        else:
-            refused = membership._resume(grid, run, recorded, on_wait)
-        membership.timeout = min(timeout, RECONNECT_TIMEOUT)
-        membership._warn_of_refused(refused)
-        clients = membership.roster.clients.values()
-        membership.warnings += [*differing_code_versions(clients), *other_weights(clients)]
-        return membership
+        refused = self._start(grid) if recorded is None else self._resume(grid, recorded)
+        self.on_wait("")
+        self.check_roster(self.roster)
+        self._warn_of_refused(refused)
+        clients = self.roster.clients.values()
+        self.warnings += [*differing_code_versions(clients), *other_weights(clients)]
 
-    def _start(self, grid: Grid, run: RunSettings, on_wait: OnWait) -> list[str]:
+    def _handshake(
+        self, grid: Grid, nodes: Sequence[int], longest: float = math.inf
+    ) -> tuple[list[ClientRecord], dict[int, str]]:
+        """Ask nodes, at the start as long as their processes may take to start, else at most ``longest`` seconds."""
+        timeout = min(max(self.run.round_timeout, self.run.join_timeout), longest)
+        return send_handshake(grid, nodes, self.experiment, timeout)
+
+    def _start(self, grid: Grid) -> list[str]:
         """Ask every node of a new run and return a line for every node without a valid reply."""
-        M, least = self.num_clients, run.min_clients
-        nodes = wait_for_nodes(grid, M, run.join_timeout, on_wait)
+        run, M, least = self.run, self.run.num_clients, self.run.min_clients
+        nodes = wait_for_nodes(grid, M, run.join_timeout, self.on_wait)
         if len(nodes) < (least or M):
             few = f"but only {len(nodes)} nodes joined within {run.join_timeout:.0f} s"
             if least:
@@ -112,7 +102,7 @@ class Membership:
                 f"num-clients = {M}, {few}; a simulation needs --federation-config 'num-supernodes={M}' (pbfl run "
                 f"passes it), a deployment needs {M} running SuperNodes"
             )
-        clients, refused = send_handshake(grid, nodes, self.experiment, self.timeout)
+        clients, refused = self._handshake(grid, nodes)
         if refused and not 0 < least <= len(clients):
             raise PbflError("\n".join(refusals(refused, len(nodes))))
         if len(clients) < M and any(client.simulated for client in clients):
@@ -124,9 +114,7 @@ class Membership:
             raise error
         return [f"node {node}: {reason}" for node, reason in refused.items()]
 
-    def _resume(
-        self, grid: Grid, run: RunSettings, recorded: Sequence[ClientRecord], on_wait: OnWait
-    ) -> list[str]:
+    def _resume(self, grid: Grid, recorded: Sequence[ClientRecord]) -> list[str]:
         """Ask the clients of a resumed run, of which missing ones may reconnect later.
 
         Returns:
@@ -136,9 +124,10 @@ class Membership:
             RunRefused: if a client has changed.
             PbflError: if too few connected, naming the missing ones, or if two nodes have the same client id.
         """
+        run = self.run
         self.roster = Roster({client.client: client.on_node(NO_NODE) for client in recorded})
         labels = {client.label for client in recorded}
-        clients, silent = self._ask_until_present(grid, labels, run.join_timeout, on_wait)
+        clients, silent = self._ask_until_present(grid, labels)
         present = [client for client in clients if client.label in labels]
         others = [client for client in clients if client.label not in labels]
         for error in self._place(present, {client.node for client in present}).values():
@@ -156,21 +145,19 @@ class Membership:
             return []
         return [*map(_not_in_run, others), *(f"node {node}: {reason}" for node, reason in silent.items())]
 
-    def _ask_until_present(
-        self, grid: Grid, labels: set[str], join_timeout: float, on_wait: OnWait
-    ) -> tuple[list[ClientRecord], dict[int, str]]:
+    def _ask_until_present(self, grid: Grid, labels: set[str]) -> tuple[list[ClientRecord], dict[int, str]]:
         """Ask nodes until all of these clients have replied or the timeout passes; other nodes do not count."""
-        end = time.monotonic() + join_timeout
+        end = time.monotonic() + self.run.join_timeout
         clients: list[ClientRecord] = []
         silent: dict[int, str] = {}
         while True:
             others = len(silent) + sum(client.label not in labels for client in clients)
             left = max(0.0, end - time.monotonic())
-            nodes = wait_for_nodes(grid, len(labels) + others, left, on_wait)
+            nodes = wait_for_nodes(grid, len(labels) + others, left, self.on_wait)
             new = sorted(set(nodes) - {client.node for client in clients} - set(silent))
             if not new:
                 return clients, silent
-            new_clients, new_silent = send_handshake(grid, new, self.experiment, self.timeout)
+            new_clients, new_silent = self._handshake(grid, new)
             # Others may have reconnected elsewhere; a node lost during the handshake may come back under its id.
             connected = set(grid.get_node_ids()) if new_silent else set(nodes)
             clients = [client for client in clients if client.node in nodes] + new_clients
@@ -218,21 +205,21 @@ class Membership:
         Raises:
             PbflError: if it cannot join; gives the reason.
         """
-        if not new_run and self.check_roster is None:
+        if not new_run and not self.run.min_clients:
             raise PbflError(_not_in_run(client))
         try:
-            if len(members) >= self.num_clients:
-                raise PbflError(f"the run already has its num-clients = {self.num_clients} clients")
+            if len(members) >= self.run.num_clients:
+                raise PbflError(f"the run already has its num-clients = {self.run.num_clients} clients")
             if client.simulated and not new_run:
                 raise PbflError("simulated clients cannot join a running federation")
             if client.name:
-                client = client.numbered(next(n for n in range(self.num_clients) if n not in members))
-            if client.client >= self.num_clients:
+                client = client.numbered(next(n for n in range(self.run.num_clients) if n not in members))
+            if client.client >= self.run.num_clients:
                 raise PbflError(
-                    f"client-ids must be 0 to {self.num_clients - 1}, since num-clients = {self.num_clients}"
+                    f"client-ids must be 0 to {self.run.num_clients - 1}, since num-clients = {self.run.num_clients}"
                 )
             _check_agreement(members, client)
-            if self.check_roster is not None and not new_run:
+            if not new_run:
                 self.check_roster(Roster(dict(sorted({**members, client.client: client}.items()))))
         except PbflError as error:
             raise PbflError(
@@ -242,7 +229,7 @@ class Membership:
 
     @property
     def _may_join(self) -> bool:
-        return self.check_roster is not None and len(self.roster.clients) < self.num_clients
+        return bool(self.run.min_clients) and len(self.roster.clients) < self.run.num_clients
 
     def absent(self, grid: Grid, server_round: int, check: bool = False) -> dict[int, str]:
         """Return client -> why it cannot get a message now, after looking for clients that reconnected.
@@ -280,7 +267,7 @@ class Membership:
             new -= {node for node, (_, since) in self._refused_nodes.items() if server_round < since}
         if not new:
             return
-        clients, silent = send_handshake(grid, sorted(new), self.experiment, self.timeout)
+        clients, silent = self._handshake(grid, sorted(new), RECONNECT_TIMEOUT)
         refused = {node: f"node {node}: {reason}" for node, reason in silent.items()}
         refused |= {node: str(error) for node, error in self._place(clients, online).items()}
         self._warn_of_refused(refused.values())
@@ -296,10 +283,10 @@ class Membership:
         known = other_weights(before.clients.values())
         self.warnings += [line for line in other_weights(self.roster.clients.values()) if line not in known]
 
-    def wait_for_nodes(self, grid: Grid, target: int, timeout: float, on_wait: OnWait) -> int:
-        """Return how many nodes are connected and not refused, once it is the target or the timeout has passed."""
-        nodes = wait_for_nodes(grid, target, timeout, on_wait, self._refused_nodes)
-        on_wait("")
+    def wait_for_nodes(self, grid: Grid, target: int) -> int:
+        """Return how many nodes are connected and not refused, once it is the target or join-timeout has passed."""
+        nodes = wait_for_nodes(grid, target, self.run.join_timeout, self.on_wait, self._refused_nodes)
+        self.on_wait("")
         return len(nodes)
 
     def add_joined(self, labels: Collection[str]) -> None:

@@ -9,15 +9,17 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
+from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import LONGEST, format_exception, printable
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import TOTALS, Report, Requested
+from pbfl_flwr.flower.messages.report import Report, Requested, requested
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.server.exchange import LateReply, OverdueReply, Phase
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, RejectedPayload, Serializable, Upload
 from pbfl_flwr.payloads.contract import Sizes
-from pbfl_flwr.payloads.plausibility import NO_LIMITS, Plausibility
+from pbfl_flwr.payloads.plausibility import Plausibility
+from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs.records import LateUpload
 from pbfl_flwr.task import Task
 
@@ -81,6 +83,36 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class ReplyRules:
+    """What makes a reply valid, the same in all rounds of a run.
+
+    Attributes:
+        method, task: decode and validate uploads.
+        max_bytes: larger replies are rejected without decoding.
+        stale_weight: an upload of an earlier round gets the weight stale_weight^age; 0 excludes it.
+        requested: what reports must hold.
+        plausibility: limits of the uploads' sizes.
+    """
+
+    method: Method[Any, Any, Any]
+    task: Task
+    max_bytes: int
+    stale_weight: float
+    requested: Requested
+    plausibility: Plausibility
+
+    @classmethod
+    def of(cls, settings: Settings, method: Method[Any, Any, Any], task: Task) -> ReplyRules:
+        """Return the rules of a configuration."""
+        run, privacy = settings.run, settings.privacy
+        scaled = isinstance(method, Pipeline) and method.release.scaled
+        exact = privacy.client_report == "full" and privacy.count_bucket == "off"
+        limits = Plausibility(run.max_size_ratio, scaled, exact and not method.counts_draws)
+        wanted = requested(settings.evaluation, task)
+        return cls(method, task, run.max_upload_mb * 2**20, run.stale_weight, wanted, limits)
+
+
+@dataclass(frozen=True)
 class _Accepted:
     """A valid upload: its encoding, the payload unless the method streams, and what the exchange needs of it."""
 
@@ -95,21 +127,11 @@ class _Accepted:
 
 @dataclass
 class _Intake:
-    """Decodes and validates replies, and sorts them into uploads to aggregate, failures, and late uploads.
+    """Decodes and validates replies, and sorts them into uploads to aggregate, failures, and late uploads."""
 
-    Attributes:
-        exchange: the result so far.
-        method, state, task, max_bytes, stale_weight, requested, plausibility: see :func:`read`.
-    """
-
-    exchange: Exchange
-    method: Method[Any, Any, Any]
+    exchange: Exchange  # the result so far
+    rules: ReplyRules
     state: Serializable
-    task: Task
-    max_bytes: int
-    stale_weight: float
-    requested: Requested
-    plausibility: Plausibility
     _accepted: dict[int, _Accepted] = field(default_factory=dict)
 
     def add(self, client: int, reply: Message, size: Traffic | Exception) -> None:
@@ -125,7 +147,7 @@ class _Intake:
             exchange.reports[client] = report
             if upload is not None:
                 self._accept(client, reply, report, upload, 0)
-        elif self.stale_weight == 0 or uploaded > number:
+        elif self.rules.stale_weight == 0 or uploaded > number:
             exchange.failures[client] = f"sent its upload of round {uploaded} instead of round {number}"
         else:
             self._accept_late(client, reply, report, upload, uploaded)
@@ -154,9 +176,9 @@ class _Intake:
             if upload.classes is not None:
                 ages = exchange.classes = exchange.classes or {}
                 ages.update({label: min(upload.age, ages.get(label, upload.age)) for label in upload.classes})
-        if self.method.streams():
+        if self.rules.method.streams():
             records = {client: upload.encoded for client, upload in uploads.items()}
-            exchange.uploads = Uploads(records, self.method.up, self.task)
+            exchange.uploads = Uploads(records, self.rules.method.up, self.rules.task)
         else:
             exchange.uploads = {client: u.payload for client, u in uploads.items() if u.payload is not None}
 
@@ -164,7 +186,7 @@ class _Intake:
         exchange, accepted = self.exchange, self._accepted
         sizes = {client: upload.sizes for client, upload in accepted.items()}
         reported = {client: upload.reported for client, upload in accepted.items()}
-        for client, fault in self.plausibility.implausible(sizes, reported).items():
+        for client, fault in self.rules.plausibility.implausible(sizes, reported).items():
             reason = f"upload rejected: {fault}"
             if accepted.pop(client).age:
                 exchange.late[client] = exchange.late[client].model_copy(
@@ -185,21 +207,21 @@ class _Intake:
         record = reply.content.get(wire.METRICS) if reply.has_content() else None
         if not isinstance(record, MetricRecord):
             raise RejectedPayload("its report is missing")
-        wire.check_content(reply.content, self.max_bytes)
-        report = Report.from_record(record, self.requested)
+        wire.check_content(reply.content, self.rules.max_bytes)
+        report = Report.from_record(record, self.rules.requested)
         upload: Upload | None = None
         if training:
-            upload = wire.decode(wire.payload_in(reply.content), self.method.up, self.task)
-            self.method.validate(upload, self.state, self.task)
+            upload = wire.decode(wire.payload_in(reply.content), self.rules.method.up, self.rules.task)
+            self.rules.method.validate(upload, self.state, self.rules.task)
         return report, upload
 
     def _accept(self, client: int, reply: Message, report: Report, upload: Upload, age: int) -> None:
         self._accepted[client] = _Accepted(
             wire.payload_in(reply.content),
-            None if self.method.streams() else upload,
+            None if self.rules.method.streams() else upload,
             age,
             upload.scalars(),
-            upload.classes(self.task),
+            upload.classes(self.rules.task),
             upload.sizes(),
             report.num_train,
         )
@@ -210,10 +232,10 @@ class _Intake:
         age = self.exchange.phase.number - server_round
         if client in self.exchange.reports or client in self.exchange.late:
             self._set_late(client, server_round, 0.0, "a newer one arrived")
-        elif self.stale_weight == 0:
+        elif self.rules.stale_weight == 0:
             self._set_late(client, server_round, 0.0, "stale-weight is 0")
         else:
-            self._set_late(client, server_round, self.stale_weight**age, "")
+            self._set_late(client, server_round, self.rules.stale_weight**age, "")
             if upload is not None:
                 self._accept(client, reply, report, upload, age)
 
@@ -240,25 +262,17 @@ def rejection_reason(error: Exception) -> str:
 def read(
     replies: list[Message],
     phase: Phase,
-    method: Method[Any, Any, Any],
+    rules: ReplyRules,
     state: Serializable,
-    task: Task,
-    max_bytes: int = wire.MAX_BYTES,
     late: Sequence[LateReply] = (),
-    stale_weight: float = 0.0,
-    requested: Requested = TOTALS,
-    plausibility: Plausibility = NO_LIMITS,
 ) -> Exchange:
     """Decode and validate every reply; an invalid one only affects its own client.
 
-    An upload of an earlier round, in a late reply or sent again instead of training, gets the weight stale_weight^age,
-    unless the client also sent one of this round.
-
-    Replies larger than ``max_bytes`` are rejected without decoding. Late replies come newest first; a ``stale_weight``
-    of 0 excludes uploads of earlier rounds.
+    An upload of an earlier round, in a late reply or sent again instead of training, is weighted by its age, unless the
+    client also sent one of this round. ``state`` is the one that was broadcast; late replies come newest first.
     """
     exchange = Exchange(phase, replies, late)
-    intake = _Intake(exchange, method, state, task, max_bytes, stale_weight, requested, plausibility)
+    intake = _Intake(exchange, rules, state)
     failures = exchange.failures
     by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
     # All sizes are determined before decoding starts: alternating between both tasks is slower (instruction cache).

@@ -118,6 +118,9 @@ class Roster:
         return _drawn(others, round(fraction * len(others)), seeds.derive(seed, "scored", server_round))
 
 
+NOBODY = Roster({})
+
+
 def _drawn(clients: list[int], size: int, seed: int) -> list[int]:
     return sorted(int(client) for client in np.random.default_rng(seed).choice(clients, size, replace=False))
 

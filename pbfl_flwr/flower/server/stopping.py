@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from flwr.common.constant import ErrorCode
 
+from pbfl_flwr.config import RunSettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.replies import Exchange, worker_died
@@ -23,13 +24,26 @@ class NodesUnreachable(RunEnded):
     """Too few valid replies because nodes or replies were lost, e.g. while the server's network link was down."""
 
 
-def need_success(exchange: Exchange) -> None:
+def check_exchange(exchange: Exchange, roster: Roster, run: RunSettings) -> None:
+    """Check that a round counts.
+
+    Raises:
+        RunEnded: if a client failed and failure-policy is "stop", a worker of a simulation died, or too few clients
+            trained; gives the first reasons.
+        NodesUnreachable: if too few trained, but lost nodes and replies would have made up for it; likewise.
+    """
+    need_success(exchange, run)
+    _need_workers(exchange, roster)
+    _need_replies(exchange, run.min_replies)
+
+
+def need_success(exchange: Exchange, run: RunSettings) -> None:
     """Check that no client failed, for failure-policy "stop".
 
     Raises:
         RunEnded: if one did.
     """
-    if exchange.failures:
+    if exchange.failures and run.failure_policy == "stop":
         phase = exchange.phase
         client, reason = next(iter(exchange.failures.items()))
         raise RunEnded(
@@ -38,12 +52,7 @@ def need_success(exchange: Exchange) -> None:
         )
 
 
-def need_workers(roster: Roster, exchange: Exchange) -> None:
-    """Check that no worker of a simulation died.
-
-    Raises:
-        RunEnded: if one died.
-    """
+def _need_workers(exchange: Exchange, roster: Roster) -> None:
     # A device could send such an error itself, and must not be able to end the run.
     simulation = all(client.simulated for client in roster.clients.values())
     if simulation and any(worker_died(reply) for reply in exchange.replies if reply.has_error()):
@@ -55,13 +64,7 @@ def need_workers(roster: Roster, exchange: Exchange) -> None:
         )
 
 
-def need_replies(min_replies: int, exchange: Exchange) -> None:
-    """Check that enough clients trained.
-
-    Raises:
-        NodesUnreachable: if fewer did, but lost nodes and replies would have made up for it; gives the first reasons.
-        RunEnded: if fewer did for other reasons; likewise.
-    """
+def _need_replies(exchange: Exchange, min_replies: int) -> None:
     valid, phase = len(exchange.trained), exchange.phase
     if valid < min_replies:
         few = list(exchange.failures.items())[:5]

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,21 +33,19 @@ from flwr.serverapp.strategy import Result, Strategy
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import requested
 from pbfl_flwr.flower.server import recorder, rounds, stopping
 from pbfl_flwr.flower.server.exchange import Kind, Phase, RoundPlan, phase_of
 from pbfl_flwr.flower.server.grid import polling
 from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.recorder import Recorder
-from pbfl_flwr.flower.server.replies import Exchange, read
-from pbfl_flwr.flower.server.roster import Roster
+from pbfl_flwr.flower.server.replies import Exchange, ReplyRules, read
+from pbfl_flwr.flower.server.roster import NOBODY, Roster
 from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.method import Moment, Round, resolved_moment
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, Serializable
-from pbfl_flwr.payloads.plausibility import NO_LIMITS, Plausibility
+from pbfl_flwr.payloads.plausibility import NO_LIMITS
 from pbfl_flwr.prototypes.attacks import malicious
-from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.early_stopping import (
     Score,
@@ -77,8 +76,8 @@ class MethodStrategy(Strategy):
     Attributes:
         state: the method's state after the last finished round.
         history: a record per finished round, as in rounds.jsonl.
-        new_client_rounds: likewise, of the new clients after the last round.
         done: number of finished rounds.
+        new_client_rounds: likewise, of the new clients after the last round.
         task: what all clients agree on; None before the handshake.
         membership: the clients and their nodes; None before the handshake.
     """
@@ -133,6 +132,12 @@ class MethodStrategy(Strategy):
     def _scores(self) -> dict[int, Score]:
         return scores_by_round(self.history, self.primary_predictor)
 
+    @property
+    def _last_round(self) -> int:
+        """The round after which the run ends, according to the rounds so far."""
+        ended = patience_exhausted(self._scores, self.done, self.settings.run.patience)
+        return self.done if ended else self._num_rounds
+
     # Before the first round ---------------------------------------------------------------------------------
 
     def summary(self) -> None:
@@ -152,17 +157,9 @@ class MethodStrategy(Strategy):
             raise PbflError(f"sinks = '{run.sinks}': they need a run directory, this strategy has none")
         if previous is not None:
             self.experiment = previous.experiment
-        self.membership = Membership.collect(
-            grid,
-            run,
-            self.experiment,
-            self._check_roster,
-            None if previous is None else previous.clients,
-            self._set_waiting,
-        )
-        self._set_waiting("")
-        roster = self.membership.roster
-        self._check_roster(roster)
+        membership = Membership(run, self.experiment, self._check_roster, self._set_waiting)
+        membership.collect(grid, None if previous is None else previous.clients)
+        self.membership, roster = membership, membership.roster
         recorder.log_experimental(self.settings)
         self.begin(roster.task)
         if self._recorder is None:
@@ -176,7 +173,7 @@ class MethodStrategy(Strategy):
             for clients in self._recorder.run.client_records():
                 self._count_participations(clients)
         recorded = {label for record in self.history for label in record.joined}
-        self.membership.add_joined([label for label in previous.joined if label not in recorded])
+        membership.add_joined([label for label in previous.joined if label not in recorded])
 
     def _check_roster(self, roster: Roster) -> None:
         self.method.check(roster.task, roster.architectures)
@@ -215,17 +212,15 @@ class MethodStrategy(Strategy):
         self._num_rounds = num_rounds or run.num_server_rounds
         self.summary()
         timeout, result = timeout or run.round_timeout, Result()
-        grid = polling(grid, lambda node: (self.roster or Roster({})).node_label(node), self._set_waiting)
+        grid = polling(grid, lambda node: (self.roster or NOBODY).node_label(node), self._set_waiting)
         with nullcontext() if self.run is None else self.run.locked():
             self._set_waiting("")  # a killed server may have left a line
             if self.membership is None:
                 self.prepare(grid)
             try:
-                if patience_exhausted(self._scores, self.done, run.patience):
-                    self._num_rounds = self.done  # of a resumed run
-                if self.done >= self._num_rounds:
-                    log(INFO, "nothing to do: %s of %s rounds are finished", self.done, self._num_rounds)
-                while self.done < self._num_rounds:
+                if self.done >= self._last_round:
+                    log(INFO, "nothing to do: %s of %s rounds are finished", self.done, self._last_round)
+                while self.done < self._last_round:
                     record = self._commit(self._round(grid, self.done + 1, timeout))
                     self._add_to(result, record)
                     scores = evaluate_fn(self.done, result.arrays) if evaluate_fn else None
@@ -267,9 +262,9 @@ class MethodStrategy(Strategy):
         run, repeats = self.settings.run, 0
         while True:
             started = time.perf_counter()
-            exchange = self._exchange(grid, self._plan(grid, number), timeout)
+            exchange = self._exchange(grid, self._plan(grid, number), timeout, self.state)
             try:
-                self._check(exchange)
+                stopping.check_exchange(exchange, self.participants, run)
                 break
             except stopping.NodesUnreachable as error:
                 repeats += 1
@@ -277,14 +272,11 @@ class MethodStrategy(Strategy):
                     raise
                 log(WARNING, "%s. Waiting up to %.0f s for nodes", error, run.join_timeout)
                 target = max(len(exchange.phase.messages), run.min_replies)
-                online = self._clients.wait_for_nodes(grid, target, run.join_timeout, self._set_waiting)
-                if online < run.min_replies:
+                if self._clients.wait_for_nodes(grid, target) < run.min_replies:
                     raise
                 if REPEATED not in self._clients.warnings:
                     self._clients.warnings.append(REPEATED)
-        state, aggregated = self._aggregate(exchange)
-        final = self._final_scoring(grid, exchange, state, timeout)
-        return self._finished(exchange, state, aggregated, started, final)
+        return self._finished(exchange, started, grid, timeout)
 
     def _plan(self, grid: Grid, number: int) -> RoundPlan:
         """Sample the clients that train, and those of the others that are only scored."""
@@ -292,48 +284,38 @@ class MethodStrategy(Strategy):
         roster = self.participants
         training = roster.sample(run.fraction_train, run.seed, number, absent)
         scored = roster.scored(run.fraction_evaluate, run.seed, number, training)
-        kinds: dict[int, Kind] = dict.fromkeys(training, "train")
-        for client in scored:
-            if client not in absent:
-                kinds[client] = "evaluate"
-        return RoundPlan(number, kinds, absent)
+        kinds: dict[int, Kind] = {client: "evaluate" for client in scored if client not in absent}
+        return RoundPlan(number, {**kinds, **dict.fromkeys(training, "train")}, absent)
 
-    def _absent(self, grid: Grid, number: int) -> dict[int, str]:
-        """Return participant -> why it cannot get a message now; records clients that have just joined."""
-        before = self._clients.roster.clients
-        absent = self._clients.absent(grid, number)
-        clients = self._clients.roster.clients
-        if self.run is not None and len(clients) > len(before):  # written before they get a message
-            labels = [client.label for key, client in clients.items() if key not in before]
-            joined = [*self.run.record().joined, *labels]  # also here: an unfinished round has no line
-            self.run.update(clients=[*clients.values()], joined=joined)
-        participants = self.participants.clients
-        return {client: why for client, why in absent.items() if client in participants}
+    def _absent(
+        self, grid: Grid, number: int, new_clients: bool = False, check: bool = False
+    ) -> dict[int, str]:
+        """Return which participants, or new clients, cannot get a message now, and why.
 
-    def _exchange(
-        self, grid: Grid, plan: RoundPlan, timeout: float, state: Serializable | None = None
-    ) -> Exchange:
-        """Send the messages of a plan and read the replies.
-
-        By default the state of the last finished round is broadcast. The timeout is in seconds.
+        Records clients that have just joined. ``check`` as in :meth:`Membership.absent`.
         """
-        state = self.state if state is None else state
+        members = self._clients
+        before = len(members.joined)
+        absent = members.absent(grid, number, check)
+        if self.run is not None and (joined := members.joined[before:]):  # written before they get a message
+            everyone = [*members.roster.clients.values()]
+            # Also in run.json, since an unfinished round has no line.
+            self.run.update(clients=everyone, joined=[*self.run.record().joined, *joined])
+        return {client: why for client, why in absent.items() if (client in self._new_clients) == new_clients}
+
+    def _exchange(self, grid: Grid, plan: RoundPlan, timeout: float, state: Serializable) -> Exchange:
+        """Broadcast a state in the messages of a plan and read the replies. The timeout is in seconds."""
         phase = self._messages(plan, state)
         if self._secure is not None:  # SecAgg+ has no late replies
-            exchange = self._secure.exchange(grid, phase, timeout, state, self._task, self._max_bytes)
-            return self._noted(exchange)
+            return self._noted(self._secure.exchange(grid, phase, timeout, self._rules(plan), state))
         replies = list(grid.send_and_receive([message for message, _ in phase.messages], timeout=timeout))
         self._clients.overdue.collect(grid)
         return self._read(phase, replies, state)
 
-    @property
-    def _max_bytes(self) -> int:
-        return self.settings.run.max_upload_mb * 2**20
-
     def _messages(self, plan: RoundPlan, state: Serializable) -> Phase:
         settings, experiment = self.settings, self.experiment
         if plan.new_clients:
-            experiment += f"-new-{self._num_rounds}"
+            experiment += f"-new-{self.done}"
         best = best_round(self._scores) if settings.run.keep_best else None
         return phase_of(
             plan,
@@ -346,16 +328,16 @@ class MethodStrategy(Strategy):
             best or 0,
         )
 
+    def _rules(self, plan: RoundPlan) -> ReplyRules:
+        rules = ReplyRules.of(self.settings, self.method, self._task)
+        return replace(rules, stale_weight=0.0, plausibility=NO_LIMITS) if plan.new_clients else rules
+
     def _read(self, phase: Phase, replies: list[Message], state: Serializable) -> Exchange:
         """Decode and validate replies, and remember which clients failed or are late."""
-        run, task, overdue = self.settings.run, self._task, self._clients.overdue
-        late, weight, limits = [], 0.0, NO_LIMITS
-        if not phase.plan.new_clients:
-            late = overdue.received if phase.training else []
-            weight, limits = run.stale_weight, self._plausibility()
+        overdue = self._clients.overdue
+        late = overdue.received if phase.training and not phase.plan.new_clients else []
         overdue.add(phase.unanswered(replies))
-        wanted, size = requested(self.settings.evaluation, task), self._max_bytes
-        return self._noted(read(replies, phase, self.method, state, task, size, late, weight, wanted, limits))
+        return self._noted(read(replies, phase, self._rules(phase.plan), state, late))
 
     def _noted(self, exchange: Exchange) -> Exchange:
         """Remember and log who failed."""
@@ -363,38 +345,11 @@ class MethodStrategy(Strategy):
         recorder.log_exchange(exchange)
         return exchange
 
-    def _plausibility(self) -> Plausibility:
-        """Return the limits of uploads' sizes."""
-        privacy, method = self.settings.privacy, self.method
-        scaled = isinstance(method, Pipeline) and method.release.scaled
-        exact = privacy.client_report == "full" and privacy.count_bucket == "off"
-        return Plausibility(self.settings.run.max_size_ratio, scaled, exact and not method.counts_draws)
-
     @property
     def _task(self) -> Task:
         if self.task is None:
             raise RuntimeError("begin(task) or prepare(grid) comes first")
         return self.task
-
-    def _check(self, exchange: Exchange) -> None:
-        """Check that the round counts.
-
-        Raises:
-            RunEnded: if not.
-        """
-        run = self.settings.run
-        if run.failure_policy == "stop":
-            stopping.need_success(exchange)
-        stopping.need_workers(self.participants, exchange)
-        stopping.need_replies(run.min_replies, exchange)
-
-    def _aggregate(self, exchange: Exchange) -> tuple[Serializable, float]:
-        """Return the next state and the seconds that it took."""
-        started = time.perf_counter()
-        # A subclass may override aggregate_fit without the parameter for late uploads.
-        shares = (exchange.shares,) if exchange.shares else ()
-        state = self.aggregate_fit(exchange.phase.number, exchange.uploads, *shares)
-        return state, time.perf_counter() - started
 
     def aggregate_fit(
         self, server_round: int, uploads: Mapping[int, Payload], shares: Mapping[int, float] | None = None
@@ -418,77 +373,60 @@ class MethodStrategy(Strategy):
         stopping.need_finite(self.method.broadcast(state, min(uploads, default=0)), server_round)
         return state
 
-    def _final_scoring(
-        self, grid: Grid, exchange: Exchange, state: Serializable, timeout: float
-    ) -> Exchange | None:
-        """Score all clients with the final state, if this is the last round and clients are scored before training.
+    def _finished(
+        self, exchange: Exchange, started: float, grid: Grid | None = None, timeout: float = 0.0
+    ) -> FinishedRound:
+        """Aggregate a checked round, score a last time if the run ends with it, and make its records.
+
+        Without a grid there is no last scoring. ``started`` is the :func:`time.perf_counter` of the round's begin.
 
         Raises:
-            RunEnded: if a client fails and failure-policy is "stop".
+            RunEnded: if the aggregate is not finite, or a client fails in the scoring and failure-policy is "stop".
         """
-        number = exchange.phase.number
-        if self.moment != "before" or not (number == self._num_rounds or self._ends_early(exchange)):
-            return None
-        absent = self._absent(grid, number)
-        kinds: dict[int, Kind] = {c: "evaluate" for c in self.participants.clients if c not in absent}
-        final = self._exchange(grid, RoundPlan(number, kinds, absent), timeout, state)
-        if self.settings.run.failure_policy == "stop":
-            stopping.need_success(final)
-        return final
+        run, number, members = self.settings.run, exchange.phase.number, self._clients
+        aggregating = time.perf_counter()
+        # A subclass may override aggregate_fit without the parameter for late uploads.
+        shares = (exchange.shares,) if exchange.shares else ()
+        state = self.aggregate_fit(number, exchange.uploads, *shares)
+        aggregated = time.perf_counter() - aggregating
 
-    def _ends_early(self, exchange: Exchange) -> bool:
-        number = exchange.phase.number
-        return patience_exhausted(self._scores_with(exchange), number, self.settings.run.patience)
+        scores = rounds.scores(exchange)
+        score = score_of(scores, self.primary_predictor)
+        by_round = self._scores if score is None else {**self._scores, number: score}
+        ends_early = patience_exhausted(by_round, number, run.patience)
+        final = None
+        if grid is not None and self.moment == "before" and (ends_early or number == self._num_rounds):
+            final = self._final_scoring(grid, number, state, timeout)
 
-    def _scores_with(self, exchange: Exchange) -> dict[int, Score]:
-        score = score_of(rounds.scores(exchange), self.primary_predictor)
-        return self._scores if score is None else {**self._scores, exchange.phase.number: score}
-
-    def _finished(
-        self,
-        exchange: Exchange,
-        state: Serializable,
-        aggregated: float,
-        started: float,
-        final: Exchange | None,
-    ) -> FinishedRound:
-        ages = rounds.updated_ages(
-            self.history[-1].ages if self.history else None, exchange.classes, self._task.num_classes
-        )
-        clients = self._clients
-        total = time.perf_counter() - started
-        record = RoundRecord(
-            **rounds.round_fields(exchange, self.moment, self.method.report(state), aggregated, total, final),
-            warnings=[*self._warnings(exchange, state, ages), *clients.warnings, *self._sink_warnings()],
-            ages=ages,
-            joined=list(clients.joined),
-        )
-        counters = rounds.clients_record(exchange, final)
-        return FinishedRound(record, counters, state, exchange.late_replies)
-
-    def _warnings(self, exchange: Exchange, state: Serializable, ages: Sequence[int] | None) -> list[str]:
-        """Return the warnings on a round: of the method, on its uploads, and on what it means for the run."""
-        number, evaluation, patience = (
-            exchange.phase.number,
-            self.settings.evaluation,
-            self.settings.run.patience,
-        )
-        labels = next(iter(self._clients.roster.clients.values())).labels
+        last_ages = self.history[-1].ages if self.history else None
+        ages = rounds.updated_ages(last_ages, exchange.classes, self._task.num_classes)
+        labels = next(iter(members.roster.clients.values())).labels
         warnings = [
             *self.method.round_warnings(state),
             *rounds.upload_warnings(exchange),
             *rounds.lost_states(exchange, self._participations),
             *rounds.missing_classes(labels, ages),
         ]
-        if self._num_rounds == number > 1 and evaluation.predictor != "auto":
-            accuracy = rounds.scores(exchange).accuracy
-            warnings += rounds.not_scored(self.primary_predictor, self.method.name, accuracy)
-        if self._ends_early(exchange):
-            warnings.append(early_stop_warning(self._scores_with(exchange), self.moment, patience))
-        return warnings
+        if self._num_rounds == number > 1 and self.settings.evaluation.predictor != "auto":
+            warnings += rounds.not_scored(self.primary_predictor, self.method.name, scores.accuracy)
+        if ends_early:
+            warnings.append(early_stop_warning(by_round, self.moment, run.patience))
+        total = time.perf_counter() - started
+        record = RoundRecord(
+            **rounds.round_fields(exchange, self.moment, self.method.report(state), aggregated, total, final),
+            warnings=[*warnings, *members.warnings, *(self._recorder.warnings() if self._recorder else [])],
+            ages=ages,
+            joined=list(members.joined),
+        )
+        return FinishedRound(record, rounds.clients_record(exchange, final), state, exchange.late_replies)
 
-    def _sink_warnings(self) -> list[str]:
-        return self._recorder.warnings() if self._recorder else []
+    def _final_scoring(self, grid: Grid, number: int, state: Serializable, timeout: float) -> Exchange:
+        """Score all clients with the final state."""
+        absent = self._absent(grid, number)
+        kinds: dict[int, Kind] = dict.fromkeys(self.participants.clients.keys() - absent, "evaluate")
+        final = self._exchange(grid, RoundPlan(number, kinds, absent), timeout, state)
+        stopping.need_success(final, self.settings.run)
+        return final
 
     def _commit(self, finished: FinishedRound) -> RoundRecord:
         """Make a finished round count: on disk first, then in memory.
@@ -507,9 +445,7 @@ class MethodStrategy(Strategy):
         if self.membership is not None:
             self.membership.recorded()
             self.membership.overdue.recorded(finished.late)
-        if patience_exhausted(self._scores, self.done, self.settings.run.patience):
-            self._num_rounds = self.done
-        recorder.log_record(record, self.primary_predictor, self._num_rounds)
+        recorder.log_record(record, self.primary_predictor, self._last_round)
         return record
 
     def _count_participations(self, clients: ClientsRecord) -> None:
@@ -529,7 +465,7 @@ class MethodStrategy(Strategy):
         used, so the server's state does not change. Its own state is stored under another experiment name than that
         of the run, so it is new again if the run is continued for more rounds.
         """
-        run, after = self.settings.run, self._num_rounds
+        run, after = self.settings.run, self.done
         self.new_client_rounds = self.run.new_client_records(after) if self.run else []
         first = after + len(self.new_client_rounds) + 1
         for number in range(first, after + run.new_client_rounds + 1):
@@ -551,10 +487,10 @@ class MethodStrategy(Strategy):
         started, run = time.perf_counter(), self.settings.run
 
         def exchange(kind: Kind) -> Exchange:
-            absent = self._clients.absent(grid, number, check=number == after + 1)
-            absent = {client: why for client, why in absent.items() if client in self._new_clients}
-            kinds: dict[int, Kind] = dict.fromkeys(sorted(self._new_clients - set(absent)), kind)
-            return self._exchange(grid, RoundPlan(number, kinds, absent, new_clients=True), timeout)
+            absent = self._absent(grid, number, new_clients=True, check=number == after + 1)
+            kinds = dict.fromkeys(self._new_clients - absent.keys(), kind)
+            plan = RoundPlan(number, kinds, absent, new_clients=True)
+            return self._exchange(grid, plan, timeout, self.state)
 
         trained, overdue = exchange("train"), self._clients.overdue
         overdue.recorded(overdue.received)  # late uploads of the run's last round are discarded
@@ -582,9 +518,7 @@ class MethodStrategy(Strategy):
             raise PbflError("secure-aggregation = true: the run must be started by MethodStrategy.start")
         if self.membership is None:
             self.prepare(grid)
-        self._clients.overdue.collect(grid)
-        plan = self._plan(grid, server_round)
-        self._phase = self._messages(plan, self.state)
+        self._phase = self._messages(self._plan(grid, server_round), self.state)
         return [message for message, _ in self._phase.messages]
 
     def aggregate_train(
@@ -598,10 +532,8 @@ class MethodStrategy(Strategy):
         if self._phase is None:
             raise RuntimeError("configure_train comes first")
         exchange = self._read(self._phase, list(replies), self.state)
-        self._check(exchange)
-        state, aggregated = self._aggregate(exchange)
-        finished = self._finished(exchange, state, aggregated, self._phase.started, None)
-        metrics = _train_metrics(self._commit(finished))
+        stopping.check_exchange(exchange, self.participants, self.settings.run)
+        metrics = _train_metrics(self._commit(self._finished(exchange, self._phase.started)))
         return wire.encode(self._broadcast()), metrics
 
     def configure_evaluate(

@@ -19,7 +19,6 @@ from pbfl_flwr.experiments.run_export import as_csv
 from pbfl_flwr.flower.client import handshake as client_handshake
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import membership as memberships
-from pbfl_flwr.flower.server.grid import ignore
 from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.roster import Roster, client_from_reply
 from pbfl_flwr.method import Round
@@ -292,15 +291,17 @@ def member(client: int | str, node: int = 9, **properties: Any) -> ClientRecord:
     ],
 )
 def test_assigns_numbers_to_names(came: list[str | int], numbers: dict[str, int]) -> None:
-    membership = Membership(Roster({}), "e", 1.0, 3)
+    membership = membership_of({})
     assert (
         placed(membership, *(member(client, node) for node, client in enumerate(came)), online=range(3)) == {}
     )
     assert {m.label: number for number, m in membership.roster.clients.items()} == numbers
 
 
-def anything(roster: Roster) -> None:
-    """Every method takes every network."""
+def membership_of(members: Mapping[int, ClientRecord], size: int = 3, **run: Any) -> Membership:
+    """Return that of a run of so many clients, whose method takes every network."""
+    settings = RunSettings(num_clients=size, round_timeout=60.0, join_timeout=1.0, **run)
+    return Membership(settings, "e", lambda roster: None, roster=Roster(members))
 
 
 def placed(membership: Membership, *clients: ClientRecord, online: Collection[int] = ()) -> dict[int, str]:
@@ -321,7 +322,7 @@ def test_rejects_clients_that_cannot_join(
     taken: list[int | str], client: int | str, message: dict[str, Any], reason: str
 ) -> None:
     members = [member(who) for who in taken]
-    membership = Membership(Roster({n: m.numbered(n) for n, m in enumerate(members)}), "e", 1.0, 3, anything)
+    membership = membership_of({n: m.numbered(n) for n, m in enumerate(members)}, min_clients=1)
     refused = placed(membership, member(client, 10, **message))
     assert re.search(reason, refused.pop(10))
     assert list(membership.roster.clients) == list(range(len(taken)))
@@ -332,7 +333,7 @@ def test_silent_node_is_asked_less_and_less_often() -> None:
         lambda message, context: pytest.fail("nobody is there"), {}, nodes=[9, 101], partitions=[0, 1]
     )
     grid.faults = {(1, 0): silent}  # 9 is the client's, the other one never answers
-    membership = Membership(Roster({0: member(0)}), "e", 60.0, 2, anything)
+    membership = membership_of({0: member(0)}, 2, min_clients=1)
     greeted = []
     for number in range(1, 103):
         grid.nodes[1:] = [101] if number != 101 else []
@@ -359,7 +360,7 @@ def test_silent_node_is_asked_less_and_less_often() -> None:
 def test_disagreement_names_both_clients(change: dict[str, Any], text: str) -> None:
     messages = [{**handshake_reply(client, IMAGES), **(change if client == 2 else {})} for client in range(3)]
     members = [client_from_reply(node, ConfigRecord(record)) for node, record in enumerate(messages)]
-    refused = placed(Membership(Roster({}), "e", 1.0, 3), *members)
+    refused = placed(membership_of({}), *members)
     assert f"clients disagree on {text}" in refused.pop(2)
     assert not refused
 
@@ -457,8 +458,8 @@ def test_second_node_of_a_connected_client_is_not_used(
 
 
 def test_client_reconnecting_with_another_architecture_is_refused() -> None:
-    roster = Roster({0: member(0, 11), 1: member(1, 12)})
-    membership = Membership(roster, "e", 1.0, 2, failed=frozenset({1}))
+    membership = membership_of({0: member(0, 11), 1: member(1, 12)}, 2)
+    roster, membership.failed = membership.roster, frozenset({1})
     refused = placed(membership, member(1, 22, architecture="resnet4"), member(5, 23), online={11, 22, 23})
     assert membership.roster == roster
     assert refused == {
@@ -468,7 +469,8 @@ def test_client_reconnecting_with_another_architecture_is_refused() -> None:
 
 
 def test_one_of_two_new_nodes_of_a_failed_client_is_used() -> None:
-    membership = Membership(Roster({1: member(1, 12)}), "e", 1.0, 2, failed=frozenset({1}))
+    membership = membership_of({1: member(1, 12)}, 2)
+    membership.failed = frozenset({1})
     refused = placed(membership, member(1, 23), member(1, 22), online={12, 22, 23})
     assert membership.roster.clients[1].node == 22
     assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
@@ -500,7 +502,7 @@ def test_device_that_comes_back_during_resume_is_one_client(
     monkeypatch.setattr(memberships, "send_handshake", send)
     monkeypatch.setattr(memberships, "wait_for_nodes", lambda *_, **__: next(looks))
     grid: Any = SimpleNamespace(get_node_ids=lambda: connected)
-    run, recorded = RunSettings(min_replies=2), [member(0, 1), member(1, 1)]
-    membership = Membership.collect(grid, run, "e", anything, recorded, ignore)
+    membership = membership_of({}, min_replies=2)
+    membership.collect(grid, [member(0, 1), member(1, 1)])
     assert {client: at.node for client, at in membership.roster.clients.items()} == nodes
     assert membership.warnings == []

@@ -414,7 +414,7 @@ class Killed(BaseException):
         (checkpoint, "save_best", 1),
         (checkpoint, "save", 2),  # the history is a round ahead of the checkpoint
         (MethodStrategy, "_plan", 3),
-        (MethodStrategy, "_final_scoring", 3),
+        (MethodStrategy, "_final_scoring", 1),
     ],
 )
 def test_killed_server_resumes_with_the_same_bits(tmp_path: Path, owner: Any, name: str, at: int) -> None:
