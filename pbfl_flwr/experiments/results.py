@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.config import PREDICTORS, DataSettings, Scalar
 from pbfl_flwr.errors import PbflError, expanded
+from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import (
     Accuracy,
@@ -40,6 +41,7 @@ NEUTRAL = frozenset(
     }
 )
 Statistic = Literal["weighted", "mean"]
+STATISTICS = ("mean", "std", "worst", "balanced", "macro_f1", "auc_macro", "auc_micro")
 LONGEST_LABEL = 40
 NODES = "nodes.json"  # the SuperNodes' configuration in the run directory, from pbfl deploy local
 
@@ -218,6 +220,46 @@ class FinishedRun:
     def scores(self) -> dict[str, Scores]:
         """Predictor -> scores."""
         return scores(self.rounds, self.statistic)
+
+    @cached_property
+    def figures(self) -> dict[str, float]:
+        """The run as a row of table.csv: key -> figure, without those that are unknown.
+
+        Accuracies are in %, by the shown predictor on test data; bytes (``up`` and ``down``: the payload of a client),
+        scalars, ``seconds`` and ``peak_mb`` are per round. Besides, the rounds of ``last``, ``best``,
+        ``validation_chosen`` and ``other_moment``, with ``_round`` in their names.
+        """
+        rounds, clients = self.rounds, self.about.num_participants
+        shares: dict[str, float | None] = {
+            "new_clients": self.new_client_accuracy(),
+            "majority": self.partition.majority,
+            "new_clients_majority": self.partition.new_client_majority,
+            **{name: getattr(score.last[1], self.statistic) for name, score in self.scores.items()},
+        }
+        row: dict[str, float | None] = {
+            "up": fmean(record.bytes_up.payload for record in rounds) / clients,
+            "down": fmean(record.bytes_down.payload for record in rounds) / clients,
+            "total": fmean(record.bytes_up.total + record.bytes_down.total for record in rounds),
+            "paper": self.partition.paper_scalars,
+            "seconds": fmean(record.seconds.total for record in rounds),
+            "peak_mb": max(record.peak_mb for record in rounds) or None,  # 0: client-report=none
+        }
+        if accuracies := list(self.accuracies().values()):
+            shares |= {"best_decile": best_decile(accuracies), "lowest": min(accuracies)}
+        if score := self.scores.get(self.predictor):
+            points: dict[str, tuple[int, Accuracy] | None] = {
+                "last": score.last,
+                "best": score.best,
+                "validation_chosen": score.chosen,
+                "other_moment": score.other,
+            }
+            for name, point in points.items():
+                if point is not None:
+                    row[f"{name}_round"], shares[name] = point[0], getattr(point[1], self.statistic)
+            shares |= {name: getattr(score.last[1], name) for name in STATISTICS}
+            shares["best_std"] = score.best[1].std
+        row |= {name: None if share is None else 100 * share for name, share in shares.items()}
+        return {name: figure for name, figure in row.items() if figure is not None}
 
     @cached_property
     def _clients(self) -> dict[int, ClientRecord]:

@@ -46,8 +46,11 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
         for group in groups
         for name in group.first.scores
     ]
-    points = {"last": LAST, "best": BEST, "chosen": CHOSEN, "other": OTHER}
-    columns = [column for point, accuracy in points.items() for column in (accuracy, _round_column(point))]
+    columns = [
+        column
+        for accuracy in (LAST, BEST, CHOSEN, OTHER)
+        for column in (accuracy, Figures("round", f"{accuracy.key}_round", "{:.0f}".format, optional=True))
+    ]
     predictor = Text("predictor", "predictor", lambda group: _marked(group.first.predictor, group.first))
     notes = (
         "Sample-weighted accuracy on the clients' test data in %, with its round; the rightmost columns are for "
@@ -56,16 +59,6 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
     )
     columns += [MEAN, STD, WORST, AUC_MACRO, AUC_MICRO]
     return summary_sheet("Predictors and rounds", rows, [RUN, predictor], columns, notes, about_runs=False)
-
-
-def _round_column(point: str) -> Figures:
-    """Return the column of the round of the accuracy in a :class:`Scores` attribute."""
-
-    def values(group: Group) -> list[float]:
-        points = (getattr(score, point) for score in group.scores)
-        return [point[0] for point in points if point is not None]
-
-    return Figures("round", f"{point}_round", values, "{:.0f}".format, optional=True)
 
 
 def _marked(predictor: str, run: FinishedRun) -> str:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -18,9 +18,7 @@ from pbfl_flwr.experiments.notes import (
     unscored_lines,
 )
 from pbfl_flwr.experiments.results import Group, same_data, span
-from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
-from pbfl_flwr.runs.records import RoundRecord
 
 MOMENT_NOTE = "Scored: before or after local training in a round."
 BEST_NOTE = (
@@ -53,6 +51,15 @@ class Text:
     key: str
     cell: Callable[[Group], str]
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The columns of the CSV file."""
+        return (self.key,)
+
+    def plain(self, group: Group) -> tuple[str, ...]:
+        """Return a row's cells in the CSV file."""
+        return (self.cell(group),)
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -60,8 +67,8 @@ class Figures:
 
     Attributes:
         title: in tables.
-        key: in the CSV file, which has their mean and, under ``<key>_sd``, their sample standard deviation.
-        values: of a row; empty if no run has one.
+        key: in :attr:`FinishedRun.figures`; the CSV file has their mean and, under ``<key>_sd``, their sample standard
+            deviation.
         form: formats their mean; by default it is shown with the standard deviation.
         optional: whether the column is left out if no row has values.
         note: below a table with this column.
@@ -69,10 +76,18 @@ class Figures:
 
     title: str
     key: str
-    values: Callable[[Group], Sequence[float]]
     form: Callable[[float], str] | None = None
     optional: bool = False
     note: str = ""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The columns of the CSV file."""
+        return (self.key, f"{self.key}_sd")
+
+    def values(self, group: Group) -> list[float]:
+        """Return the figures of the runs that have one."""
+        return [run.figures[self.key] for run in group.runs if self.key in run.figures]
 
     def cell(self, group: Group) -> str:
         """Return the text of a row."""
@@ -81,72 +96,16 @@ class Figures:
             return mean_cell(values)
         return self.form(fmean(values)) if values else "-"
 
+    def plain(self, group: Group) -> tuple[str, ...]:
+        """Return mean and sample standard deviation of a row as plain numbers; empty if undefined."""
+        values = self.values(group)
+        return (
+            f"{fmean(values):.4f}" if values else "",
+            f"{stdev(values):.4f}" if len(values) > 1 else "",
+        )
+
 
 Column = Text | Figures
-
-
-def _accuracies(point: str, statistic: str = "") -> Callable[[Group], list[float]]:
-    """Return the function that reads the accuracy in a :class:`Scores` attribute of every run, in %."""
-
-    def values(group: Group) -> list[float]:
-        points = (getattr(score, point) for score in group.scores)
-        name = statistic or group.first.statistic
-        return _percents(getattr(point[1], name) for point in points if point is not None)
-
-    return values
-
-
-def _percents(shares: Iterable[float | None]) -> list[float]:
-    return [100 * share for share in shares if share is not None]
-
-
-def _over_clients(statistic: Callable[[Sequence[float]], float]) -> Callable[[Group], list[float]]:
-    """Return the function that applies a statistic to the clients' last accuracies in every run, in %."""
-
-    def values(group: Group) -> list[float]:
-        each = [list(run.accuracies().values()) for run in group.runs]
-        return _percents(statistic(shares) for shares in each if shares)
-
-    return values
-
-
-def _per_round(
-    value: Callable[[RoundRecord], float], *, per_client: bool = False
-) -> Callable[[Group], list[float]]:
-    """Return the function that reads every run's mean over rounds, divided by the number of participants if asked."""
-
-    def values(group: Group) -> list[float]:
-        means = [(fmean(map(value, run.rounds)), run.about.num_participants) for run in group.runs]
-        return [mean / clients if per_client else mean for mean, clients in means]
-
-    return values
-
-
-def _predictor_column(name: str) -> Figures:
-    def values(group: Group) -> list[float]:
-        last = (run.scores[name].last[1] for run in group.runs if name in run.scores)
-        return _percents(getattr(accuracy, group.first.statistic) for accuracy in last)
-
-    return Figures(name, name, values, optional=True)
-
-
-def _partition(name: str) -> Callable[[Group], list[float]]:
-    return lambda group: _percents(getattr(run.partition, name) for run in group.runs)
-
-
-def _new_clients(group: Group) -> list[float]:
-    return _percents(run.new_client_accuracy() for run in group.runs)
-
-
-def _paper_scalars(group: Group) -> list[float]:
-    counts = (run.partition.paper_scalars for run in group.runs)
-    return [count for count in counts if count is not None]
-
-
-def _peak_memory(group: Group) -> list[float]:
-    """Return the peak memory of a worker in MB; empty if clients do not report it: client-report=none."""
-    peaks = [max(record.peak_mb for record in run.rounds) for run in group.runs]
-    return [peak for peak in peaks if peak]
 
 
 def _scored_clients(group: Group) -> str:
@@ -160,48 +119,30 @@ SCORED = Text("scored", "scored", lambda group: group.first.about.moment)
 SEEDS = Text("seeds", "seeds", lambda group: str(len(group.scores)))
 ROUNDS = Text("rounds", "rounds", lambda group: span(len(run.rounds) for run in group.runs))
 CLIENTS = Text("clients", "clients", _scored_clients)
-LAST = Figures("last", "last", _accuracies("last"))
-BEST = Figures("best (on test data)", "best", _accuracies("best"), note=BEST_NOTE)
-CHOSEN = Figures("validation-chosen", "validation_chosen", _accuracies("chosen"), optional=True)
-OTHER = Figures("at the other moment", "other_moment", _accuracies("other"), optional=True, note=OTHER_NOTE)
-MEAN = Figures("mean of clients", "mean", _accuracies("last", "mean"))
-STD = Figures("std over clients", "std", _accuracies("last", "std"))
-BEST_STD = Figures("std over clients, best round", "best_std", _accuracies("best", "std"))
-WORST = Figures("worst decile", "worst", _accuracies("last", "worst"))
-BEST_DECILE = Figures("best decile", "best_decile", _over_clients(best_decile))
-LOWEST = Figures("lowest client", "lowest", _over_clients(min), note=FAIRNESS_NOTE)
-BALANCED = Figures(
-    "balanced accuracy", "balanced", _accuracies("last", "balanced"), optional=True, note=BALANCE_NOTE
-)
-MACRO_F1 = Figures("macro-F1", "macro_f1", _accuracies("last", "macro_f1"), optional=True)
-AUC_MACRO = Figures("AUC macro", "auc_macro", _accuracies("last", "auc_macro"), optional=True)
-AUC_MICRO = Figures("AUC micro", "auc_micro", _accuracies("last", "auc_micro"), optional=True)
-NEW = Figures("new clients", "new_clients", _new_clients, optional=True, note=NEW_NOTE)
-BY_PREDICTOR = tuple(map(_predictor_column, PREDICTORS))
-MAJORITY = Figures("majority class", "majority", _partition("majority"))
-NEW_MAJORITY = Figures(
-    "new clients' majority class", "new_clients_majority", _partition("new_client_majority")
-)
-UP = Figures(
-    "payload up", "up", _per_round(lambda record: record.bytes_up.payload, per_client=True), kilobytes
-)
-DOWN = Figures(
-    "payload down", "down", _per_round(lambda record: record.bytes_down.payload, per_client=True), kilobytes
-)
-TOTAL = Figures(
-    "all bytes per round",
-    "total",
-    _per_round(lambda record: record.bytes_up.total + record.bytes_down.total),
-    kilobytes,
-)
-PAPER = Figures("paper's scalars", "paper", _paper_scalars, "{:,.0f}".format, note=PAPER_NOTE)
-SECONDS = Figures(
-    "s per round",
-    "seconds",
-    _per_round(lambda record: record.seconds.total),
-    lambda seconds: f"{seconds:.1f}",
-)
-MEMORY = Figures("peak memory of a worker, MB", "peak_mb", _peak_memory, lambda megabytes: f"{megabytes:.0f}")
+LAST = Figures("last", "last")
+BEST = Figures("best (on test data)", "best", note=BEST_NOTE)
+CHOSEN = Figures("validation-chosen", "validation_chosen", optional=True)
+OTHER = Figures("at the other moment", "other_moment", optional=True, note=OTHER_NOTE)
+MEAN = Figures("mean of clients", "mean")
+STD = Figures("std over clients", "std")
+BEST_STD = Figures("std over clients, best round", "best_std")
+WORST = Figures("worst decile", "worst")
+BEST_DECILE = Figures("best decile", "best_decile")
+LOWEST = Figures("lowest client", "lowest", note=FAIRNESS_NOTE)
+BALANCED = Figures("balanced accuracy", "balanced", optional=True, note=BALANCE_NOTE)
+MACRO_F1 = Figures("macro-F1", "macro_f1", optional=True)
+AUC_MACRO = Figures("AUC macro", "auc_macro", optional=True)
+AUC_MICRO = Figures("AUC micro", "auc_micro", optional=True)
+NEW = Figures("new clients", "new_clients", optional=True, note=NEW_NOTE)
+BY_PREDICTOR = tuple(Figures(name, name, optional=True) for name in PREDICTORS)
+MAJORITY = Figures("majority class", "majority")
+NEW_MAJORITY = Figures("new clients' majority class", "new_clients_majority")
+UP = Figures("payload up", "up", kilobytes)
+DOWN = Figures("payload down", "down", kilobytes)
+TOTAL = Figures("all bytes per round", "total", kilobytes)
+PAPER = Figures("paper's scalars", "paper", "{:,.0f}".format, note=PAPER_NOTE)
+SECONDS = Figures("s per round", "seconds", "{:.1f}".format)
+MEMORY = Figures("peak memory of a worker, MB", "peak_mb", "{:.0f}".format)
 
 ACCURACIES = (
     LAST,
@@ -312,26 +253,9 @@ def comparison_sheet(title: str, groups: Sequence[Group], lead: Sequence[Column]
 def csv_text(groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> str:
     """Return all columns as CSV with plain numbers: means and ``<key>_sd``; unknown values are empty."""
     columns: list[Column] = [*lead, predictor_column(groups), *IN_CSV]
-    keys: list[str] = []
-    for column in columns:
-        keys += [column.key] if isinstance(column, Text) else [column.key, f"{column.key}_sd"]
-    rows: list[tuple[str, ...]] = []
-    for group in groups:
-        cells: list[str] = []
-        for column in columns:
-            if isinstance(column, Text):
-                cells.append(column.cell(group))
-            else:
-                cells += mean_and_deviation(column.values(group))
-        rows.append(tuple(cells))
-    return Sheet("", tuple(keys), tuple(rows)).csv()
-
-
-def mean_and_deviation(values: Sequence[float]) -> tuple[str, str]:
-    """Return mean and sample standard deviation as plain numbers; empty if undefined."""
-    if not values:
-        return "", ""
-    return f"{fmean(values):.4f}", f"{stdev(values):.4f}" if len(values) > 1 else ""
+    keys = tuple(key for column in columns for key in column.keys)
+    rows = tuple(tuple(cell for column in columns for cell in column.plain(group)) for group in groups)
+    return Sheet("", keys, rows).csv()
 
 
 def table_files(sheet: Sheet, groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> dict[str, str]:
