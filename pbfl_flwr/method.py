@@ -55,7 +55,7 @@ class Round:
         num_clients: M, all clients that have joined so far, whether or not they answered. If devices join a running
             federation (``min-clients``), ids may be larger.
         seed: the run's seed.
-        shares: client -> s_i < 1, weight factor of an upload that arrived after its round; see :meth:`Method.streams`.
+        stale_weights: client -> s_i < 1, factor of an upload that arrived after its round; see :meth:`Method.streams`.
         expected: number of clients the configuration is for, including those that may still join; None means M.
     """
 
@@ -63,7 +63,7 @@ class Round:
     task: Task
     num_clients: int
     seed: int = 0
-    shares: Mapping[int, float] = field(default_factory=dict)
+    stale_weights: Mapping[int, float] = field(default_factory=dict)
     expected: int | None = None
 
     @property
@@ -71,9 +71,9 @@ class Round:
         """Number of clients for settings that depend on it, regardless of how many have joined."""
         return self.expected or self.num_clients
 
-    def shares_of(self, uploads: Iterable[int]) -> list[float] | None:
+    def stale_weights_of(self, uploads: Iterable[int]) -> list[float] | None:
         """Return s_i of every upload, 1 for those that arrived in time; None if all did."""
-        return [self.shares.get(client, 1.0) for client in uploads] if self.shares else None
+        return [self.stale_weights.get(client, 1.0) for client in uploads] if self.stale_weights else None
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """
 
     def streams(self) -> bool:
-        """Whether :meth:`aggregate` is a sum over the uploads, weighted by ``round_info.shares``.
+        """Whether :meth:`aggregate` is a sum over the uploads, weighted by ``round_info.stale_weights``.
 
         Such a method reads one upload at a time, so that only a few are in memory, and it can give late uploads a
         smaller weight (``stale-weight``).

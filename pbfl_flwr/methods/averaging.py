@@ -17,7 +17,7 @@ from pbfl_flwr.config.keys import Weighting as Weighting
 from pbfl_flwr.models.contract import body_names, head_names
 from pbfl_flwr.payloads import RejectedPayload, Weights
 
-Share = Literal["all", "body", "stages", "head"]
+Part = Literal["all", "body", "stages", "head"]
 """A part of the network; ``stages`` is the body without its neck, i.e. without a hidden layer before the head."""
 
 
@@ -26,7 +26,7 @@ def weighting_of(settings: Settings, habit: Weighting) -> Weighting:
     return habit if settings.conventions.weighting == "auto" else settings.conventions.weighting
 
 
-def shared_parameters(model: nn.Module, share: Share) -> dict[str, nn.Parameter]:
+def shared_parameters(model: nn.Module, part: Part) -> dict[str, nn.Parameter]:
     """Return the shared parameters of the network by the names under which they travel.
 
     Those are the network's own names, except in a head: there the layer is removed (``head.1.weight`` becomes
@@ -34,11 +34,11 @@ def shared_parameters(model: nn.Module, share: Share) -> dict[str, nn.Parameter]
     heads with and without dropout before the same layers have the same names.
     """
     parameters = dict(model.named_parameters())
-    if share == "all":
+    if part == "all":
         return parameters
-    if share == "body":
+    if part == "body":
         return {name: parameters[name] for name in body_names(model)}
-    if share == "stages":
+    if part == "stages":
         return {name: parameter for name, parameter in parameters.items() if name.startswith("stages.")}
     names = head_names(model)
     parts = [(layer, leaf) for layer, _, leaf in (name.rpartition(".") for name in names)]
@@ -86,7 +86,7 @@ def average(
     state: Weights,
     uploads: Mapping[int, Weights],
     weighting: Weighting,
-    shares: Mapping[int, float] | None = None,
+    stale_weights: Mapping[int, float] | None = None,
 ) -> Weights:
     """Return Σ_i (n_i/Σn)·w_i, or the unweighted mean; the state itself if the total weight is 0.
 
@@ -94,12 +94,14 @@ def average(
         state: gives the tensors' names and shapes.
         uploads: by client; each is read once.
         weighting: by n_i, or uniform.
-        shares: client -> s_i, a factor on the upload's weight; 1 for clients that are not in it.
+        stale_weights: client -> s_i, a factor on the upload's weight; 1 for clients that are not in it.
     """
     sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.tensors.items()}
     total = 0.0
     for i, upload in uploads.items():
-        weight = float(upload.num_examples if weighting == "samples" else 1) * (shares or {}).get(i, 1.0)
+        weight = float(upload.num_examples if weighting == "samples" else 1) * (stale_weights or {}).get(
+            i, 1.0
+        )
         total += weight
         for name, tensor in upload.tensors.items():
             sums[name].add_(tensor, alpha=weight)

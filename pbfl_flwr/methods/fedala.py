@@ -77,7 +77,7 @@ class FedALA(SharedWeights):
         """Initialise and train; keep A and the client's own last tensors."""
         amounts, metrics = self._initialise(client, down)
         report = self.train(client, down)
-        upload = answer(client, self.share)
+        upload = answer(client, self.part)
         local = {name: upload.tensors[name] for name in self._mixed(client)}
         memory = {**{f"own.{name}": tensor for name, tensor in local.items()}, **report.optimizer}
         memory |= {f"ala.{name}": tensor for name, tensor in copies(amounts).items()}

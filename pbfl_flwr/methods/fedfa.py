@@ -155,7 +155,7 @@ class FedFA(SharedWeights):
                 adam.step()
 
         report = fit(client, loss, after_step=calibrate, after_epoch=running.close_epoch)
-        upload = answer(client, self.share)
+        upload = answer(client, self.part)
         upload = replace(upload, tensors={**upload.tensors, ANCHORS: running.anchors.cpu()})
         return Update(upload, report.optimizer, report.metrics())
 

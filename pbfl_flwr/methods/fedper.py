@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import Field
 
 from pbfl_flwr.config import Group, Settings, parse_section
-from pbfl_flwr.methods.averaging import Share
+from pbfl_flwr.methods.averaging import Part
 from pbfl_flwr.methods.sharing import SharedWeights
 
 Shared = Literal["auto", "body", "stages"]
@@ -34,7 +34,7 @@ class Config(Group):
     )
 
 
-def shared_part(shared: Shared, settings: Settings) -> Share:
+def shared_part(shared: Shared, settings: Settings) -> Part:
     """Return the shared part: the stages under the protocol of FedProto's repository, else the body."""
     if shared == "auto":
         return "stages" if settings.run.protocol == "fedproto" else "body"

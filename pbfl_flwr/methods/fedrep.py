@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client
-from pbfl_flwr.methods.averaging import Share, shared_parameters
+from pbfl_flwr.methods.averaging import Part, shared_parameters
 from pbfl_flwr.methods.fedper import Shared, shared_part
 from pbfl_flwr.methods.sharing import SharedWeights
 from pbfl_flwr.payloads import Weights
@@ -49,21 +49,21 @@ class HeadThenBody:
 
     Attributes:
         head_epochs: τ_h.
-        share: the shared part; the rest is private.
+        part: the shared one; the rest is private.
     """
 
     head_epochs: int = 1
-    share: Share = "body"
+    part: Part = "body"
 
     def head_phase(self, client: Client) -> FitReport:
         """Train the private part with the shared one frozen; the loss is logged as ``head-ce``.
 
         If the frozen body's features do not vary between passes, they are computed once.
         """
-        shared = {id(parameter) for parameter in shared_parameters(client.model, self.share).values()}
+        shared = {id(parameter) for parameter in shared_parameters(client.model, self.part).values()}
         private = tuple(p for p in client.model.parameters() if id(p) not in shared)
         ce = classification(client.model)
-        fixed = fixed_features(client) if self.share == "body" and self.head_epochs else None
+        fixed = fixed_features(client) if self.part == "body" and self.head_epochs else None
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
             if fixed is None:
@@ -86,7 +86,7 @@ class HeadThenBody:
         extra_modules: Sequence[nn.Module] = (),
     ) -> FitReport:
         """Train the shared part and companion networks with the private part frozen."""
-        shared = ParamGroup(tuple(shared_parameters(client.model, self.share).values()))
+        shared = ParamGroup(tuple(shared_parameters(client.model, self.part).values()))
         param_groups = [shared, *(param_group(module) for module in extra_modules)]
         return fit(client, loss, param_groups=param_groups, extra_modules=extra_modules, phase="body")
 
@@ -106,5 +106,5 @@ class FedRep(SharedWeights):
 def build(settings: Settings) -> FedRep:
     """Return the method."""
     config = parse_section(Config, settings)
-    share = shared_part(config.shared, settings)
-    return FedRep.configured("fedrep", settings, share, phases=HeadThenBody(config.head_epochs, share))
+    part = shared_part(config.shared, settings)
+    return FedRep.configured("fedrep", settings, part, phases=HeadThenBody(config.head_epochs, part))

@@ -25,7 +25,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.averaging import (
-    Share,
+    Part,
     Weighting,
     average,
     copies,
@@ -42,27 +42,27 @@ from pbfl_flwr.training.loop import FitReport, classification, fit
 from pbfl_flwr.util.user_code import is_external
 
 
-def receive(client: Client, received: Weights, share: Share) -> None:
+def receive(client: Client, received: Weights, part: Part) -> None:
     """Copy the broadcast weights into the shared part of the client's network."""
-    copy_into(shared_parameters(client.model, share), received.tensors)
+    copy_into(shared_parameters(client.model, part), received.tensors)
 
 
-def answer(client: Client, share: Share) -> Weights:
+def answer(client: Client, part: Part) -> Weights:
     """Return copies of the shared part, and n_i."""
-    return Weights(copies(shared_parameters(client.model, share)), len(client.data.train.labels))
+    return Weights(copies(shared_parameters(client.model, part)), len(client.data.train.labels))
 
 
-def initial(architecture: str, task: Task, seed: int, share: Share) -> Weights:
+def initial(architecture: str, task: Task, seed: int, part: Part) -> Weights:
     """Return the shared part of a newly initialised network, pretrained if its name has a label.
 
     Args:
         architecture: the network's name.
         task: what all clients agree on.
         seed: of the run.
-        share: the part.
+        part: the part.
     """
-    name = without_weights(architecture) if share == "head" else architecture  # only bodies can be pretrained
-    return Weights(copies(shared_parameters(build_model(name, task, seed), share)))
+    name = without_weights(architecture) if part == "head" else architecture  # only bodies can be pretrained
+    return Weights(copies(shared_parameters(build_model(name, task, seed), part)))
 
 
 def check_heads(method: str, task: Task, models: Sequence[str], *, linear: bool = True) -> None:
@@ -103,14 +103,14 @@ def _tensors(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
 
 
-def to_be_equal(models: Sequence[str], share: Share) -> Sequence[str]:
+def to_be_equal(models: Sequence[str], part: Part) -> Sequence[str]:
     """Return the part of each architecture's name that must be the same everywhere: no classifier if it is private.
 
     Args:
         models: names of architectures.
-        share: the part that travels.
+        part: the part that travels.
     """
-    if share == "all":
+    if part == "all":
         return models
     return [str(replace(ModelName.parse(name), widths=())) for name in models]
 
@@ -134,16 +134,16 @@ def check_both(upload: WeightsAndPrototypes, weights: Weights, task: Task, *, co
         raise RejectedPayload("prototypes lack their counts")
 
 
-def shared_scalars(architecture: str, task: Task, num_clients: int, share: Share) -> float:
+def shared_scalars(architecture: str, task: Task, num_clients: int, part: Part) -> float:
     """Return 2·M·|shared part|: down and up, all clients, biases counted.
 
     Args:
         architecture: the network's name.
         task: what all clients agree on.
         num_clients: M.
-        share: the part.
+        part: the part.
     """
-    shared = shared_parameters(build_model(without_weights(architecture), task, 0), share)
+    shared = shared_parameters(build_model(without_weights(architecture), task, 0), part)
     return float(2 * num_clients * sum(parameter.numel() for parameter in shared.values()))
 
 
@@ -162,7 +162,7 @@ class AveragedWeights(Method[Weights, Weights, Weights]):
 
     def aggregate(self, state: Weights, uploads: Mapping[int, Weights], round_info: Round) -> Weights:
         """Average the uploads."""
-        return average(state, uploads, self.weighting, round_info.shares)
+        return average(state, uploads, self.weighting, round_info.stale_weights)
 
     def streams(self) -> bool:
         """True: it is a weighted sum."""
@@ -180,7 +180,7 @@ class SharedWeights(AveragedWeights):
     Attributes:
         name: its name in METHODS.
         architecture: the network whose initial weights the server starts from.
-        share: the part that travels.
+        part: the part that travels.
         weighting: how the average is weighted.
         moment: when the reference scores a client; "before" is with the weights just broadcast.
         same_architecture: False only if the shared part is the same in different networks.
@@ -188,28 +188,28 @@ class SharedWeights(AveragedWeights):
 
     name: str
     architecture: str
-    share: Share
+    part: Part
     weighting: Weighting = "samples"
     moment: Moment = "before"
     same_architecture: bool = True
 
     @classmethod
-    def configured(cls, name: str, settings: Settings, share: Share = "all", **own: Any) -> Self:
+    def configured(cls, name: str, settings: Settings, part: Part = "all", **own: Any) -> Self:
         """Return the method under a run's settings; ``own`` are further attributes."""
         architecture = architectures(settings.models.models)[0]
-        return cls(name, architecture, share, weighting=weighting_of(settings, "samples"), **own)
+        return cls(name, architecture, part, weighting=weighting_of(settings, "samples"), **own)
 
     def init(self, task: Task, seed: int) -> Weights:
         """Return the shared part of a newly initialised network."""
-        return initial(self.architecture, task, seed, self.share)
+        return initial(self.architecture, task, seed, self.part)
 
     def install(self, client: Client, down: Weights) -> None:
         """Shared part <- w."""
-        receive(client, down, self.share)
+        receive(client, down, self.part)
 
     def network(self, state: Weights) -> Mapping[str, Tensor]:
         """Return w if the whole network is shared."""
-        return state.tensors if self.share == "all" else {}
+        return state.tensors if self.part == "all" else {}
 
     def train(self, client: Client, received: Weights) -> FitReport:
         """Train the client's network, which already holds the broadcast weights; by default on cross-entropy."""
@@ -219,17 +219,17 @@ class SharedWeights(AveragedWeights):
         """Shared part <- w, train, send the shared part."""
         self.install(client, down)
         report = self.train(client, down)
-        return Update(answer(client, self.share), report.optimizer, report.metrics())
+        return Update(answer(client, self.part), report.optimizer, report.metrics())
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """Check that the shared part is not empty and the architecture the same (any classifier if it is private)."""
-        super().check(task, to_be_equal([self.architecture, *architectures], self.share))
-        if not initial(self.architecture, task, 0, self.share).tensors:
+        super().check(task, to_be_equal([self.architecture, *architectures], self.part))
+        if not initial(self.architecture, task, 0, self.part).tensors:
             raise PbflError(
-                f"method '{self.name}' shares the {self.share} of a network, and '{self.architecture}' has none; "
+                f"method '{self.name}' shares the {self.part} of a network, and '{self.architecture}' has none; "
                 "must be 'body' or another model"
             )
 
     def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·|shared part|."""
-        return shared_scalars(self.architecture, task, len(class_counts), self.share)
+        return shared_scalars(self.architecture, task, len(class_counts), self.part)

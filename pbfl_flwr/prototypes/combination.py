@@ -52,28 +52,28 @@ class Combination:
 
     def _rule(self, uploads: Uploads, round_info: Round) -> Prototypes:
         K, rule, sent = round_info.task.num_classes, self.stages.aggregation, uploads.values()
-        shares = round_info.shares_of(uploads)
+        stale_weights = round_info.stale_weights_of(uploads)
         if rule == "mean":
-            return mean(sent, shares)
+            return mean(sent, stale_weights)
         if rule == "weighted":
-            return weighted(sent, shares)
+            return weighted(sent, stale_weights)
         if rule == "weighted-shrunk":
-            return weighted_shrunk(sent, shares)
+            return weighted_shrunk(sent, stale_weights)
         if rule == "median":
             return coordinate_median(sent)
         if rule == "trimmed-mean":
             return trimmed_mean(sent, self.stages.trim_share)
         if rule == "ppa":
             known = None if self.stages.sends_total else self._expected_total(uploads, round_info)
-            return ppa(sent, K, known, shares)
+            return ppa(sent, K, known, stale_weights)
         if rule == "aps-mean":
-            combined = aps(sent, 1.0, "mean", shares)  # μ is applied by the client
+            combined = aps(sent, 1.0, "mean", stale_weights)  # μ is applied by the client
             # A mean over holders does not grow with the number of answers, so μ is based on the samples of all clients.
             everybody = round(
                 (combined.num_examples or 0) * round_info.num_clients / self._answered(uploads, round_info)
             )
             return replace(combined, num_examples=everybody or None)
-        return aps(sent, self._whole(uploads, round_info), "sum", shares)
+        return aps(sent, self._whole(uploads, round_info), "sum", stale_weights)
 
     def at_scale_of(self, n_t: int | None, previous: Prototypes) -> Prototypes:
         """Rescale earlier sums over n samples to n_t samples, since clients multiply all rows by 0.9·K/n_t."""
@@ -150,4 +150,4 @@ class Combination:
 
     @staticmethod
     def _answered(uploads: Uploads, round_info: Round) -> float:
-        return sum(round_info.shares_of(uploads) or [1.0] * len(uploads))
+        return sum(round_info.stale_weights_of(uploads) or [1.0] * len(uploads))

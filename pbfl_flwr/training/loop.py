@@ -118,12 +118,12 @@ def fit(
     """
     settings, data, model = client.training, client.data, client.model
     chosen = [param_group(model)] if param_groups is None else list(param_groups)
-    share = rate_share(settings, client.round)
-    groups = [_at_share(group, share) for group in chosen if group.parameters]
+    factor = rate_factor(settings, client.round)
+    groups = [_scaled(group, factor) for group in chosen if group.parameters]
     if not groups:
         return FitReport(0, 0, {}, {})
     names = _names(model, groups)
-    optimizer = _optimizer(settings, groups, share)
+    optimizer = _optimizer(settings, groups, factor)
     if settings.optimizer_state == "kept":
         optimizer.state = _remembered(optimizer.state_names, names, client.memory)
     order, changes = client.generator(phase), client.generator(f"{phase} augmentation")
@@ -214,7 +214,7 @@ def _check_finite(losses: Mapping[str, float], parameters: Sequence[nn.Parameter
         raise Diverged(f"a weight is not finite after {steps} steps; {REMEDY}")
 
 
-def rate_share(settings: TrainingSettings, number: int) -> float:
+def rate_factor(settings: TrainingSettings, number: int) -> float:
     """Return the factor on learning rates in round t: decay^(t-1) · ½·(1 + cos(π·(t-1)/R)).
 
     The cosine is that of ``torch.optim.lr_scheduler.CosineAnnealingLR``, stepped after every round; after round R it
@@ -317,14 +317,14 @@ def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
     totals[name].add_(value)
 
 
-def _at_share(group: ParamGroup, share: float) -> ParamGroup:
-    """Return the group with its own learning rate, if it has one, multiplied by ``share``."""
+def _scaled(group: ParamGroup, factor: float) -> ParamGroup:
+    """Return the group with its own learning rate, if it has one, multiplied by ``factor``."""
     rate = group.learning_rate
-    return group if rate is None else replace(group, learning_rate=rate * share)
+    return group if rate is None else replace(group, learning_rate=rate * factor)
 
 
-def _optimizer(settings: TrainingSettings, groups: Sequence[ParamGroup], share: float) -> Optimizer:
-    common = (groups, settings.learning_rate * share, settings.weight_decay, settings.max_grad_norm)
+def _optimizer(settings: TrainingSettings, groups: Sequence[ParamGroup], factor: float) -> Optimizer:
+    common = (groups, settings.learning_rate * factor, settings.weight_decay, settings.max_grad_norm)
     if settings.optimizer == "sgd":
         return SGD(*common, momentum=settings.momentum)
     return Adam(*common, decoupled=settings.optimizer == "adamw")

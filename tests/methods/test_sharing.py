@@ -81,7 +81,7 @@ def test_only_the_shared_part_travels_and_the_rest_stays(
     assert {name for name in before if not torch.equal(after[name], before[name])} == {
         name for name in before if name.startswith(travels)
     }
-    shared = shared_parameters(client.model, method.share)
+    shared = shared_parameters(client.model, method.part)
     assert shared.keys() == state.tensors.keys()
     assert all(torch.equal(parameter, state.tensors[key]) for key, parameter in shared.items())
     sent = method.local_update(client, state).payload

@@ -26,7 +26,7 @@ from pbfl_flwr.training.loop import (
     each_feature,
     fit,
     forward,
-    rate_share,
+    rate_factor,
 )
 from pbfl_flwr.training.optimizers import ParamGroup, param_group
 
@@ -318,14 +318,14 @@ def norm_of_step(bound: float, per_part: float | None = None) -> float:
 
 def test_the_rate_falls_along_half_a_cosine() -> None:
     # R = 4: ½·(1 + cos(π·t/4)) for t = 0..3, then as in the fourth round
-    share = [rate_share(TrainingSettings(learning_rate_cosine=4), number) for number in (1, 2, 3, 4, 5, 9)]
+    share = [rate_factor(TrainingSettings(learning_rate_cosine=4), number) for number in (1, 2, 3, 4, 5, 9)]
     assert share == pytest.approx([1.0, 0.853553, 0.5, 0.146447, 0.146447, 0.146447], abs=1e-6)
     both = TrainingSettings(learning_rate_cosine=4, learning_rate_decay=0.5)
-    assert rate_share(both, 3) == pytest.approx(0.5 * 0.25)
+    assert rate_factor(both, 3) == pytest.approx(0.5 * 0.25)
     schedule = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     annealed = torch.optim.lr_scheduler.CosineAnnealingLR(schedule, 7)
     for number in range(1, 8):
-        left = rate_share(TrainingSettings(learning_rate_cosine=7), number)
+        left = rate_factor(TrainingSettings(learning_rate_cosine=7), number)
         assert left == pytest.approx(annealed.get_last_lr()[0], abs=1e-9)
         schedule.step()
         annealed.step()
@@ -340,7 +340,7 @@ def test_the_rate_of_a_round_is_that_of_every_part(falling: dict[str, Any], shar
         parts = [param_group(net(who).body), param_group(net(who).head, rate)]
         fit(who, classification(who.model), param_groups=parts)
     assert not changed(weights(smaller.model), decayed.model)
-    assert rate_share(TrainingSettings(**falling), 1) == 1.0
+    assert rate_factor(TrainingSettings(**falling), 1) == 1.0
 
 
 def test_the_gradient_is_clipped() -> None:

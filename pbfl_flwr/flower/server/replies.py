@@ -77,7 +77,7 @@ class Exchange:
         return sorted(self.phase.training.intersection(self.reports))
 
     @property
-    def shares(self) -> dict[int, float]:
+    def stale_weights(self) -> dict[int, float]:
         """Client -> weight of its late upload."""
         return {client: self.late[client].weight for client in self.uploads if client not in self.reports}
 

@@ -352,21 +352,24 @@ class MethodStrategy(Strategy):
         return self.task
 
     def aggregate_fit(
-        self, server_round: int, uploads: Mapping[int, Payload], shares: Mapping[int, float] | None = None
+        self,
+        server_round: int,
+        uploads: Mapping[int, Payload],
+        stale_weights: Mapping[int, float] | None = None,
     ) -> Any:
         """Run the method's server half on typed uploads and return the new state; the strategy's is unchanged.
 
         Args:
             server_round: from 1.
             uploads: client id -> upload, already validated.
-            shares: client id -> weight of a late upload; 1 for all others.
+            stale_weights: client id -> weight of a late upload; 1 for all others.
 
         Raises:
             RunEnded: if the aggregate is not finite.
         """
         run = self.settings.run
         M = len(self.participants.clients) if self.membership else run.participants
-        round_info = Round(server_round, self._task, M, run.seed, dict(shares or {}), run.participants)
+        round_info = Round(server_round, self._task, M, run.seed, dict(stale_weights or {}), run.participants)
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
         state = self.method.aggregate(self.state, uploads, round_info)
@@ -386,8 +389,8 @@ class MethodStrategy(Strategy):
         run, number, members = self.settings.run, exchange.phase.number, self._clients
         aggregating = time.perf_counter()
         # A subclass may override aggregate_fit without the parameter for late uploads.
-        shares = (exchange.shares,) if exchange.shares else ()
-        state = self.aggregate_fit(number, exchange.uploads, *shares)
+        stale_weights = (exchange.stale_weights,) if exchange.stale_weights else ()
+        state = self.aggregate_fit(number, exchange.uploads, *stale_weights)
         aggregated = time.perf_counter() - aggregating
 
         scores = rounds.scores(exchange)

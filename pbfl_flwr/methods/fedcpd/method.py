@@ -31,7 +31,7 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.config.keys import Stale
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
-from pbfl_flwr.methods.averaging import Share, Weighting, average, copies, weighting_of
+from pbfl_flwr.methods.averaging import Part, Weighting, average, copies, weighting_of
 from pbfl_flwr.methods.fedcpd.attention import MapDistillation, MapMemory, convolutional, map_channels
 from pbfl_flwr.methods.fedcpd.losses import alignment_loss, contrast
 from pbfl_flwr.methods.fedrep import HeadThenBody
@@ -87,7 +87,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
     same_architecture = True
 
     @property
-    def share(self) -> Share:
+    def part(self) -> Part:
         """The part of the network that is averaged."""
         return "body" if self.config.base == "fedrep" else "all"
 
@@ -95,7 +95,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
 
     def install(self, client: Client, down: WeightsAndPrototypes) -> None:
         """Body <- θ."""
-        receive(client, down.weights, self.share)
+        receive(client, down.weights, self.part)
 
     def local_update(self, client: Client, down: WeightsAndPrototypes) -> Update[WeightsAndPrototypes]:
         """Body <- θ, head phase, body phase, class means; keep the body and L_fd's modules for the next time."""
@@ -119,7 +119,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
             stages = client.model.stages
             memory |= {f"teacher.{name}": tensor for name, tensor in copies(stages.state_dict()).items()}
             memory |= {f"distillation.{name}": t for name, t in copies(distillation.state_dict()).items()}
-        upload = WeightsAndPrototypes(answer(client, self.share), self._prototypes(client))
+        upload = WeightsAndPrototypes(answer(client, self.part), self._prototypes(client))
         return Update(upload, memory, report.metrics())
 
     def _loss(
@@ -179,7 +179,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
 
     def init(self, task: Task, seed: int) -> WeightsAndPrototypes:
         """A newly initialised body; no class has a prototype."""
-        body = initial(self.architecture, task, seed, self.share)
+        body = initial(self.architecture, task, seed, self.part)
         return WeightsAndPrototypes(body, Prototypes.empty(task.num_classes, task.feature_dim))
 
     def aggregate(
@@ -200,7 +200,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """Check that there is one architecture (any classifier on FedRep), with feature maps if γ > 0."""
-        super().check(task, to_be_equal([self.architecture, *architectures], self.share))
+        super().check(task, to_be_equal([self.architecture, *architectures], self.part))
         if self.config.distill_weight and not map_channels(
             build_model(without_weights(self.architecture), task, 0), task
         ):
@@ -211,7 +211,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
 
     def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·|θ| + Σ_i (K_i + K)·d."""
-        cost = shared_scalars(self.architecture, task, len(class_counts), self.share)
+        cost = shared_scalars(self.architecture, task, len(class_counts), self.part)
         if self.config.align_weight or self.config.contrast_weight:
             cost += sum(classes + task.num_classes for classes in class_counts) * task.feature_dim
         return cost

@@ -27,10 +27,13 @@ class Recorder(MethodStrategy):
     """Keeps every round's uploads."""
 
     def aggregate_fit(
-        self, server_round: int, uploads: Mapping[int, Payload], shares: Mapping[int, float] | None = None
+        self,
+        server_round: int,
+        uploads: Mapping[int, Payload],
+        stale_weights: Mapping[int, float] | None = None,
     ) -> Any:
         self.seen = {**getattr(self, "seen", {}), server_round: dict(uploads)}
-        return super().aggregate_fit(server_round, uploads, shares)
+        return super().aggregate_fit(server_round, uploads, stale_weights)
 
 
 def uploads(directory: Path, **keys: Any) -> tuple[dict[int, dict[int, Prototypes]], tuple[int, ...]]:
