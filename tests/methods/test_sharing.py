@@ -122,8 +122,8 @@ CHOICES: dict[str, tuple[str, list[Any], dict[str, Any], Any]] = {
     # method: attribute, its value in each protocol, and how a key overrules them
     "fedkd": ("scheme", ["safe", "as-coded", "as-coded", "safe"], {"own": {"compression": "safe"}}, "safe"),
     "feddistill": ("form", ["paper", "ce-soft", "ce-soft", "ce-soft"], {"own": {"loss": "mse"}}, "mse"),
-    "fedper": ("share", ["body", "body", "body", "stages"], {"own": {"shared": "body"}}, "body"),
-    "fedrep": ("share", ["body", "body", "body", "stages"], {"own": {"shared": "stages"}}, "stages"),
+    "fedper": ("part", ["body", "body", "body", "stages"], {"own": {"shared": "body"}}, "body"),
+    "fedrep": ("part", ["body", "body", "body", "stages"], {"own": {"shared": "stages"}}, "stages"),
     "lg-fedavg": ("weighting", ["samples"] * 3 + ["uniform"], {"weighting": "uniform"}, "uniform"),
     "fml": (
         "conventions",
