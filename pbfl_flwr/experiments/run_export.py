@@ -10,7 +10,7 @@ from typing import Any
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.results import client_series, scores, series
-from pbfl_flwr.experiments.tables import Sheet
+from pbfl_flwr.experiments.tables import csv_text
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Accuracy, ClientsRecord, NewClientsRecord, RoundRecord, RunRecord
 
@@ -69,8 +69,8 @@ def as_csv(run_dir: Path) -> str:
     new_clients = run.new_client_records(len(rounds))
     points = client_series(rounds, run.client_records())
     points += client_series(new_clients, [record.columns for record in new_clients])
-    rows = tuple(row for number, columns in points for row in _client_rows(about, number, columns))
-    return Sheet("", CLIENTS, rows).csv()
+    rows = (row for number, columns in points for row in _client_rows(about, number, columns))
+    return csv_text([CLIENTS, *rows])
 
 
 def _accuracies(rounds: Sequence[RoundRecord]) -> dict[str, Any]:
@@ -128,14 +128,13 @@ def _failures(rounds: Sequence[RoundRecord]) -> Iterator[dict[str, Any]]:
             yield {"round": record.round, "new-client": new, **failure.to_json()}
 
 
-def _client_rows(about: RunRecord, number: int, columns: ClientsRecord) -> Iterator[tuple[str, ...]]:
+def _client_rows(about: RunRecord, number: int, columns: ClientsRecord) -> Iterator[tuple[object, ...]]:
     clients = {client.client: client for client in about.clients}
     counters = zip(columns.client, columns.num_train, columns.num_test, columns.correct, strict=True)
     for client, train, tests, correct in counters:
         if client in about.malicious or not tests:
             continue
-        who = (str(client), clients[client].name, clients[client].architecture)
+        who = (client, clients[client].name, clients[client].architecture)
         for name in PREDICTORS:
             if name in correct:
-                right = (name, str(correct[name]), f"{correct[name] / tests:.6f}")
-                yield (str(number), *who, str(train), str(tests), *right)
+                yield (number, *who, train, tests, name, correct[name], f"{correct[name] / tests:.6f}")

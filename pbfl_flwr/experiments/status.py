@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,7 +19,7 @@ from rich.console import Console
 from pbfl_flwr.errors import PbflError, reading
 from pbfl_flwr.experiments.console import clock, print_blocks, say
 from pbfl_flwr.experiments.results import resume_command, scores
-from pbfl_flwr.experiments.tables import Sheet
+from pbfl_flwr.experiments.tables import csv_text
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.locks import in_use, was_used
 from pbfl_flwr.runs.records import NewClientsRecord, RoundRecord, RunRecord
@@ -169,15 +170,12 @@ def listed(path: Path) -> dict[str, Any]:
         "wanted": 0,
     }
     line |= {"primary_predictor": "", "last": None, "state": "unreadable"}
-    try:
-        with reading(str(path)):
-            status = snapshot(path)
-            if (about := status.about) is None:
-                return line
+    with suppress(PbflError), reading(str(path)):
+        status = snapshot(path)
+        if about := status.about:
             config, predictor = about.configuration, about.primary_predictor
             score = scores(status.rounds).get(predictor)
-            return {
-                "path": str(path),
+            line |= {
                 "method": config["method"],
                 "dataset": "own" if about.own_data else config["dataset"],
                 "seed": config["seed"],
@@ -187,8 +185,7 @@ def listed(path: Path) -> dict[str, Any]:
                 "last": None if score is None else score.last[1].weighted,
                 "state": status.state,
             }
-    except PbflError:
-        return line
+    return line
 
 
 def below(directory: Path) -> list[dict[str, Any]]:
@@ -223,8 +220,7 @@ def as_json(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def as_csv(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return CSV with one line per run and the fields of :func:`as_json`."""
-    rows = tuple(tuple("" if cell is None else str(cell) for cell in run.values()) for run in runs)
-    return Sheet("", tuple(runs[0]), rows).csv()
+    return csv_text([[*runs[0]], *([*run.values()] for run in runs)])
 
 
 def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:

@@ -18,7 +18,7 @@ from pbfl_flwr.experiments.notes import (
     unscored_lines,
 )
 from pbfl_flwr.experiments.results import Group, same_data, span
-from pbfl_flwr.experiments.tables import Sheet, mean_cell
+from pbfl_flwr.experiments.tables import Sheet, csv_text, mean_cell
 
 MOMENT_NOTE = "Scored: before or after local training in a round."
 BEST_NOTE = (
@@ -250,14 +250,15 @@ def comparison_sheet(title: str, groups: Sequence[Group], lead: Sequence[Column]
     return summary_sheet(title, groups, first, [SEEDS, ROUNDS, *ACCURACIES, *COSTS], [note])
 
 
-def csv_text(groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> str:
+def summary_csv(groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> str:
     """Return all columns as CSV with plain numbers: means and ``<key>_sd``; unknown values are empty."""
     columns: list[Column] = [*lead, predictor_column(groups), *IN_CSV]
-    keys = tuple(key for column in columns for key in column.keys)
-    rows = tuple(tuple(cell for column in columns for cell in column.plain(group)) for group in groups)
-    return Sheet("", keys, rows).csv()
+    head = [key for column in columns for key in column.keys]
+    return csv_text(
+        [head, *([cell for column in columns for cell in column.plain(group)] for group in groups)]
+    )
 
 
 def table_files(sheet: Sheet, groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> dict[str, str]:
     """Return file name -> content of table.md and table.tex as shown, and of table.csv with all columns."""
-    return {**sheet.files("table"), "table.csv": csv_text(groups, lead)}
+    return {**sheet.files("table"), "table.csv": summary_csv(groups, lead)}

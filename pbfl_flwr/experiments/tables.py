@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
@@ -66,9 +66,7 @@ class Sheet:
 
     def csv(self) -> str:
         """Return column titles and rows as comma-separated values."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.columns, *self.rows])
-        return text.getvalue()
+        return csv_text([self.columns, *self.rows])
 
     def latex(self) -> str:
         r"""Return the table as LaTeX, scaled down to the line width if wider; needs booktabs and graphicx."""
@@ -115,6 +113,13 @@ class Tables:
 
     shown: Sequence[Sheet | str]
     files: Mapping[str, str]
+
+
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """Return rows, the first of which holds the column titles, as comma-separated values; None is an empty cell."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def tex(text: str) -> str:

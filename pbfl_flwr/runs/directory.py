@@ -106,9 +106,10 @@ class RunDirectory:
         except RunRefused:
             raise
         except Exception as error:
-            reason = error if isinstance(error, PbflError) else format_exception(error)
             with suppress(UnsavedState):  # a full disk may be the original error
-                write_atomically(self.path / ERROR, f"{reason}\n".encode())
+                self.write_line(
+                    ERROR, str(error) if isinstance(error, PbflError) else format_exception(error)
+                )
             raise
         finally:
             lock.release()
@@ -128,15 +129,16 @@ class RunDirectory:
             raise RunRefused(f"run-dir = '{self.path}' already holds a run; choose another one, or resume it")
 
     def write_line(self, name: str, line: str) -> None:
-        """Write ERROR, RESULT or WAITING, or remove the file if the line is empty; the caller may write this run.
+        """Write ERROR, RESULT or WAITING.
 
         Raises:
             UnsavedState: if writing fails.
         """
-        if line:
-            write_atomically(self.path / name, f"{line}\n".encode())
-        else:
-            (self.path / name).unlink(missing_ok=True)
+        write_atomically(self.path / name, f"{line}\n".encode())
+
+    def remove(self, name: str) -> None:
+        """Remove ERROR, RESULT or WAITING if it exists."""
+        (self.path / name).unlink(missing_ok=True)
 
     def result(self) -> str:
         """Return the hash of the results, "" while the run is not finished."""
@@ -145,7 +147,7 @@ class RunDirectory:
     def set_waiting(self, line: str) -> None:
         """Write what the server waits for, or remove the file if the line is empty; errors are ignored."""
         with suppress(UnsavedState, OSError):
-            self.write_line(WAITING, line)
+            self.write_line(WAITING, line) if line else self.remove(WAITING)
 
     def waiting(self) -> str:
         """Return what the server waits for, "" if nothing."""

@@ -317,7 +317,7 @@ def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path)
     for said in ("Balanced accuracy (mean", "The other moment is", "New clients took no part"):
         assert f"\n{said}" in notes
     assert "\nNever" not in notes
-    in_csv = [*csv.DictReader(summary.csv_text(found).splitlines())]
+    in_csv = [*csv.DictReader(summary.summary_csv(found).splitlines())]
     assert [[row[name] for row in in_csv] for name in counted] == [
         [f"{100 * share:.4f}", ""] for share in counted.values()
     ]

@@ -158,7 +158,7 @@ def test_resumed_run_stays_ended(tmp_path: Path, early: Federation, recorded: bo
     run = RunDirectory(shutil.copytree(early.directory.path, tmp_path / "run"))
     if not recorded:
         run.update(ended_after=None)
-        run.write_line(RESULT, "")
+        run.remove(RESULT)
         assert status.snapshot(run.path).state != "finished"
     again = ended(tmp_path, rounds=12 if recorded else 9, resume=True)
     assert len(again.strategy.history) == 3

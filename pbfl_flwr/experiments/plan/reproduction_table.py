@@ -22,8 +22,8 @@ from pbfl_flwr.experiments.summary import (
     Column,
     Figures,
     Text,
-    csv_text,
     moment_column,
+    summary_csv,
     summary_sheet,
 )
 from pbfl_flwr.experiments.tables import Sheet, Tables
@@ -123,7 +123,9 @@ def _sheet(paper: Reproduction, block: str, groups: Sequence[Group], planned: Se
 
 def _csv(paper: Reproduction, blocks: Mapping[str, Sequence[Group]]) -> str:
     """Return one line per row, plain numbers."""
-    parts = [csv_text(groups, _csv_columns(paper, block)).partition("\n") for block, groups in blocks.items()]
+    parts = [
+        summary_csv(groups, _csv_columns(paper, block)).partition("\n") for block, groups in blocks.items()
+    ]
     return f"{parts[0][0]}\n{''.join(rows for _, _, rows in parts)}"
 
 

@@ -54,7 +54,7 @@ class Recorder:
         """
         if not self._settings.run.resume:
             self.run.check_new()
-            self.run.write_line(ERROR, "")
+            self.run.remove(ERROR)
             return None
         previous = self.run.record()
         self._experiment = previous.experiment
@@ -68,7 +68,7 @@ class Recorder:
                 f"state-dir = '{state_dir}': run-dir = '{self.run.path}' was made with '{previous_dir}', which holds "
                 "its clients' state"
             )
-        self.run.write_line(ERROR, "")
+        self.run.remove(ERROR)
         return previous
 
     def begin(
@@ -117,7 +117,7 @@ class Recorder:
             raise RunRefused(
                 f"num-server-rounds = {num_rounds}: the run has {done} rounds already; must be {done} or more"
             )
-        self.run.write_line(RESULT, "")
+        self.run.remove(RESULT)
         self.run.update(configuration=self._settings.as_dict(), ended_after=None)
         self._open_sinks()
         if resumed is None:
