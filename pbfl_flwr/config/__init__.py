@@ -36,13 +36,14 @@ from pbfl_flwr.config.parsing import (
     comma_list,
     named_values,
 )
-from pbfl_flwr.config.resolve import CHANGEABLE, PROTOCOLS, Settings, parse, parse_section
+from pbfl_flwr.config.resolve import CHANGEABLE, PLACES, PROTOCOLS, Settings, parse, parse_section
 
 __all__ = [
     "CHANGEABLE",
     "GROUPS",
     "HUB",
     "MAX_CLASSES",
+    "PLACES",
     "PREDICTORS",
     "PROTOCOLS",
     "USUAL_RATE",

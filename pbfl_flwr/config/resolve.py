@@ -53,6 +53,8 @@ PROTOCOLS: dict[str, dict[str, str | int]] = {
 # "auto" leaves the value to the method; see the method's page.
 
 
+# Keys that name files of a run.
+PLACES = ("run-dir", "state-dir", "resume")
 # Keys that may change when a run is resumed.
 CHANGEABLE = (
     "num-server-rounds",
@@ -101,11 +103,11 @@ class Settings(BaseModel):
         return flat
 
     def relevant(self) -> dict[str, Scalar]:
-        """Return the keys that affect results: without output locations and CHANGEABLE keys.
+        """Return the keys that affect results: without PLACES and CHANGEABLE keys.
 
         data-dir is included: for arrays, tables and folders nothing else identifies the data before it is read.
         """
-        without = {"run-dir", "state-dir", "resume", *CHANGEABLE}
+        without = {*PLACES, *CHANGEABLE}
         return {key: value for key, value in self.as_dict().items() if key not in without}
 
     def fingerprint(self) -> str:

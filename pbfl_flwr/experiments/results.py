@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import PREDICTORS, DataSettings, Scalar
+from pbfl_flwr.config import CHANGEABLE, PLACES, PREDICTORS, DataSettings, Scalar
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.runs.directory import RunDirectory
@@ -27,19 +27,8 @@ from pbfl_flwr.runs.records import (
     RunRecord,
 )
 
-NEUTRAL = frozenset(
-    {
-        "seed",
-        "run-dir",
-        "state-dir",
-        "resume",
-        "keep-best",
-        "round-timeout",
-        "join-timeout",
-        "threads",
-        "device",
-    }
-)
+# Keys in which runs that are averaged may differ.
+NEUTRAL = {"seed", "device", *PLACES, *CHANGEABLE} - {"num-server-rounds", "patience"}
 Statistic = Literal["weighted", "mean"]
 STATISTICS = ("mean", "std", "worst", "balanced", "macro_f1", "auc_macro", "auc_micro")
 LONGEST_LABEL = 40
