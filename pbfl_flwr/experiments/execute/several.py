@@ -23,10 +23,9 @@ from pbfl_flwr.experiments.console import print_blocks, say
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.execute.runner import INTERRUPTED, simulate
 from pbfl_flwr.experiments.plan import configuration
-from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, pending_keys
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, standing
 from pbfl_flwr.flower.deploy.processes import Processes, signals_ignored
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, slots
-from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.util.memory import available_memory
 
 Start = Callable[[configuration.RequestedKeys, Path], int]
@@ -139,12 +138,14 @@ def run_in_turn(
     """
     failed = []
     for run in planned:
+        now = standing(run)
+        failed += [now.refusal] if now.refusal else []
+        if now.keys is None:
+            continue
         try:
-            if (requested := pending_keys(run)) is None:
-                continue
-            code = start(requested, run.directory)
+            code = start(now.keys, run.directory)
         except PbflError as error:
-            failed.append(refusal(run, error))
+            failed.append(f"{run.name}: {error}")
             continue
         if code == INTERRUPTED:
             raise KeyboardInterrupt
@@ -152,11 +153,6 @@ def run_in_turn(
             failed.append(run.name)
         after(run)
     return failed
-
-
-def refusal(run: PlannedRun, error: PbflError) -> str:
-    """Return the message on a run that was refused."""
-    return f"{run.name}: {error}"
 
 
 def run_in_parallel(
@@ -181,15 +177,11 @@ def run_in_parallel(
     Raises:
         KeyboardInterrupt: if this process or one of the runs was interrupted.
     """
-    waiting: list[PlannedRun] = []
+    standings = [(run, standing(run)) for run in planned]
+    waiting = [run for run, now in standings if now.keys is not None]
+    failed = [now.refusal for _, now in standings if now.refusal]
     running: list[_Running] = []
     free = [*shared]
-    failed: list[str] = []
-    for run in planned:
-        try:
-            waiting += [] if pending_keys(run) is None else [run]
-        except PbflError as error:
-            failed.append(refusal(run, error))
     names = _prefixes(planned)
     try:
         while waiting or running:
@@ -201,7 +193,7 @@ def run_in_parallel(
                 try:
                     running.append(_start(run, command_of(run, slot), slot, follower))
                 except PbflError as error:
-                    failed.append(refusal(run, error))
+                    failed.append(f"{run.name}: {error}")
                     free.append(slot)
                     continue
                 say(console, f"{name}: started, see {run.directory / LOG}")
@@ -275,24 +267,18 @@ def show_plan(planned: Sequence[PlannedRun], console: Console) -> bool:
     Returns:
         Whether all runs can be executed or are finished.
     """
-    rows, refusals = [], []
-    for run in planned:
+    standings = [standing(run) for run in planned]
+    rows = []
+    for run, now in zip(planned, standings, strict=True):
         settings = configuration.check(run.requested).run
-        wanted = settings.num_server_rounds
-        try:
-            finished = len(RunDirectory(run.directory).round_records())
-            if (requested := pending_keys(run)) is None:
-                state, wanted = "finished", finished  # fewer than configured if patience ended it
-            else:
-                state = "to run" if requested is run.requested else "to resume"
-            rounds = f"{finished}/{wanted}"
-        except PbflError as error:
-            state, rounds = "refused", "-"
-            refusals.append(f"{run.name}: {error}")
-        rows.append((run.label, settings.method, state, str(run.seed), rounds, str(run.directory)))
+        # A finished run has fewer than configured if patience ended it.
+        wanted = now.rounds if now.state == "finished" else settings.num_server_rounds
+        rounds = "-" if now.refusal else f"{now.rounds}/{wanted}"
+        rows.append((run.label, settings.method, now.state, str(run.seed), rounds, str(run.directory)))
     print_blocks(console, COLUMNS, rows, words=3)
-    done = sum(row[2] == "finished" for row in rows)
-    say(console, f"{len(rows) - done - len(refusals)} of {len(rows)} runs are to be run; nothing was started")
+    pending = sum(now.keys is not None for now in standings)
+    say(console, f"{pending} of {len(rows)} runs are to be run; nothing was started")
+    refusals = [now.refusal for now in standings if now.refusal]
     for line in refusals:
         say(console, line, "red")
     return not refusals

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
@@ -137,10 +138,7 @@ def parse_seeds(text: str) -> list[int]:
 
 def finished(run: PlannedRun) -> bool:
     """Whether a run is finished with its keys; False if it cannot be read or has other keys."""
-    try:
-        return check_finished(run)
-    except PbflError:
-        return False
+    return standing(run).state == "finished"
 
 
 def check_finished(run: PlannedRun) -> bool:
@@ -175,28 +173,45 @@ def check_finished(run: PlannedRun) -> bool:
     return done >= rounds and len(directory.new_client_records(rounds)) >= new_client_rounds
 
 
-def pending_keys(run: PlannedRun) -> configuration.RequestedKeys | None:
-    """Return the keys with which to start or resume a run, None if it is finished.
+@dataclass(frozen=True)
+class Standing:
+    """What is to be done with a planned run.
 
-    Raises:
-        PbflError: if it is refused, see :func:`check_finished` and
+    Attributes:
+        state: "refused" if it cannot go on, see :func:`check_finished` and
             :func:`pbfl_flwr.experiments.plan.configuration.resumed`.
+        rounds: number of its finished rounds.
+        keys: to start or resume it with; None if there is nothing to do.
+        refusal: the run's name and why it is refused; empty if it is not.
     """
-    if check_finished(run):
-        return None
-    taken = RunDirectory(run.directory).taken
-    return configuration.resumed(run.directory, run.requested) if taken else run.requested
+
+    state: Literal["to run", "to resume", "finished", "refused"]
+    rounds: int = 0
+    keys: configuration.RequestedKeys | None = None
+    refusal: str = ""
+
+
+def standing(run: PlannedRun) -> Standing:
+    """Return what is to be done with a run, from the files in its directory."""
+    directory = RunDirectory(run.directory)
+    try:
+        finished = check_finished(run)
+        if not directory.taken:
+            return Standing("to run", keys=run.requested)
+        rounds = len(directory.round_records())
+        if finished:
+            return Standing("finished", rounds)
+        return Standing("to resume", rounds, configuration.resumed(run.directory, run.requested))
+    except PbflError as error:
+        return Standing("refused", refusal=f"{run.name}: {error}")
 
 
 def reason_not_to_write(planned: Iterable[PlannedRun]) -> str:
     """Return why existing tables must not be overwritten; empty if new ones can be written."""
-    runs = list(planned)
-    for run in runs:
-        try:
-            pending_keys(run)
-        except PbflError:
-            return "a run is refused"
-    return "" if any(map(finished, runs)) else "no run is finished"
+    states = {standing(run).state for run in planned}
+    if "refused" in states:
+        return "a run is refused"
+    return "" if "finished" in states else "no run is finished"
 
 
 def finished_groups(
