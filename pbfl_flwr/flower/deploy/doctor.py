@@ -34,6 +34,7 @@ from pbfl_flwr.util.memory import available_memory
 from pbfl_flwr.util.paths import home
 
 DEVICES: tuple[str, ...] = get_args(TrainingSettings.model_fields["device"].annotation)
+MAIN_VERSIONS = ("python", "flwr", "torch")
 LOW_DISK, FULL_DISK = 1e9, 1e8  # free bytes for a warning, and for a failure
 NO_KERNELS = "install a torch build for this GPU, end other programs on it, or use the CPU"
 LOW_MEMORY = 1e9  # bytes; a client that trains a small network on a CPU needs about as much
@@ -47,6 +48,9 @@ class Status(StrEnum):
     OK = "ok"
     WARNING = "warning"
     FAILED = "failed"
+
+
+OK, WARNING, FAILED = Status
 
 
 @dataclass(frozen=True)
@@ -105,37 +109,25 @@ def examine(targets: CheckTargets) -> list[Finding]:
 
 
 def check_versions() -> list[Finding]:
-    """Check the versions of Python and of all required libraries."""
-    required = importlib.metadata.metadata("pbfl-flwr")["Requires-Python"]
-    python = platform.python_version()
-    fits = Requirement(f"python{required}").specifier.contains(python)
-    findings = [
-        Finding("python", Status.OK, python)
-        if fits
-        else Finding("python", Status.FAILED, f"{python}, must be {required}", "install another Python")
-    ]
-    for line in importlib.metadata.requires("pbfl-flwr") or ():
-        requirement = Requirement(line)
+    """Check the versions of Python and of all required libraries; the main ones are listed even if they fit."""
+    package = importlib.metadata.metadata("pbfl-flwr")
+    python = f"python{package['Requires-Python']}"
+    findings = []
+    for requirement in map(Requirement, [python, *(package.get_all("Requires-Dist") or ())]):
+        name, allowed = requirement.name, requirement.specifier
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            installed = importlib.metadata.version(requirement.name)
+            installed = platform.python_version() if name == "python" else importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             installed = ""
-        if not requirement.specifier.contains(installed or "0", prereleases=True):
-            message = f"{installed or 'not installed'}, must be {requirement.specifier}"
-            findings.append(
-                Finding(
-                    requirement.name,
-                    Status.FAILED,
-                    message,
-                    f"pip install '{requirement.name}{requirement.specifier}'",
-                )
-            )
-        elif requirement.name in ("flwr", "torch"):
-            findings.append(Finding(requirement.name, Status.OK, installed))
-    version = importlib.metadata.version("pbfl-flwr")
-    return [*findings, Finding("pbfl-flwr", Status.OK, version)]
+        if not allowed.contains(installed or "0", prereleases=True):
+            advice = f"{'' if name == 'python' else 'pip '}install '{name}{allowed}'"
+            message = f"{installed or 'not installed'}, must be {allowed}"
+            findings.append(Finding(name, FAILED, message, advice))
+        elif name in MAIN_VERSIONS:
+            findings.append(Finding(name, OK, installed))
+    return [*findings, Finding("pbfl-flwr", OK, package["Version"])]
 
 
 def check_connection(targets: CheckTargets) -> list[Finding]:
@@ -144,7 +136,7 @@ def check_connection(targets: CheckTargets) -> list[Finding]:
     if targets.superlink is not None:
         address = check_address("superlink", targets.superlink)
         findings.append(address)
-        if address.status is Status.OK:
+        if address.status is OK:
             findings.append(check_tls(targets.superlink, targets.ca, targets.insecure))
     if targets.control is not None:
         findings.append(check_control_api(targets.control, targets.ca, targets.insecure))
@@ -156,10 +148,10 @@ def check_key_file(path: Path) -> Finding:
     try:
         security.read_node_key(path)
     except PbflError as error:
-        return Finding("key", Status.FAILED, str(error), "pbfl keys makes one")
+        return Finding("key", FAILED, str(error), "pbfl keys makes one")
     if security.readable_by_others(path):
-        return Finding("key", Status.WARNING, f"{path} is readable by others", f"chmod 600 {path}")
-    return Finding("key", Status.OK, f"{path} is a private key")
+        return Finding("key", WARNING, f"{path} is readable by others", f"chmod 600 {path}")
+    return Finding("key", OK, f"{path} is a private key")
 
 
 def check_address(what: str, address: str) -> Finding:
@@ -168,20 +160,20 @@ def check_address(what: str, address: str) -> Finding:
         host, port = security.split_address(address)
         ip = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except PbflError as error:
-        return Finding(what, Status.FAILED, str(error))
+        return Finding(what, FAILED, str(error))
     except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
         advice = "check the spelling, DNS, or /etc/hosts"
         reason = error.strerror if isinstance(error, socket.gaierror) else "not a valid host name"
-        return Finding(what, Status.FAILED, f"the name '{host}' is not found ({reason})", advice)
+        return Finding(what, FAILED, f"the name '{host}' is not found ({reason})", advice)
     try:
         socket.create_connection((host, port), ANSWER_SECONDS).close()
     except ConnectionRefusedError:
         advice = "is the SuperLink running, is the port right, does it listen on more than 127.0.0.1?"
-        return Finding(what, Status.FAILED, f"{address} ({ip}) refuses connections", advice)
+        return Finding(what, FAILED, f"{address} ({ip}) refuses connections", advice)
     except OSError as error:
         advice = "a firewall or a wrong route; open this port on the server for this device"
-        return Finding(what, Status.FAILED, f"{address} ({ip}) does not answer ({error})", advice)
-    return Finding(what, Status.OK, f"{address} ({ip}) answers")
+        return Finding(what, FAILED, f"{address} ({ip}) does not answer ({error})", advice)
+    return Finding(what, OK, f"{address} ({ip}) answers")
 
 
 def check_tls(address: str, ca: Path | None, insecure: bool) -> Finding:
@@ -192,14 +184,14 @@ def check_tls(address: str, ca: Path | None, insecure: bool) -> Finding:
     except PbflError as error:
         if insecure:
             message = "not used: anyone on the network path can read and change what is sent"
-            return Finding("tls", Status.WARNING, message, "for tests only; see pbfl certs")
+            return Finding("tls", WARNING, message, "for tests only; see pbfl certs")
         advice = (
             "on the server: pbfl certs; on the device: its ca.pem, and its clock (timedatectl set-ntp true)"
         )
-        return Finding("tls", Status.FAILED, str(error), advice)
+        return Finding("tls", FAILED, str(error), advice)
     if insecure:
         advice = "leave out --insecure and give --ca"
-        return Finding("tls", Status.FAILED, "--insecure, but the server uses TLS", advice)
+        return Finding("tls", FAILED, "--insecure, but the server uses TLS", advice)
     end, ca_ends_first = security.end_of_trust(certificate, ca)
     message = f"verified, for {', '.join(security.alternatives(certificate))}, until {end:%Y-%m-%d}"
     if ca_ends_first:
@@ -208,28 +200,28 @@ def check_tls(address: str, ca: Path | None, insecure: bool) -> Finding:
         advice = "--renew on the server"
         if ca_ends_first:
             advice = "--force on the server, and its ca.pem on every device"
-        return Finding("tls", Status.WARNING, message, f"pbfl certs {advice}")
-    return Finding("tls", Status.OK, message)
+        return Finding("tls", WARNING, message, f"pbfl certs {advice}")
+    return Finding("tls", OK, message)
 
 
 def check_control_api(address: str, ca: Path | None, insecure: bool) -> Finding:
     """Check that the Control API answers, and only on the loopback interface."""
     what = "control-api"
     reachable = check_address(what, address)
-    if reachable.status is not Status.OK:
+    if reachable.status is not OK:
         return reachable
     host, port = security.split_address(address)
     try:
         health(host, port, None if insecure else ssl.create_default_context(cafile=ca), ANSWER_SECONDS)
     except (OSError, http.client.HTTPException) as error:
         advice = "is it the SuperLink's --port, and is --insecure set only for a server without TLS?"
-        return Finding(what, Status.FAILED, f"{address} is not a Control API ({error})", advice)
+        return Finding(what, FAILED, f"{address} is not a Control API ({error})", advice)
     if ipaddress.ip_address(socket.getaddrinfo(host, port)[0][4][0]).is_loopback:
-        return Finding(what, Status.OK, f"{address} answers")
+        return Finding(what, OK, f"{address} answers")
     message = (
         f"{address} is reachable from this machine: anyone who reaches it can run code on server and devices"
     )
-    return Finding(what, Status.WARNING, message, "on the server: --host 127.0.0.1, or a firewall")
+    return Finding(what, WARNING, message, "on the server: --host 127.0.0.1, or a firewall")
 
 
 def check_home() -> Finding:
@@ -238,12 +230,12 @@ def check_home() -> Finding:
     try:
         directory = home()
     except PbflError as error:
-        return Finding(what, Status.FAILED, str(error))
+        return Finding(what, FAILED, str(error))
     existing = _nearest_existing(directory)
     if (refused := _write_error(existing)) is None:
-        return Finding(what, Status.OK, _where(directory, existing))
+        return Finding(what, OK, _where(directory, existing))
     has_cache = os.path.isdir(directory / "cache")
-    status, data = (Status.WARNING, "new data") if has_cache else (Status.FAILED, "data")
+    status, data = (WARNING, "new data") if has_cache else (FAILED, "data")
     return Finding(what, status, refused, f"{data} cannot be decoded into it: set PBFL_HOME to another place")
 
 
@@ -256,15 +248,15 @@ def check_state_dir(directory: Path) -> Finding:
         advice = f"give it to the user who runs the SuperNode: install -d -o USER {directory}"
         if existing.is_symlink():
             advice = f"it is a link to {os.readlink(existing)}: is the disk there mounted?"
-        return Finding(what, Status.FAILED, refused, advice)
+        return Finding(what, FAILED, refused, advice)
     free = shutil.disk_usage(existing).free
     message = f"{_where(directory, existing)}, {free / 1e9:.1f} GB free"
     if free < FULL_DISK:
         advice = "free space: a client's state takes a few times its network"
-        return Finding(what, Status.FAILED, message, advice)
+        return Finding(what, FAILED, message, advice)
     if free < LOW_DISK:
-        return Finding(what, Status.WARNING, message, "free space: data caches and logs are stored there too")
-    return Finding(what, Status.OK, message)
+        return Finding(what, WARNING, message, "free space: data caches and logs are stored there too")
+    return Finding(what, OK, message)
 
 
 def _nearest_existing(directory: Path) -> Path:
@@ -295,13 +287,11 @@ def check_memory() -> Finding:
     """Check the available memory."""
     available = available_memory()
     if available is None:
-        return Finding("memory", Status.OK, "unknown on this system")
+        return Finding("memory", OK, "unknown on this system")
     message = f"{available / 1e9:.1f} GB available"
     if available < LOW_MEMORY:
-        return Finding(
-            "memory", Status.WARNING, message, "training a small network takes about 1 GB; add swap"
-        )
-    return Finding("memory", Status.OK, message)
+        return Finding("memory", WARNING, message, "training a small network takes about 1 GB; add swap")
+    return Finding("memory", OK, message)
 
 
 def check_gpu(device: str) -> Finding:
@@ -316,23 +306,19 @@ def check_gpu(device: str) -> Finding:
             name = torch.cuda.get_device_name()
             computed = float(torch.ones(2, device="cuda").sum())  # fails if torch has no kernels for this GPU
         except RuntimeError as error:
-            return Finding(
-                what, Status.FAILED, f"torch cannot compute on it: {format_exception(error)}", NO_KERNELS
-            )
-        status = Status.OK if computed == 2 else Status.FAILED
+            return Finding(what, FAILED, f"torch cannot compute on it: {format_exception(error)}", NO_KERNELS)
+        status = OK if computed == 2 else FAILED
         return Finding(what, status, f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
     if count := torch.cuda.device_count():  # according to the driver
         reason = f": {' '.join(str(warned[-1].message).split())}" if warned else ""
         message = f"torch {torch.__version__} cannot use the {count} in this machine{reason}"
-        status = Status.FAILED if device == "cuda" else Status.WARNING
+        status = FAILED if device == "cuda" else WARNING
         return Finding(
             what, status, printable(message), "install a driver for this torch, or a torch build for it"
         )
     if torch.backends.mps.is_available():
-        return Finding(what, Status.OK, "Metal")
+        return Finding(what, OK, "Metal")
     if device in ("cuda", "mps"):
         message = f"torch {torch.__version__} detects none, but device='{device}' is set"
-        return Finding(
-            what, Status.FAILED, message, "install the driver and a torch build for it, or use the CPU"
-        )
-    return Finding(what, Status.OK, f"none; training uses the CPU ({joblib.cpu_count()} cores)")
+        return Finding(what, FAILED, message, "install the driver and a torch build for it, or use the CPU")
+    return Finding(what, OK, f"none; training uses the CPU ({joblib.cpu_count()} cores)")

@@ -63,27 +63,24 @@ def node_config(text: str) -> dict[str, Scalar]:
     """Parse ``key=value key='text'`` like ``flower-supernode --node-config``, but refuse what Flower would ignore.
 
     Raises:
-        PbflError: naming the invalid part.
+        PbflError: giving the invalid part and what is allowed.
     """
-    config: dict[str, Scalar] = {}
-    place = 0
-    while rest := text[place:].strip():
-        matched = KEY_VALUE.match(text, place)
-        if matched is None:
-            raise PbflError(f"node configuration at '{rest}': must be key=value, without spaces around the =")
-        key, value = matched.groups()
-        try:
-            parsed: Any = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            parsed = None
-        if not isinstance(parsed, bool | int | float | str):
-            raise PbflError(
-                f"node configuration {key}={value}: must be one number, true, false or text in quotes, {key}='{value}'"
-            )
-        if key in config:
-            raise PbflError(f"node configuration {key}={value}: {key} is given twice; must be given once")
-        config[key] = parsed
-        place = matched.end()
+    if rest := KEY_VALUE.sub("", text).strip():
+        raise PbflError(
+            f"node configuration {text} at '{rest}': must be key=value, without spaces around the ="
+        )
+    pairs = [f"{key} = {value}" for key, value in KEY_VALUE.findall(text)]
+    try:
+        config: dict[str, Any] = tomllib.loads("\n".join(pairs))
+        if invalid := [
+            key for key, value in config.items() if not isinstance(value, bool | int | float | str)
+        ]:
+            raise ValueError(f"{invalid[0]} is a {type(config[invalid[0]]).__name__}")
+    except ValueError as error:  # tomllib's, too
+        raise PbflError(
+            f"node configuration {text}: every key must be given once, with one number, true, false or text in "
+            f"quotes, key='text' ({error})"
+        ) from None
     return config
 
 
