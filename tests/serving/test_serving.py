@@ -1,7 +1,8 @@
-"""Own data in three formats, trained by real messages, exported, and used on files: the same answers everywhere."""
+"""Own data in four formats, trained by real messages, exported, and used on files: the same answers everywhere."""
 
 import json
 import os
+import random
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +18,12 @@ from torch.nn import functional as F
 
 from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import ClientData, Shard, own_data
+from pbfl_flwr.data.own import tokens
 from pbfl_flwr.data.own.inspection import settings_for
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import random_inputs
 from pbfl_flwr.runs.records import VERSION, RunRecord
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.export import export, has_onnx
@@ -70,19 +73,31 @@ def write_csv(path: Path, columns: list[str], values: np.ndarray, classes: np.nd
     path.write_text("".join(",".join(map(str, row)) + "\n" for row in [[*columns, "label"], *rows]))
 
 
+TOPICS = ("treaty embassy border", "goal coach league", "profit merger shares", "satellite chip browser")
+NETWORKS = {"north": "fasttext", "south": "textcnn"}
+
+
+def write_news(folder: Path) -> None:
+    draw = random.Random(0)
+    folder.mkdir()
+    for name, rows in (("train", 80), ("test", 20)):
+        lines = []
+        for row in range(rows):
+            title, text = (" ".join(draw.choices(TOPICS[row % 4].split(), k=k)) for k in (2, 6))
+            lines.append(f'"{row % 4 + 1}","{title.title()}","The {text}."\n')
+        (folder / f"{name}.csv").write_text("".join(lines))
+
+
 def ran(place: Path, nodes: list[dict[str, Any]], **keys: Any) -> Ran:
     for node in nodes:
         node["state-dir"] = str(place / "state")
-    fed = federation(
-        place, data=None, on_disk=True, node_configs=nodes, partitions=range(len(nodes)), num_clients=len(nodes),
-        num_server_rounds=2, **keys,
-    )  # fmt: skip
-    fed.run()
+    keys = {"num_clients": len(nodes), "num_server_rounds": 2, **keys}
+    federation(place, data=None, on_disk=True, node_configs=nodes, partitions=range(len(nodes)), **keys).run()
     line = json.loads((place / "run/clients.jsonl").read_text().splitlines()[-1])
     data = {}
     for node in nodes:
-        keys = {"labels": node.get("labels", ""), "input_shape": node.get("input-shape", "")}
-        data[node["client-id"]] = own_data(settings_for(Path(node["data-path"]), **keys))
+        own = {key: node.get(key.replace("_", "-"), "") for key in ("dataset", "labels", "input_shape")}
+        data[node["client-id"]] = own_data(settings_for(Path(node["data-path"]), **own))
     return Ran(place, line, data)
 
 
@@ -127,6 +142,17 @@ def flowers(place: Path) -> Ran:
     return ran(place / "flowers", nodes, models="mlp5", feature_dim=8, learning_rate=0.1)
 
 
+@pytest.fixture(scope="module")
+def texts(place: Path) -> Ran:
+    write_news(place / "news")
+    common = {"data-path": str(place / "news"), "dataset": "ag-news"}
+    nodes: list[dict[str, Any]] = [
+        {"client-id": name, "model": model, **common} for name, model in NETWORKS.items()
+    ]
+    (place / "texts").mkdir()
+    return ran(place / "texts", nodes, num_server_rounds=3, feature_dim=16, learning_rate=0.005)
+
+
 def test_three_formats_in_one_federation(sites: Ran) -> None:
     assert sites.line["name"] == ["clinic", "lab", "van"]
     assert sites.line["num_train"] == [45, 45, 22]
@@ -149,21 +175,32 @@ def live(run: Ran, name: str, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def exported(sites: Ran, flowers: Ran) -> dict[str, Path]:
-    for run, name in ((sites, "clinic"), (flowers, "garden")):
+def runs(sites: Ran, flowers: Ran, texts: Ran) -> dict[str, Ran]:
+    """Client -> its run."""
+    return {"clinic": sites, "garden": flowers, **dict.fromkeys(NETWORKS, texts)}
+
+
+@pytest.fixture(scope="module")
+def exported(runs: dict[str, Ran]) -> dict[str, Path]:
+    """Client -> directory of its exported model."""
+    for name, run in runs.items():
         result = pbfl("export", run.place / "state", "--client", name, "--out", run.place / name)
         assert result.exit_code == 0, result.output
         assert f"client {name}, fedproto" in result.output
-    return {"clinic": sites.place / "clinic", "garden": flowers.place / "garden"}
+    return {name: run.place / name for name, run in runs.items()}
 
 
-@pytest.fixture(params=["clinic", "garden"])
+@pytest.fixture(params=["clinic", "garden", *NETWORKS])
 def tested(
-    request: pytest.FixtureRequest, sites: Ran, flowers: Ran, exported: dict[str, Path]
+    request: pytest.FixtureRequest, runs: dict[str, Ran], exported: dict[str, Path]
 ) -> tuple[str, Ran, Path]:
     """A client's name, its run and its exported model."""
-    name = request.param
-    return name, sites if name == "clinic" else flowers, exported[name]
+    return request.param, runs[request.param], exported[request.param]
+
+
+def raw(inputs: Tensor) -> Tensor:
+    """Return inputs as an exported program takes them: token ids as int64, everything else as float32."""
+    return inputs.long() if inputs.dtype is torch.int32 else inputs.float()
 
 
 def test_the_program_answers_as_the_live_model(tested: tuple[str, Ran, Path]) -> None:
@@ -173,10 +210,10 @@ def test_the_program_answers_as_the_live_model(tested: tuple[str, Ran, Path]) ->
     program = torch.export.load(place / "model.pt2").module()
     with torch.inference_mode():
         for rows in (slice(0, 1), slice(None)):  # any number of inputs
-            torch.testing.assert_close(program(inputs[rows].float()), tuple(part[rows] for part in expected))
+            torch.testing.assert_close(program(raw(inputs[rows])), tuple(part[rows] for part in expected))
     served = open_exported(place).served
     with torch.inference_mode():
-        torch.testing.assert_close(served(inputs.float()), expected)
+        torch.testing.assert_close(served(raw(inputs)), expected)
 
 
 def test_onnx_answers_as_the_live_model(tested: tuple[str, Ran, Path]) -> None:
@@ -189,7 +226,7 @@ def test_onnx_answers_as_the_live_model(tested: tuple[str, Ran, Path]) -> None:
     session = reference.ReferenceEvaluator(str(place / "model.onnx"))
     values = [*session.proto_.graph.input, *session.proto_.graph.output]
     assert {value.type.tensor_type.shape.dim[0].dim_param for value in values} == {"batch"}
-    actual = session.run(["logits", "features"], {"inputs": inputs.float().numpy()})
+    actual = session.run(["logits", "features"], {"inputs": raw(inputs).numpy()})
     for part, expected in zip(actual, live(run, name, inputs), strict=True):
         np.testing.assert_allclose(part, expected.numpy(), rtol=1e-4, atol=1e-4)
 
@@ -250,23 +287,24 @@ def test_images_arrays_and_tables(
     assert next(predict(garden, [turned])).probabilities == pytest.approx(expected.tolist(), rel=1e-4)
 
 
-def test_the_command_and_its_formats(exported: dict[str, Path], flowers: Ran) -> None:
-    def call(*arguments: object) -> tuple[int, str]:
-        result = pbfl("predict", *arguments)
-        return result.exit_code, result.output
+def call(*arguments: object) -> tuple[int, str]:
+    result = pbfl(*arguments)
+    return result.exit_code, result.output
 
+
+def test_the_command_and_its_formats(exported: dict[str, Path], flowers: Ran) -> None:
     model, file = exported["garden"], flowers.place / "iris.csv"
-    code, text = call(model, file, "--format", "csv", "--by", "global")
+    code, text = call("predict", model, file, "--format", "csv", "--by", "global")
     assert (code, text.splitlines()[0], len(text.splitlines())) == (0, "file,row,class,probability", 151)
-    entries = json.loads(call(model, file, "--format", "json")[1])
+    entries = json.loads(call("predict", model, file, "--format", "json")[1])
     assert set(entries[0]["probabilities"]) == {"setosa", "versicolor", "virginica"}
     assert sum(entries[7]["probabilities"].values()) == pytest.approx(1)
     assert entries[7]["probability"] == max(entries[7]["probabilities"].values())
-    code, text = call(model, file)
+    code, text = call("predict", model, file)
     assert (code, text.split()[:4]) == (0, ["file", "row", "class", "probability"])
-    code, text = call(model, file, "--by", "etf")
+    code, text = call("predict", model, file, "--by", "etf")
     assert (code, "this model has head, global, global-local, local" in text) == (2, True)
-    assert call(flowers.place, file)[0] == 2
+    assert call("predict", flowers.place, file)[0] == 2
 
 
 def test_what_does_not_fit_is_one_line(
@@ -514,3 +552,104 @@ def test_of_a_model_that_began_pretrained_the_weights_it_began_with_are_not_aske
     weights = build_model("mlp5", card.task, 1).state_dict()
     served = rebuild(card, weights, "", "there")
     assert torch.equal(served.model.state_dict()["head.weight"], weights["head.weight"])
+
+
+# Texts ------------------------------------------------------------------------------------------------------
+
+
+def test_run_json_and_the_card_have_the_vocabulary(texts: Ran) -> None:
+    members = json.loads((texts.place / "run/run.json").read_text())["clients"]
+    card = texts.kept("north").card
+    assert [m["task"]["vocabulary_size"] for m in members] == [len(card.vocabulary)] * 2
+    assert card.vocabulary[:4] == ("<pad>", "<cls>", "<unk>", "<eos>")
+    assert {"treaty", "coach", "the", "."} <= set(card.vocabulary)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bilstm", "transformer-8-2"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("text-logistic", "lstm", "gru")),
+    ],
+)
+def test_every_network_for_texts_becomes_a_program(texts: Ran, name: str, tmp_path: Path) -> None:
+    kept = texts.kept("north").card
+    shape = {"input_shape": (12,), "scale": kept.scale[:12], "shift": kept.shift[:12]}
+    card = kept.model_copy(update={"architecture": name, **shape})
+    model = build_model(name, card.task, 5).eval()
+    names = export(SavedModel(card, model.state_dict(), {}), tmp_path / "out")
+    ids = random_inputs(card.task, 3)
+    ids[:, 0], ids[1, 5:], ids[2] = 1, 0, 0
+    with torch.inference_mode():
+        features = model.features(ids)
+        expected = model.head(features), features
+        program = torch.export.load(tmp_path / "out/model.pt2").module()
+        torch.testing.assert_close(program(ids), expected)
+        torch.testing.assert_close(program(ids[:1])[0], expected[0][:1])  # the batch is free
+    assert ("model.onnx" in names) == has_onnx()
+    if has_onnx():
+        reference = pytest.importorskip("onnx.reference").ReferenceEvaluator(str(tmp_path / "out/model.onnx"))
+        for result, wanted in zip(reference.run(None, {"inputs": ids.numpy()}), expected, strict=True):
+            np.testing.assert_allclose(result, wanted.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_text_a_line(name: str, exported: dict[str, Path], tmp_path: Path) -> None:
+    model = open_exported(exported[name])
+    (tmp_path / "a.txt").write_text("\n".join(TOPICS) + "\n")
+    result = list(predict(model, [tmp_path / "a.txt"], "local"))
+    assert [one.row for one in result] == [1, 2, 3, 4]
+    (tmp_path / "a.csv").write_text("label,text\n" + "".join(f'?,"{text}"\n' for text in TOPICS))
+    again = list(predict(model, [tmp_path / "a.csv"], "local"))
+    assert [(one.row, one.label) for one in again] == [(one.row, one.label) for one in result]
+    (tmp_path / "b.txt").write_text("one\u2028text\x0cof\x85four words\r\nanother\n", encoding="utf-8")
+    assert [one.row for one in predict(model, [tmp_path / "b.txt"])] == [1, 2]
+    if name == "north":  # TextCNN's dropout of 0.8 takes longer than three rounds
+        assert [one.label for one in result] == ["World", "Sports", "Business", "Sci/Tech"]
+
+
+def test_other_files_are_refused_in_a_line(exported: dict[str, Path], tmp_path: Path) -> None:
+    model = open_exported(exported["north"])
+    beyond = len(model.card.vocabulary)
+    np.savez(tmp_path / "beyond.npz", x=np.full((2, 200), beyond))
+    np.savez(tmp_path / "numbers.npz", x=np.zeros((2, 200)))
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    for file, message in (
+        ("beyond.npz", f"x holds {beyond} to {beyond}; must be ids 0..{beyond - 1}"),
+        ("numbers.npz", "this model takes token ids"),
+        ("t.csv", "has no column 'text' with texts; it has a, b"),
+    ):
+        with pytest.raises(PbflError, match=message):
+            list(predict(model, [tmp_path / file]))
+    np.savez(tmp_path / "ids.npz", x=np.ones((2, 200), int))
+    assert len(list(predict(model, [tmp_path / "ids.npz"]))) == 2
+
+
+def test_texts_are_found_in_the_column_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+    words = {word for topic in TOPICS for word in topic.split()}
+    (tmp_path / "words.txt").write_text("\n".join([*tokens.SPECIALS, *sorted(words)]) + "\n")
+    rows = [f"{topic},{topic[::-1]},{number}" for number, topic in enumerate(TOPICS) for _ in range(4)]
+    (tmp_path / "t.csv").write_text("\n".join(["body,title,label", *rows]) + "\n")
+    node = {
+        "client-id": "north", "data-path": str(tmp_path / "t.csv"), "vocabulary": str(tmp_path / "words.txt"),
+        "text-column": "body", "input-shape": "8", "model": "fasttext", "state-dir": str(tmp_path / "state"),
+    }  # fmt: skip
+    options: dict[str, Any] = {"num_server_rounds": 1, "feature_dim": 16}
+    federation(
+        tmp_path, data=None, on_disk=True, node_configs=[node], partitions=[0], num_clients=1, **options
+    ).run()
+    out = tmp_path / "out"
+
+    assert call("export", tmp_path / "state", "--out", out)[0] == 0
+    assert open_exported(out).card.text_column == "body"
+    code, bodies = call("predict", out, tmp_path / "t.csv", "--format", "csv")
+    assert (code, len(bodies.splitlines())) == (0, 17)
+    code, titles = call("predict", out, tmp_path / "t.csv", "--format", "csv", "--text-column", "title")
+    answers = {line.split(",")[-1] for line in titles.splitlines()[1:]}
+    assert (code, len(answers)) == (0, 1)  # none of their words is known
+    code, message = call("predict", out, tmp_path / "t.csv", "--text-column", "other")
+    assert (code, "has no column 'other' with texts" in " ".join(message.split())) == (2, True)
+    assert call("predict", out, tmp_path / "t.csv", "--format", "csv", "--text-column", "body") == (0, bodies)
