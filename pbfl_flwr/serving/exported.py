@@ -84,13 +84,13 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
     Raises:
         PbflError: if something is missing, damaged or inconsistent.
     """
-    card, weights, hashes = _read(directory)
-    served = rebuild(card, weights, allowed_code, str(directory))
-    tables = _tensors(directory / PROTOTYPES, hashes) if PROTOTYPES in hashes else {}
+    exported = read_exported(directory)
+    card = exported.card
+    served = rebuild(card, exported.weights, allowed_code, str(directory))
     prototypes = {}
-    for name in sorted(key.removesuffix(".candidates") for key in tables if key.endswith(".candidates")):
-        part = part_of(tables, name)
-        rows, candidates = part.get("rows", torch.empty(0)), part["candidates"]
+    for name in sorted({key.rpartition(".")[0] for key in exported.prototypes}):
+        part = part_of(exported.prototypes, name)
+        rows, candidates = part.get("rows", torch.empty(0)), part.get("candidates", torch.empty(0))
         expected = (card.num_classes, card.feature_dim)
         fits = tuple(rows.shape) == expected and candidates.shape == expected[:1]
         if not fits or candidates.dtype is not torch.bool or not bool(torch.isfinite(rows).all()):
@@ -102,18 +102,14 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
 
 
 def read_exported(directory: Path) -> SavedModel:
-    """Return card and weights of an exported model, without its prototypes.
+    """Return what a directory holds of an exported model, without building its network.
 
     Raises:
         PbflError: if something is missing or damaged.
     """
-    card, weights, _ = _read(directory)
-    return SavedModel(card, weights, {})
-
-
-def _read(directory: Path) -> tuple[Card, dict[str, Tensor], dict[str, str]]:
     card, hashes = _card(directory / CARD)
-    return card, _tensors(directory / WEIGHTS, hashes), hashes
+    weights = _tensors(directory / WEIGHTS, hashes)
+    return SavedModel(card, weights, _tensors(directory / PROTOTYPES, hashes) if PROTOTYPES in hashes else {})
 
 
 def _card(path: Path) -> tuple[Card, dict[str, str]]:

@@ -16,6 +16,7 @@ the results.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,9 +24,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.common import FitIns, FitRes, NDArray, Parameters, Scalar, parameters_to_ndarrays
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+from flwr.compat.common.recorddict_compat import arrayrecord_to_parameters
 from flwr.server import LegacyContext, ServerConfig, SimpleClientManager
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
@@ -41,12 +43,13 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
-from pbfl_flwr.flower.secagg.messages import parameters_of, report_of, summing
+from pbfl_flwr.flower.secagg.messages import REPORT, summing
 from pbfl_flwr.flower.server.exchange import Phase
 from pbfl_flwr.flower.server.replies import Exchange, ReplyRules, error_reason, read, rejection_reason
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Prototypes, Serializable
 from pbfl_flwr.prototypes import secure_sums as sums
+from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.task import Task
 
 
@@ -58,8 +61,7 @@ class SecureRounds:
     """
 
     def __init__(self, settings: Settings, method: Method[Any, Any, Any]) -> None:
-        self.settings, self.method = settings, method
-        self.bound = summing(method).bound
+        self.settings, self.method = settings, summing(method)
 
     def exchange(
         self, grid: Grid, phase: Phase, timeout: float, rules: ReplyRules, state: Serializable
@@ -83,7 +85,7 @@ class SecureRounds:
                 1.0,
                 self.settings.privacy.secure_threshold,
                 max_weight=1.0,
-                clipping_range=self.bound,
+                clipping_range=self.method.bound,
                 quantization_range=2 ** sums.bits(len(training)),
                 modulus_range=2**32,
                 timeout=timeout,
@@ -106,7 +108,8 @@ class SecureRounds:
         results, mean = strategy.results, strategy.mean
         for node, result in results.items():
             try:
-                reports[clients[node]] = report_of(result.metrics, rules.requested)
+                record = MetricRecord(json.loads(str(result.metrics[REPORT])))
+                reports[clients[node]] = Report.from_record(record, rules.requested)
             except Exception as error:  # trust boundary, as in replies.read
                 exchange.failures[clients[node]] = f"its report cannot be read: {rejection_reason(error)}"
         for node, client in clients.items():
@@ -128,9 +131,7 @@ class SecureRounds:
         return exchange
 
 
-def summed(
-    method: Method[Any, Any, Any], mean: NDArray, clients: int, task: Task, num_clients: int
-) -> Prototypes:
+def summed(pipeline: Pipeline, mean: NDArray, clients: int, task: Task, num_clients: int) -> Prototypes:
     """Return the upload that represents the sum of all uploads.
 
     ``mean`` is that of the clients' vectors, as computed by Flower.
@@ -139,7 +140,6 @@ def summed(
         RejectedPayload: if the vector is not a sum of tables.
     """
     total = np.asarray(mean, dtype=np.float64) * clients
-    pipeline = summing(method)
     return pipeline.summed(sums.from_vector(total, task.num_classes, clients, pipeline.bound), num_clients)
 
 
@@ -169,7 +169,8 @@ class _WorkflowStrategy:
         instructions: list[tuple[ClientProxy, FitIns]] = []
         for message in self._messages:
             config = cast(dict[str, Scalar], {**message.content.config_records[wire.CONFIG]})
-            payload = parameters_of(message.content.array_records[wire.PAYLOAD])
+            record = message.content.array_records[wire.PAYLOAD]
+            payload = arrayrecord_to_parameters(record, keep_input=True)  # with the checksum in tensor_type
             proxy = GridClientProxy(message.metadata.dst_node_id, self._grid, 0)
             instructions.append((proxy, FitIns(payload, config)))
         return instructions
