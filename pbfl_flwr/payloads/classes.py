@@ -84,20 +84,20 @@ class Prototypes:
             raise RejectedPayload(f"{len(labels)} labels for {rows.shape[0]} rows")
         if len(labels) > K:  # before tolist(), which needs eight times the memory
             raise RejectedPayload(f"{len(labels)} rows for {K} classes")
-        sent: list[int] = labels.tolist()
+        classes: list[int] = labels.tolist()
         narrowest, widest = cls.widths(task)
         if not narrowest <= rows.shape[1] <= widest:
             raise RejectedPayload(f"rows are {rows.shape[1]} wide, must be {narrowest}..{widest}")
-        if sent != list(range(K)):
-            if sent and not 0 <= min(sent) <= max(sent) < K:
-                outside = next(label for label in sent if not 0 <= label < K)
+        if classes != list(range(K)):
+            if classes and not 0 <= min(classes) <= max(classes) < K:
+                outside = next(label for label in classes if not 0 <= label < K)
                 raise RejectedPayload(f"class id {outside} is outside 0..{K - 1}")
-            if len(set(sent)) != len(sent):
+            if len(set(classes)) != len(classes):
                 raise RejectedPayload("a class is sent twice")
         counts = whole_numbers(tensors, "counts") if "counts" in tensors else None
-        if counts is not None and counts.shape[0] != len(sent):
-            raise RejectedPayload(f"{counts.shape[0]} counts for {len(sent)} rows")
-        if counts is not None and sent:
+        if counts is not None and counts.shape[0] != len(classes):
+            raise RejectedPayload(f"{counts.shape[0]} counts for {len(classes)} rows")
+        if counts is not None and classes:
             ends = torch.aminmax(counts)
             if ends.min.item() < 1:
                 raise RejectedPayload("a row with a count of zero or less")
@@ -105,7 +105,7 @@ class Prototypes:
                 raise RejectedPayload(f"a count of {ends.max.item()}, must be less than {MAX_COUNT}")
         total = num_examples_of(tensors) if "n" in tensors else None
         no_others(tensors, {"labels", "rows", "counts", "n"})
-        return cls._placed(K, sent, labels, rows, counts, total)
+        return cls._placed(K, classes, labels, rows, counts, total)
 
     @classmethod
     def accepted(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
@@ -122,9 +122,15 @@ class Prototypes:
 
     @classmethod
     def _placed(
-        cls, K: int, sent: list[int], labels: Tensor, rows: Tensor, counts: Tensor | None, total: int | None
+        cls,
+        K: int,
+        classes: list[int],
+        labels: Tensor,
+        rows: Tensor,
+        counts: Tensor | None,
+        total: int | None,
     ) -> Self:
-        if sent == list(range(K)):  # all classes present, in order: no copy needed
+        if classes == list(range(K)):  # all classes present, in order: no copy needed
             return cls(rows, torch.ones(K, dtype=torch.bool), counts, total)
         labels = labels.long()
         values = torch.zeros(K, rows.shape[1]).index_copy_(0, labels, rows)

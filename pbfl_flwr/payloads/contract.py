@@ -128,12 +128,12 @@ def part_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous tensors on the CPU, copied if they share memory: safetensors files cannot hold views."""
     copies: dict[str, Tensor] = {}
-    taken: set[int] = set()
+    addresses: set[int] = set()
     for name, tensor in tensors.items():
         copy = tensor.detach().cpu().contiguous()
-        if copy.untyped_storage().data_ptr() in taken:
+        if copy.untyped_storage().data_ptr() in addresses:
             copy = copy.clone()
-        taken.add(copy.untyped_storage().data_ptr())
+        addresses.add(copy.untyped_storage().data_ptr())
         copies[name] = copy
     return copies
 
@@ -192,10 +192,10 @@ def num_examples_of(tensors: Mapping[str, Tensor]) -> int:
     Raises:
         RejectedPayload: if it is not one whole number from 0 to MAX_COUNT - 1.
     """
-    sent = whole_numbers(tensors, "n")
-    if len(sent) != 1 or not 0 <= int(sent) < MAX_COUNT:
+    number = whole_numbers(tensors, "n")
+    if len(number) != 1 or not 0 <= int(number) < MAX_COUNT:
         raise RejectedPayload("the number of examples must be one whole number from 0")
-    return int(sent)
+    return int(number)
 
 
 def first_outside(labels: Tensor, num_classes: int) -> int:
@@ -203,11 +203,11 @@ def first_outside(labels: Tensor, num_classes: int) -> int:
     return int(labels[(labels < 0) | (labels >= num_classes)][0])
 
 
-def no_others(tensors: Mapping[str, Tensor], known: set[str]) -> None:
-    """Check that there are no tensors besides the known ones.
+def no_others(tensors: Mapping[str, Tensor], names: set[str]) -> None:
+    """Check that there are no tensors besides those of these names.
 
     Raises:
         RejectedPayload: naming the others.
     """
-    if others := tensors.keys() - known:
+    if others := tensors.keys() - names:
         raise RejectedPayload(f"unexpected tensors {sorted(others)}")

@@ -43,8 +43,8 @@ class Weights:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the tensors under ``w.<name>`` and n_i."""
-        sent = {f"w.{name}": tensor.detach().contiguous() for name, tensor in self.tensors.items()}
-        return {**sent, "n": torch.tensor([self.num_examples])}
+        tensors = {f"w.{name}": tensor.detach().contiguous() for name, tensor in self.tensors.items()}
+        return {**tensors, "n": torch.tensor([self.num_examples])}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Weights:
@@ -91,9 +91,9 @@ class WeightsAndPrototypes:
         """Rebuild both; see :class:`Payload`."""
         weights, prototypes = part_of(tensors, "weights"), part_of(tensors, "prototypes")
         if len(weights) + len(prototypes) != len(tensors):
-            known = ("weights.", "prototypes.")
+            prefixes = ("weights.", "prototypes.")
             raise RejectedPayload(
-                f"unexpected tensors {sorted(n for n in tensors if not n.startswith(known))}"
+                f"unexpected tensors {sorted(n for n in tensors if not n.startswith(prefixes))}"
             )
         return cls(Weights.from_tensors(weights, task), Prototypes.from_tensors(prototypes, task))
 
@@ -162,19 +162,19 @@ class LowRank:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return ``d.<name>``, or ``u.``, ``s.`` and ``v.<name>``, and base, version and n_i as ``about``."""
-        sent = {f"d.{name}": tensor.detach().contiguous() for name, tensor in self.dense.items()}
+        tensors = {f"d.{name}": tensor.detach().contiguous() for name, tensor in self.dense.items()}
         for name, factors in self.factors.items():
-            sent[f"u.{name}"] = factors.u.contiguous()
-            sent[f"s.{name}"] = factors.sigma.contiguous()
-            sent[f"v.{name}"] = factors.v.contiguous()
-        return {**sent, "about": torch.tensor([self.base, self.version, self.num_examples])}
+            tensors[f"u.{name}"] = factors.u.contiguous()
+            tensors[f"s.{name}"] = factors.sigma.contiguous()
+            tensors[f"v.{name}"] = factors.v.contiguous()
+        return {**tensors, "about": torch.tensor([self.base, self.version, self.num_examples])}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> LowRank:
         """Rebuild the payload; factors must be complete and have matching shapes. See :class:`Payload`."""
-        about = whole_numbers(tensors, "about")[:4].tolist()
-        if len(about) != 3 or about[0] < -1 or min(about[1:]) < 0 or max(about) >= 2**40:
-            raise RejectedPayload(f"'about' is {about}, expected base >= -1, version >= 0 and n >= 0")
+        numbers = whole_numbers(tensors, "about")[:4].tolist()
+        if len(numbers) != 3 or numbers[0] < -1 or min(numbers[1:]) < 0 or max(numbers) >= 2**40:
+            raise RejectedPayload(f"'about' is {numbers}, expected base >= -1, version >= 0 and n >= 0")
         names: dict[str, set[str]] = {kind: set() for kind in "dusv"}
         for key in tensors:
             kind, dot, name = key.partition(".")
@@ -188,7 +188,7 @@ class LowRank:
             raise RejectedPayload(f"'{min(twice)}' is sent twice")
         dense = {name: floats(tensors, f"d.{name}", None, MAX_MAGNITUDE) for name in sorted(names["d"])}
         factors = {name: _factors(tensors, name) for name in sorted(names["u"])}
-        return cls(dense, factors, *about)
+        return cls(dense, factors, *numbers)
 
     def scalars(self) -> int:
         """Return the number of scalars that travel, in dense tensors and factors."""

@@ -62,8 +62,8 @@ def averaged(
     buffers = [name for name in first.weights if name not in parts]  # persistent ones, under all their names
     means = _mean(chain([first], states), buffers, _samples(clients))
     model.load_state_dict({**first.weights, **means})
-    places = {**shared_parameters(model, "head"), **shared_parameters(model, "all")}  # own names come first
-    copy_into(places, parameters)
+    tensors = {**shared_parameters(model, "head"), **shared_parameters(model, "all")}  # own names come first
+    copy_into(tensors, parameters)
     card = first.card.model_copy(update={"client": "", "round": number, "participations": 0})
     return SavedModel(card, copies(model.state_dict()), {})
 
@@ -105,7 +105,7 @@ def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> It
             "set --like to a client's state or export"
         )
     first: Card | None = None
-    seen: set[str] = set()
+    labels: set[str] = set()
     for file in files:
         state = read_exported(file) if (file / CARD).is_file() else read_state(state_file(file, ""))
         who, architecture = state.card.client, state.card.architecture
@@ -114,14 +114,14 @@ def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> It
             raise PbflError(
                 f"--like {file}: client {who} with {architecture} is not one of the run's clients{hint}"
             )
-        if who in seen:
+        if who in labels:
             raise PbflError(f"--like {file}: client {who} is given twice; each client must be given once")
-        seen.add(who)
+        labels.add(who)
         first = first or state.card
-        if odd := [name for name in SAME if getattr(state.card, name) != getattr(first, name)]:
+        if differences := [name for name in SAME if getattr(state.card, name) != getattr(first, name)]:
             raise PbflError(
-                f"--global: clients {first.client} and {state.card.client} differ in {odd[0]}; set --like to the one "
-                "whose to use"
+                f"--global: clients {first.client} and {state.card.client} differ in {differences[0]}; set --like to "
+                "the one whose to use"
             )
         yield state
 

@@ -83,7 +83,7 @@ def _programs(served: Served, card: Card, directory: Path) -> None:
             program = torch.export.export(served, (example,), dynamic_shapes=batch)
             torch.export.save(program, directory / PROGRAM)
             if has_onnx():
-                made = torch.onnx.export(
+                onnx_program = torch.onnx.export(
                     program,
                     (),
                     input_names=["inputs"],
@@ -91,8 +91,8 @@ def _programs(served: Served, card: Card, directory: Path) -> None:
                     dynamic_shapes=batch,  # already in the program; sets the axis's name
                     verbose=False,
                 )
-                assert made is not None
-                made.save(directory / ONNX)
+                assert onnx_program is not None
+                onnx_program.save(directory / ONNX)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:300]
             raise PbflError(

@@ -62,12 +62,14 @@ class Exported:
         """
         if by != HEAD and by not in self.prototypes:
             raise PbflError(f"--by {by}: this model has {', '.join([HEAD, *self.prototypes])}")
-        scored = Nearest(*self.prototypes[by]) if by != HEAD else None
+        predictor = Nearest(*self.prototypes[by]) if by != HEAD else None
         batches, dtype = [], np.int64 if self.card.vocabulary else np.float32
         for start in range(0, len(inputs), BATCH):
             batch = torch.from_numpy(np.ascontiguousarray(inputs[start : start + BATCH], dtype=dtype))
             logits, features = self.served(batch)
-            batches.append((logits if scored is None else scored(features, logits)).double().softmax(dim=1))
+            batches.append(
+                (logits if predictor is None else predictor(features, logits)).double().softmax(dim=1)
+            )
         table = torch.cat(batches) if batches else torch.empty(0, self.card.num_classes)
         if not bool(torch.isfinite(table).all()):
             raise PbflError("the model's outputs are not finite for these inputs")

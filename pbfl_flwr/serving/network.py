@@ -36,10 +36,10 @@ class Served(nn.Module):
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return (logits, features)."""
-        fed = inputs if self.reads_tokens else inputs * self.scale + self.shift
-        features: Tensor = self.model.features(fed)
-        read = F.normalize(features, dim=1) if self.unit_features else features
-        logits: Tensor = self.model.head(read)
+        normalised = inputs if self.reads_tokens else inputs * self.scale + self.shift
+        features: Tensor = self.model.features(normalised)
+        head_inputs = F.normalize(features, dim=1) if self.unit_features else features
+        logits: Tensor = self.model.head(head_inputs)
         return logits, features
 
 

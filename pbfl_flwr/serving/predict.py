@@ -92,8 +92,8 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
 
 def _is_image(path: Path, folder: Path) -> bool:
     """Return whether an image folder would read this file: an image suffix, and no name begins with a dot."""
-    seen = not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return seen and path.suffix.lower() in IMG_EXTENSIONS
+    visible = not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return visible and path.suffix.lower() in IMG_EXTENSIONS
 
 
 def _image(card: Card, path: Path) -> NDArray[Any]:
@@ -109,9 +109,9 @@ def _arrays(card: Card, path: Path) -> NDArray[Any]:
         x = x[:, None]
     kinds = "u" if card.images else "iu" if card.vocabulary else "biuf"
     if x.shape[1:] != card.input_shape or x.dtype.kind not in kinds or (card.images and x.dtype != np.uint8):
-        wanted = "uint8" if card.images else "token ids" if card.vocabulary else "numbers"
+        kind = "uint8" if card.images else "token ids" if card.vocabulary else "numbers"
         raise PbflError(
-            f"{path}: x is {x.dtype} {x.shape}, this model takes {wanted} {('N', *card.input_shape)}"
+            f"{path}: x is {x.dtype} {x.shape}, this model takes {kind} {('N', *card.input_shape)}"
         )
     if not np.isfinite(x).all():
         raise PbflError(f"{path}: x holds NaN or infinity; must be finite numbers")

@@ -120,10 +120,10 @@ def forget_lost_terminal() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for file in (0, 1, 2):
         with contextlib.suppress(OSError):
-            about = os.fstat(file)
+            status = os.fstat(file)
             if (
-                stat.S_ISCHR(about.st_mode)
-                and about.st_rdev != os.fstat(null).st_rdev
+                stat.S_ISCHR(status.st_mode)
+                and status.st_rdev != os.fstat(null).st_rdev
                 and not os.isatty(file)
             ):
                 os.dup2(null, file)

@@ -25,14 +25,14 @@ def end_group(group: int, reap: Callable[[], object] = lambda: None) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         end = time.monotonic() + GRACE_SECONDS
-        sent = False
+        signalled = False
         while time.monotonic() < end:
             reap()
             try:
-                os.killpg(group, 0 if sent else number)
+                os.killpg(group, 0 if signalled else number)
             except ProcessLookupError:
                 return
-            sent = True
+            signalled = True
             time.sleep(0.1)
 
 

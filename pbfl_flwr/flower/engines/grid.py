@@ -130,13 +130,13 @@ class LocalGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Return the replies that arrive in time; messages whose processing has not begun by then are dropped."""
-        sent, seconds = list(messages), float("inf") if timeout is None else timeout
-        ids = self._push(sent, time.monotonic() + seconds)
+        batch, seconds = list(messages), float("inf") if timeout is None else timeout
+        ids = self._push(batch, time.monotonic() + seconds)
         replies = [self._replies[message_id] for message_id in ids]
 
         def status() -> str:
-            awaited = (message for message, reply in zip(sent, replies, strict=True) if not reply.done())
-            return waiting_line(sent, awaited, self._label)
+            awaited = (message for message, reply in zip(batch, replies, strict=True) if not reply.done())
+            return waiting_line(batch, awaited, self._label)
 
         for _ in poll(seconds, status, self._on_wait, MAX_INTERVAL, lambda longest: wait(replies, longest)):
             if all(reply.done() for reply in replies):
@@ -144,9 +144,9 @@ class LocalGrid(Grid):
         return self.pull_messages(ids)
 
     def _push(self, messages: Iterable[Message], deadline: float) -> list[str]:
-        sent = list(messages)
-        ids = [self._set_id(message) for message in sent]
-        for message in self._order.ordered(sent):
+        batch = list(messages)
+        ids = [self._set_id(message) for message in batch]
+        for message in self._order.ordered(batch):
             node = message.metadata.dst_node_id
             if node in self._last and not self._last[node].done():
                 self._give_up(node)

@@ -222,9 +222,9 @@ class RayWorker(Worker):
             WorkerDied: if the actor or its node died meanwhile.
         """
         client = int(context.node_config["partition-id"])
-        sent = _read(self._states, client) if self._states else {}
+        state_files = _read(self._states, client) if self._states else {}
         try:
-            answer = ray.get(self._actor.handle.remote(message, context, sent))
+            answer = ray.get(self._actor.handle.remote(message, context, state_files))
         except ray.exceptions.RayActorError:
             raise WorkerDied(DIED) from None
         except ray.exceptions.RayError as error:
@@ -232,7 +232,7 @@ class RayWorker(Worker):
         reply: Message
         reply, context.state, files, self.spent = answer
         if self._states:
-            _write(self._states, files, replaced=sent)
+            _write(self._states, files, replaced=state_files)
         return reply
 
     def kill(self) -> None:
@@ -278,7 +278,7 @@ class _Actor:
         """Return once the actor runs."""
 
     def handle(
-        self, message: Message, context: Context, sent: Files
+        self, message: Message, context: Context, state_files: Files
     ) -> tuple[Message, RecordDict, Files, bool]:
         """Return a client's reply, its Flower state, its state files, and whether the GPU can no longer be used."""
         if self._scratch is None:
@@ -286,7 +286,7 @@ class _Actor:
         else:
             states = Path(self._scratch.name)
             context.run_config["state-dir"] = str(states)
-            _write(states, sent, replaced={})
+            _write(states, state_files, replaced={})
             reply = self._app(message, context)
             files = _read(states, int(context.node_config["partition-id"]))
             for folder in states.iterdir():

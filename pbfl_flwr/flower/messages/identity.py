@@ -55,11 +55,11 @@ def check_identity(config: ConfigRecord, client: int | str, data: ClientData) ->
         str(config[IDENTITY]).split("\n"),
         declared_identity(client, data.task(1), data.label_names, columns).split("\n"),
     )
-    listed = ", ".join(data.label_names)[:LONGEST_LIST]
+    classes = ", ".join(data.label_names)[:LONGEST_LIST]
     reasons = (
         f"client-id = {client!r} in --node-config: in this run the node is client {declared[0]}; start it with that id",
         f"its data are {current[1]}, but were {declared[1]} when it joined this run; restore them",
-        f"the classes of its data are {listed}, but were others when it joined this run; restore them",
+        f"the classes of its data are {classes}, but were others when it joined this run; restore them",
         "the columns or words of its data have other names, or another order, than when it joined this run; restore "
         "them",
     )

@@ -76,8 +76,13 @@ def _total_bytes(message: Message, arrays: Sequence[Array], other_records: Itera
     total += sum(_size("ArrayRecord", len(names), _references(names)) for names in array_records)
     for array in arrays:
         chunks, indices = _distinct_chunks(array.data)
-        about = {"dtype": array.dtype, "shape": array.shape, "stype": array.stype, "arraychunk_ids": indices}
-        total += _size("Array", len(chunks), len(json.dumps(about)))
+        fields = {
+            "dtype": array.dtype,
+            "shape": array.shape,
+            "stype": array.stype,
+            "arraychunk_ids": indices,
+        }
+        total += _size("Array", len(chunks), len(json.dumps(metadata)))
         total += sum(_size("ArrayChunk", 0, len(chunk)) for chunk in chunks)
     return total
 
@@ -90,7 +95,7 @@ def _distinct_chunks(data: bytes) -> tuple[list[memoryview], list[int]]:
     whole, chunks, indices = memoryview(data), list[memoryview](), list[int]()
     for start in range(0, len(data), MAX_CHUNK):
         chunk = whole[start : start + MAX_CHUNK]
-        index = next((i for i, known in enumerate(chunks) if known == chunk), len(chunks))
+        index = next((i for i, other in enumerate(chunks) if other == chunk), len(chunks))
         if index == len(chunks):
             chunks.append(chunk)
         indices.append(index)

@@ -197,10 +197,10 @@ class _MeteredGrid:
         self.errors: dict[int, str] = {}
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        sent = list(messages)
-        replies = list(self._grid.send_and_receive(sent, timeout=timeout))
-        nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
-        for message in sent:
+        batch = list(messages)
+        replies = list(self._grid.send_and_receive(batch, timeout=timeout))
+        nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in batch}
+        for message in batch:
             node = message.metadata.dst_node_id
             self.down[node] = self.down.get(node, Traffic()) + _weigh(message)
         for reply in replies:

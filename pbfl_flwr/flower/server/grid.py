@@ -119,13 +119,13 @@ class PollingGrid(Grid):
         A message that Flower does not accept is not waited for; there is at most one per node. The timeout is in
         seconds; None waits for all.
         """
-        sent, started = list(messages), time.monotonic()
-        accepted = {message_id for message_id in self._push(sent) if message_id}
-        awaited = {m.metadata.message_id: m for m in sent if m.metadata.message_id in accepted}
+        batch, started = list(messages), time.monotonic()
+        accepted = {message_id for message_id in self._push(batch) if message_id}
+        awaited = {m.metadata.message_id: m for m in batch if m.metadata.message_id in accepted}
         replies: list[Message] = []
 
         def status() -> str:
-            return waiting_line(sent, awaited.values(), self._label)
+            return waiting_line(batch, awaited.values(), self._label)
 
         for _ in poll(math.inf if timeout is None else timeout, status, self._on_wait, self._interval):
             for reply in self.pull_messages(list(awaited)) if awaited else ():

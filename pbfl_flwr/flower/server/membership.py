@@ -280,8 +280,10 @@ class Membership:
             elif client.node != before.clients[number].node:
                 log(INFO, "round %s: client %s has reconnected as another node", server_round, client.label)
                 self.overdue.forget(number)
-        known = other_weights(before.clients.values())
-        self.warnings += [line for line in other_weights(self.roster.clients.values()) if line not in known]
+        warnings_before = other_weights(before.clients.values())
+        self.warnings += [
+            line for line in other_weights(self.roster.clients.values()) if line not in warnings_before
+        ]
 
     def wait_for_nodes(self, grid: Grid, target: int) -> int:
         """Return how many nodes are connected and not refused, once it is the target or join-timeout has passed."""

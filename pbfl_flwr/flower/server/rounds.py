@@ -58,21 +58,21 @@ def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, Accuracy]:
     :func:`pbfl_flwr.training.class_metrics.statistics` are added; likewise areas under the ROC curve.
     """
     accuracies: dict[str, Accuracy] = {}
-    scored = [report for report in reports.values() if report.num_test]
+    with_tests = [report for report in reports.values() if report.num_test]
     for name in PREDICTORS:
-        with_name = [report for report in scored if report.correct and name in report.correct]
+        with_name = [report for report in with_tests if report.correct and name in report.correct]
         if not with_name:
             continue
         correct = np.array([(report.correct or {})[name] for report in with_name], dtype=float)
         samples = np.array([report.num_test for report in with_name], dtype=float)
-        each = np.sort(correct / samples)
+        shares = np.sort(correct / samples)
         counted = [report.by_class for report in with_name if report.by_class is not None]
         by_class = class_metrics.statistics(counted, name) if len(counted) == len(with_name) else {}
         accuracies[name] = Accuracy(
             weighted=float(correct.sum() / samples.sum()),
-            mean=float(each.mean()),
-            std=float(each.std()),
-            worst=float(each[: max(1, len(each) // 10)].mean()),
+            mean=float(shares.mean()),
+            std=float(shares.std()),
+            worst=float(shares[: max(1, len(shares) // 10)].mean()),
             clients=len(with_name),
             **by_class,
             **_mean_areas(with_name, name),

@@ -70,9 +70,9 @@ def _need_replies(exchange: Exchange, min_replies: int) -> None:
         few = list(exchange.failures.items())[:5]
         reasons = "; ".join(f"client {phase.client_label(client)}: {reason}" for client, reason in few)
         lost = sum(reason == NOT_CONNECTED for reason in phase.plan.absent.values())
-        asked = {m.metadata.message_id for m, client in phase.messages if client in phase.training}
+        training_ids = {m.metadata.message_id for m, client in phase.messages if client in phase.training}
         errors = (reply for reply in exchange.replies if reply.has_error())
-        lost += sum(e.error.code in LOST and e.metadata.reply_to_message_id in asked for e in errors)
+        lost += sum(e.error.code in LOST and e.metadata.reply_to_message_id in training_ids for e in errors)
         kind = NodesUnreachable if valid + lost >= min_replies else RunEnded
         raise kind(f"round {phase.number}: {valid} valid replies, min-replies is {min_replies}: {reasons}")
 
