@@ -1,5 +1,6 @@
 """What run directories come to: groups of seeds, fairness, pairs on the same clients."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,10 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import results
+from pbfl_flwr.experiments import results, summary
 from pbfl_flwr.experiments.notes import majority_lines
 from pbfl_flwr.experiments.pairs import paired_sheet, probability
-from pbfl_flwr.experiments.report import fairness_sheet
+from pbfl_flwr.experiments.report import cost_sheet, fairness_sheet
 from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.experiments.run_tables import client_sheet
 from tests.small_runs import columns, edit, entry, rounds_of, rows_of, write_lines, write_run
@@ -46,23 +47,79 @@ def test_runs_that_differ_in_the_seed_are_one_row(tmp_path: Path) -> None:
     assert sheet.notes[-1].startswith("Always predicting a client's most frequent training class: 75.12 %")
 
 
-def test_every_figure_of_a_row_stands_below_its_head(tmp_path: Path) -> None:
+def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> None:
     shares = [(0.5, 0.25), (0.75, 0.125), (0.6875, 0.5), (0.625, 0.25)]  # on test data, on validation samples
     rounds = [
         entry(number, 0.25, weighted, validation={"global": {"weighted": held_out}})
         for number, (weighted, held_out) in enumerate(shares, start=1)
     ]
+    rounds[1]["accuracy"]["global"]["std"] = 0.25
+    counted = {"balanced": 0.3125, "macro_f1": 0.1875, "auc_macro": 0.6875, "auc_micro": 0.8125}
+    rounds[3]["accuracy"]["global"] |= {"mean": 0.5625, **counted}
+    rounds[3]["other_accuracy"] = entry(4, 0.5, 0.125)["accuracy"]
     path = write_run(tmp_path / "a", rounds, **{"new-clients": 1})
-    twenty = client_line(4, [*range(20, 0, -1)], tests=20)  # 5 %, 10 %, .. 100 %
-    write_lines(path / "clients.jsonl", twenty)
+    write_lines(path / "clients.jsonl", client_line(4, [*range(20, 0, -1)], tests=20))  # 5 %, 10 %, .. 100 %
     later = [entry(number, 0.25, weighted, after=4) for number, weighted in ((5, 0.125), (6, 0.875))]
     write_lines(path / "new-clients.jsonl", *later)
-    expected = {"last": "62.50", "best (on test data)": "75.00", "validation-chosen": "68.75"}
-    expected |= {"mean of clients": "62.50", "std over clients": "12.50", "worst decile": "50.00"}
-    expected |= {"best decile": "97.50", "lowest client": "5.00"}
-    expected |= {"new clients": "87.50", "seeds": "1", "rounds": "4"}
-    (found,) = rows_of(fairness_sheet(results.load([path])))
-    assert {name: found[name] for name in expected} == expected
+    plain = write_run(tmp_path / "b", [entry(1, 0.5, 0.5)], method="local")
+    found, without = groups = results.load([path, plain])
+    figures = {
+        "last": 62.5,
+        "best": 75,
+        "validation_chosen": 68.75,
+        "other_moment": 12.5,
+        "new_clients": 87.5,
+    }
+    figures |= {"last_round": 4, "best_round": 2, "validation_chosen_round": 3, "other_moment_round": 3}
+    figures |= {"mean": 56.25, "std": 12.5, "best_std": 25, "worst": 50, "best_decile": 97.5, "lowest": 5}
+    figures |= {"head": 25, "global": 62.5, "majority": 75.12, **{key: 100 * n for key, n in counted.items()}}
+    figures |= {
+        "up": 200,
+        "down": 600,
+        "total": 1200,
+        "paper": 36,
+        "seconds": 2,
+        "peak_mb": 512,
+    }  # of one client
+    assert found.first.figures == figures
+    in_csv, in_csv_without = csv.DictReader(summary.summary_csv(groups).splitlines())
+    assert {key: in_csv[key] for key in figures if key in in_csv} == {
+        key: f"{value:.4f}" for key, value in figures.items() if not key.endswith("_round")
+    }
+    assert in_csv["last_sd"] == in_csv["local"] == in_csv_without["new_clients"] == ""
+
+    sheet = summary.comparison_sheet("", groups)
+    row, row_without = rows_of(sheet)
+    optional = {"validation-chosen": "68.75", "at the other moment": "12.50", "new clients": "87.50"}
+    optional |= {
+        "balanced accuracy": "31.25",
+        "macro-F1": "18.75",
+        "AUC macro": "68.75",
+        "AUC micro": "81.25",
+    }
+    accuracies = {"last": "62.50", "best (on test data)": "75.00", "std over clients": "12.50", **optional}
+    accuracies |= {"worst decile": "50.00", "head": "25.00", "global": "62.50", "seeds": "1", "rounds": "4"}
+    costs = {"payload up": "200 B", "payload down": "600 B", "all bytes per round": "1.2 kB"}
+    costs |= {"paper's scalars": "36", "s per round": "2.0"}
+    assert row == {"run": found.label, "primary predictor": "global", **accuracies, **costs}
+    assert {row_without[name] for name in optional} == {"-"}
+    notes = "\n".join(sheet.notes)
+    for said in ("Balanced accuracy (mean", "The other moment is", "New clients took no part"):
+        assert f"\n{said}" in notes
+    assert "\nNever" not in notes
+    sheet = summary.comparison_sheet("", [without])
+    assert not {*optional, "local", "etf"} & {*sheet.columns}
+    assert not any(note.startswith("Balanced") for note in sheet.notes)
+
+    (row,) = rows_of(fairness_sheet([found]))
+    fairness = {"mean of clients": "56.25", "best decile": "97.50", "lowest client": "5.00"}
+    assert {name: row.get(name, "") for name in {**accuracies, **fairness}} == {
+        **dict.fromkeys(accuracies, ""), **fairness, **{name: accuracies[name] for name in accuracies if name in row}
+    }  # fmt: skip
+    assert "validation-chosen" in row
+    assert rows_of(cost_sheet([found])) == [
+        {"run": found.label, **costs, "peak memory of a worker, MB": "512"}
+    ]
 
 
 def test_majorities_of_several_partitions_are_told_once_each_in_ascending_order() -> None:
@@ -113,37 +170,58 @@ def test_p_values_are_adjusted_for_the_rows_of_their_kind(tmp_path: Path) -> Non
     assert [probability(p) for p in (None, 0.00099, 0.001)] == ["-", "< 0.001", "0.001"]
 
 
-def test_the_same_keys_are_not_the_same_data_where_the_files_changed(tmp_path: Path) -> None:
-    places = [run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto", "gfpl")]
-    for place, data in zip(
-        places, ("0123", "4567", None), strict=True
-    ):  # the third is of a time without hashes
-        edit(place / "partition.json", data=data)
-    first, changed, unknown = (group.first for group in results.load(places))
-    assert results.same_data(first, first)
-    assert not results.same_data(first, changed)
-    assert results.same_data(first, unknown)
-    sheet = paired_sheet(results.load(places[:2]))
-    assert sheet.rows == ()
-    assert "Different data on the clients, so not compared: fedproto − tinyproto." in sheet.notes
+ALL = ("a0", "a1", "b0", "b1")  # FedProto and TinyProto, two seeds each
+CLIENTS, SEEDS = ("clients", "2"), ("seeds", "2")
+OTHER_SAMPLES = "Different data on the clients, so not compared: fedproto − tinyproto."
+OF_ONE_ROW = "Runs of one row on different data: tinyproto."
 
 
-def test_a_later_seed_on_other_samples_is_not_compared(tmp_path: Path) -> None:
-    """FedProto was finished when the file changed, TinyProto had made its first seed."""
-    seeds = [
-        run(tmp_path / f"{name}{seed}", 0.5, [1, 3], method=name, seed=seed)
-        for name in ("fedproto", "tinyproto")
-        for seed in (0, 1)
-    ]
-    for place, data in zip(seeds, ("01", "01", "01", "23"), strict=True):
-        edit(place / "partition.json", data=data)
-    sheet = paired_sheet(results.load(seeds))
-    assert sheet.rows == ()
-    assert "Different data on the clients, so not compared: fedproto − tinyproto." in sheet.notes
-    said = "Runs of one row on different data: tinyproto."
-    assert said in fairness_sheet(results.load(seeds)).notes
-    assert not any("different data" in note for note in fairness_sheet(results.load(seeds[:3])).notes)
-    assert len(paired_sheet(results.load(seeds[:3])).rows) == 1
+@pytest.mark.parametrize(
+    ("names", "partitions", "scored", "rows", "said"),
+    [
+        (ALL, "xxxx", {}, [CLIENTS, SEEDS], None),
+        (ALL, "xxyy", {}, [], OTHER_SAMPLES),
+        (ALL, "xxxy", {}, [], OTHER_SAMPLES),
+        (ALL, "xx??", {}, [CLIENTS, SEEDS], None),  # of a time without hashes
+        (ALL[:3], "xxx", {}, [CLIENTS], "Only one common seed, so not compared over seeds: fedproto − tinyproto."),
+        (("a0", "b1"), "xx", {}, [], "No common seed, so not compared: fedproto − tinyproto."),
+        (
+            ALL,
+            "xxxx",
+            {"b0": [1], "b1": [1]},
+            [("clients", "1")],
+            "Accuracies cover different clients (new-clients, attack, fraction-train, fraction-evaluate, failures), "
+            "so not compared over seeds: fedproto − tinyproto.",
+        ),
+        (
+            ALL,
+            "xxxx",
+            {"a0": [0], "a1": [1]},
+            [],
+            "No client scored by both in every common seed, so not compared over clients: fedproto − tinyproto.",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_compared_with_what(
+    tmp_path: Path,
+    names: tuple[str, ...],
+    partitions: str,
+    scored: dict[str, list[int]],
+    rows: list[tuple[str, str]],
+    said: str | None,
+) -> None:
+    """Pairs need the same samples on the same clients; ``scored`` are the clients of a run if not both."""
+    for name, data in zip(names, partitions, strict=True):
+        clients = scored.get(name, [0, 1])
+        method = {"a": "fedproto", "b": "tinyproto"}[name[0]]
+        path = run(tmp_path / name, 0.5, [2] * len(clients), method=method, seed=int(name[1]))
+        edit(path / "clients.jsonl", client=clients)
+        edit(path / "partition.json", data=None if data == "?" else data)
+    groups = results.load([tmp_path / name for name in names])
+    sheet = paired_sheet(groups)
+    assert [row[1:3] for row in sheet.rows] == rows
+    assert [note for note in sheet.notes if "so not compared" in note][:1] == ([said] if said else [])
+    assert (OF_ONE_ROW in fairness_sheet(groups).notes) == (partitions == "xxxy")
 
 
 def test_rows_name_unlike_predictors_and_notes_stay_short(tmp_path: Path) -> None:
@@ -201,47 +279,6 @@ def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
     over_clients, over_seeds = paired_sheet(groups).rows
     assert over_clients[1:4] == ("clients", "2", "+25.00")  # ((4 - 0)/8 + (6 - 6)/8)/2
     assert over_seeds[1:4] == ("seeds", "2", "+37.50")  # (0.25 + 0.5)/2
-
-
-def test_pairs_without_a_common_seed_are_named(tmp_path: Path) -> None:
-    places = [run(tmp_path / "a", 0.5, [1, 3]), run(tmp_path / "b", 0.5, [1, 3], method="tinyproto", seed=1)]
-    sheet = paired_sheet(results.load(places))
-    assert (sheet.rows, sheet.notes[-1]) == ((), "No common seed, so not compared: fedproto − tinyproto.")
-
-
-def test_seeds_are_compared_over_the_same_clients_only(tmp_path: Path) -> None:
-    pairs = [run(tmp_path / f"a{seed}", 0.5, [1, 3], seed=seed) for seed in (0, 1)]
-    pairs += [run(tmp_path / f"b{seed}", 0.25, [0], seed=seed, **{"new-clients": 1}) for seed in (0, 1)]
-    sheet = paired_sheet(results.load(pairs))
-    assert [row[1:3] for row in sheet.rows] == [("clients", "1")]
-    assert sheet.notes[-1].startswith(
-        "Accuracies cover different clients (new-clients, attack, fraction-train, fraction-evaluate, failures), so"
-    )
-
-
-def test_seeds_are_not_compared_where_other_clients_were_scored(tmp_path: Path) -> None:
-    def pairs(place: Path, correct: list[int], clients: list[int]) -> list[tuple[str, ...]]:
-        runs = [run(place / f"a{seed}", 0.5, [1, 3], seed=seed) for seed in (0, 1)]
-        for seed in (0, 1):
-            runs.append(run(place / f"b{seed}", 0.25, correct, seed=seed, method="tinyproto"))
-            edit(runs[-1] / "clients.jsonl", client=clients)
-        return [row[1:3] for row in paired_sheet(results.load(runs)).rows]
-
-    assert pairs(tmp_path / "all", [0, 2], [0, 1]) == [("clients", "2"), ("seeds", "2")]
-    assert pairs(tmp_path / "one", [0], [1]) == [("clients", "1")]
-
-
-def test_pairs_without_a_client_in_every_seed_are_named(tmp_path: Path) -> None:
-    places = [run(tmp_path / f"{method}{seed}", 0.5, [1, 3], method=method, seed=seed)
-              for method in ("fedproto", "local") for seed in (0, 1)]  # fmt: skip
-    for seed in (0, 1):
-        edit(
-            places[seed] / "clients.jsonl", **{**client_line(1, [2]), "client": [seed]}
-        )  # the other one failed
-    sheet = paired_sheet(results.load(places))
-    assert sheet.rows == ()
-    said = "No client scored by both in every common seed, so not compared over clients"
-    assert f"{said}: fedproto − local." in sheet.notes
 
 
 def test_devices_with_names_are_paired_by_name(tmp_path: Path) -> None:

@@ -306,8 +306,6 @@ def test_the_table(tmp_path: Path) -> None:
     text = files["table.md"]
     # 25 and 75: mean 50, sample deviation 50/1.4142
     assert "| 1 | global | 2 | 2 | 50.00 ± 35.36 | 75.00 ± 0.00 |" in text
-    assert "| std over clients | worst decile | head | global | payload up |" in text
-    assert "| 12.50 ± 0.00 | 37.50 ± 35.36 | 50.00 ± 0.00 | 50.00 ± 35.36 |" in text
     assert "1 of 4 runs are not finished." in text
     by_head = sweep.tables(found, runs, "head").files["table.md"]
     assert by_head.startswith("**Sweep over cps-dim, by head**\n\n| cps-dim | by | seeds | rounds | last |")
