@@ -76,13 +76,8 @@ def _total_bytes(message: Message, arrays: Sequence[Array], other_records: Itera
     total += sum(_size("ArrayRecord", len(names), _references(names)) for names in array_records)
     for array in arrays:
         chunks, indices = _distinct_chunks(array.data)
-        fields = {
-            "dtype": array.dtype,
-            "shape": array.shape,
-            "stype": array.stype,
-            "arraychunk_ids": indices,
-        }
-        total += _size("Array", len(chunks), len(json.dumps(metadata)))
+        entry = {"dtype": array.dtype, "shape": array.shape, "stype": array.stype, "arraychunk_ids": indices}
+        total += _size("Array", len(chunks), len(json.dumps(entry)))
         total += sum(_size("ArrayChunk", 0, len(chunk)) for chunk in chunks)
     return total
 
