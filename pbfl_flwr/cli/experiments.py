@@ -97,9 +97,8 @@ def run(
         say(console, f"device: {note}")
     for note in notes:
         say(console, note)
-    num_clients, num_rounds = settings.run.num_clients, settings.run.num_server_rounds
     with running():
-        code = simulate(source, directory, requested.values, num_clients, num_rounds, resources, console)
+        code = simulate(source, directory, requested, resources, console)
     if code == COMPLETED:
         show_run(directory, console)
     raise typer.Exit(code)

@@ -15,6 +15,7 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments.execute import runner
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.execute.runner import interruptible
+from pbfl_flwr.experiments.plan.configuration import RequestedKeys
 from pbfl_flwr.flower.deploy.processes import signals_ignored
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import RunDirectory
@@ -109,7 +110,8 @@ def test_a_run_says_how_many_threads_it_has(
 
     monkeypatch.setattr(runner, "Engine", Engine)
     monkeypatch.setattr(runner, "follow_run", lambda link, submit, *others: int(submit()))
-    runner.simulate(tmp_path, tmp_path / "run", keys, 2, 1, Resources(3, engine="flower"), Console())
+    resources = Resources(3, engine="flower")
+    runner.simulate(tmp_path, tmp_path / "run", RequestedKeys(keys), resources, Console())
     assert handed == {"threads": threads, "run-dir": str(tmp_path / "run")}
 
 

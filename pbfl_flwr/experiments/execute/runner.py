@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
@@ -13,10 +13,10 @@ from types import FrameType
 
 from rich.console import Console
 
-from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.execute.progress import Follower
+from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
 from pbfl_flwr.flower.deploy.processes import HANGUPS, forget_lost_terminal
 from pbfl_flwr.flower.deploy.superlink import ENDED, Engine, ManagedSuperLink
 from pbfl_flwr.flower.engines.placement import Resources
@@ -27,15 +27,9 @@ POLL_SECONDS = 0.3
 
 
 def simulate(
-    app: Path,
-    run_dir: Path,
-    config: Mapping[str, Scalar],
-    num_clients: int,
-    num_rounds: int,
-    resources: Resources,
-    console: Console,
+    app: Path, run_dir: Path, requested: RequestedKeys, resources: Resources, console: Console
 ) -> int:
-    """Run the federation and print a line per round; only the engine "flower" uses ``app``.
+    """Run the federation with these keys and print a line per round; only the engine "flower" uses ``app``.
 
     Returns:
         0 if the run completed with all rounds, 1 if not, 130 if it was interrupted.
@@ -44,23 +38,25 @@ def simulate(
         PbflError: if Flower cannot be started or refuses the run.
     """
     # Recorded as a number, so that a resumed run has as many threads even with other resources.
-    threads = {"threads": resources.cpus_per_client} if config.get("threads", "auto") == "auto" else {}
-    keys = {**config, **threads, "run-dir": str(run_dir)}
+    run, keys = check(requested).run, {**requested.values, "run-dir": str(run_dir)}
+    if keys.get("threads", "auto") == "auto":
+        keys["threads"] = resources.cpus_per_client
     resume_with = " ".join(["pbfl run --resume", quote(str(run_dir)), *resources.options])
     if resources.engine != "flower":
         from pbfl_flwr.flower.engines.grid import run_here
 
-        return run_in_this_thread(
-            run_dir, lambda: run_here(run_dir, keys, num_clients, resources), num_rounds, console, resume_with
-        )
+        def federation() -> None:
+            run_here(run_dir, keys, run.num_clients, resources)
+
+        return run_in_this_thread(run_dir, federation, run.num_server_rounds, console, resume_with)
     engine = Engine(run_dir)
 
     def submit() -> str:
-        run_id = engine.submit(app, keys, num_clients, resources)
+        run_id = engine.submit(app, keys, run.num_clients, resources)
         say(console, "starting the workers")
         return run_id
 
-    return follow_run(engine, submit, num_rounds, console, resume_with)
+    return follow_run(engine, submit, run.num_server_rounds, console, resume_with)
 
 
 def run_in_this_thread(

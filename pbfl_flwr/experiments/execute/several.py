@@ -112,11 +112,8 @@ def run_all(
     """
 
     def start(requested: configuration.RequestedKeys, run_dir: Path) -> int:
-        run = configuration.check(requested).run
-        say(console, f"{run_dir.name}: {run.method}")
-        return simulate(
-            app, run_dir, requested.values, run.num_clients, run.num_server_rounds, resources, console
-        )
+        say(console, f"{run_dir.name}: {configuration.check(requested).run.method}")
+        return simulate(app, run_dir, requested, resources, console)
 
     def command_of(run: PlannedRun, slot: Slot) -> list[str]:
         return command(run, app, replace(resources, workers=slot.workers))
