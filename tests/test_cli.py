@@ -119,9 +119,11 @@ EMPTY = "'': must be a path, . for the current directory"
             (f"{words} ''", f"error: {EMPTY}")
             for words in ("clean --yes", "clean --yes runs", "show", "watch --once", "report", "report runs")
         ),
+        ("clean --older-than soon", "--older-than soon: must be a whole number with m, h, d or w"),
+        ("clean nowhere", "nowhere cannot be read (No such file or directory)"),
         ("deploy local -n 2 --set num-clients=3", "-n 2 and num-clients = 3"),
         ("deploy local -n 1 --node \"model='cnn4'\" --node \"model='cnn4'\"", "--node was given 2 times"),
-        ("deploy local --node model=cnn4", "model='cnn4'"),
+        ("deploy local --node model=cnn4", "text in quotes, key='text'"),
         ("deploy local --node \"modle='cnn4'\"", "--node 0: --node-config: unknown key 'modle'"),
         ("deploy local --node \"data-path='nowhere.npz'\"", "--node 0: "),
         ("deploy local --node client-id=1 --node client-id=1", "--node 0 and --node 1: both are client-id 1"),

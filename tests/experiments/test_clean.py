@@ -205,17 +205,3 @@ def test_a_device_keeps_its_newest_state(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_ages_in_minutes_hours_days_and_weeks() -> None:
     assert [cleanup.parse_age(text) for text in ("90m", "12h", "1d", "2w")] == [5400, DAY / 2, DAY, 14 * DAY]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--older-than", "soon"], "--older-than soon: must be a whole number with m, h, d or w"),
-        (["nowhere"], "nowhere cannot be read (No such file or directory)"),
-    ],
-)
-def test_what_is_not_understood_is_one_line(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert said in refused("clean", *arguments)

@@ -68,14 +68,6 @@ def rows(
     return planned_of(compare.read(str(file))[1], assignments, seeds, only, out)
 
 
-def methods_of(name: str) -> set[str]:
-    return {str(keys["method"]) for keys in compare.read(name)[1].values()}
-
-
-def test_every_method_is_in_the_comparison_of_all_of_them() -> None:
-    assert methods_of("all-methods-fashion-mnist") == set(METHODS)
-
-
 def test_runs_of_another_comparison_take_other_common_keys(tmp_path: Path) -> None:
     path = tmp_path / "other.toml"
     path.write_text('title = "Other"\nruns-of = "prototype-family-cifar10"\n[common]\ndataset = "digits"\n')
@@ -85,15 +77,13 @@ def test_runs_of_another_comparison_take_other_common_keys(tmp_path: Path) -> No
     assert [*runs] == [*compare.read("prototype-family-cifar10")[1]]
 
 
-def test_every_method_for_different_architectures_is_in_theirs() -> None:
-    different = {
-        name for name in METHODS if not build_method(parse({"method": name}, SECTIONS)).same_architecture
-    }
-    assert methods_of("heterogeneous-fashion-mnist") == different
-
-
-def test_both_comparisons_of_methods_differ_in_the_architectures_alone() -> None:
+def test_both_comparisons_of_methods_have_all_that_can_be_in_them_and_differ_in_the_architectures() -> None:
     every, some = (compare.read(f"{name}-fashion-mnist")[1] for name in ("all-methods", "heterogeneous"))
+    built = {name: build_method(parse({"method": name}, SECTIONS)) for name in METHODS}
+    assert {keys["method"] for keys in every.values()} == {*METHODS}
+    assert {keys["method"] for keys in some.values()} == {
+        name for name, method in built.items() if not method.same_architecture
+    }
     for label, keys in some.items():
         assert {**keys, "models": "cnn4"} == every[label]
 
@@ -279,35 +269,6 @@ def test_the_table_says_over_how_many_clients_it_is(file: Path, tmp_path: Path) 
         "1–2 of 2",
         "2",
     ]  # B's primary predictor is global
-
-
-def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Path, tmp_path: Path) -> None:
-    file.write_text(FILE + "num-server-rounds = 1\n")  # of B
-    first, second = rows(file, tmp_path)
-    write_run(first.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
-    write_run(second.directory, [entry(1, 0.5, 0.5)], **second.requested.values)
-    sheet = summary.comparison_sheet("", planned_runs.finished_groups([first, second]))
-    assert sheet.columns[1:4] == ("primary predictor", "seeds", "rounds")
-    edit(second.directory / "run.json", moment="before")
-    sheet = summary.comparison_sheet("", planned_runs.finished_groups([first, second]))
-    assert sheet.columns[1:5] == ("primary predictor", "scored", "seeds", "rounds")
-    assert [(row[2], row[4]) for row in sheet.rows] == [("after", "2"), ("before", "1")]
-    assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
-    assert any(note.startswith("Scored: before or after") for note in sheet.notes)
-
-
-def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_path: Path) -> None:
-    planned = rows(file, tmp_path, seeds=[0])
-    write_run(planned[0].directory, [entry(1, 0.5, None), entry(2, 0.5, None)])  # primary_predictor: global
-    unscored = [entry(n, 0, None, accuracy={}, test_loss=None) for n in (1, 2)]
-    write_run(planned[1].directory, unscored, **planned[1].requested.values)
-    files = compare.tables("Two methods", planned).files
-    text = files["table.md"]
-    assert "| A | global | 0 | 2 | - | - | - | - | 50.00 |" in text
-    assert "| B | global | 0 | 2 | - | - | - | - | - |" in text
-    cells = list(csv.DictReader(files["table.csv"].splitlines()))[1]
-    expected = {"run": "B", "clients": "", "seeds": "0", "last": "", "up": "100.0000", "down": "300.0000"}
-    assert {name: cells[name] for name in expected} == expected
 
 
 def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None:

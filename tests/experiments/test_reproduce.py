@@ -11,8 +11,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.catalogue import ROWS
 from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.experiments.plan import reproduction_table
-from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, finished_groups, selected
-from pbfl_flwr.experiments.summary import BY_PREDICTOR
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, selected
 from tests.small_runs import edit, entry, pbfl, write_run
 
 FILE = """
@@ -214,17 +213,6 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     assert {name: second[name] for name in expected} == expected
 
 
-def test_a_predictor_that_the_first_seed_lacks_has_its_column(
-    paper: reproduce.Reproduction, tmp_path: Path
-) -> None:
-    runs = planned(paper, tmp_path, seeds=[0, 1], blocks=["one"], labels=["A"])
-    for run, globals_ in zip(runs, (None, 0.75), strict=True):
-        write_run(run.directory, [entry(1, 0.5, globals_), entry(2, 0.5, globals_)], **run.requested.values)
-    (row,) = finished_groups(runs)
-    figures = {column.key: column.values(row) for column in BY_PREDICTOR if column.values(row)}
-    assert figures == {"head": [50.0, 50.0], "global": [75.0]}
-
-
 def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     runs = planned(paper, tmp_path, blocks=["one"])
     for run in runs:
@@ -232,26 +220,20 @@ def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Pat
     text = table(paper, runs, "head")
     assert "scale small, by head" in text
     assert "Our results are all by head, the paper's by each method's own predictor." in text
+    assert "| run | compared by | paper |" in text
     assert "| A | head | 51.50 ± 0.25 | 50.00 | 25.00 | -1.50 |" in text
     text = table(paper, runs, "local")
     assert "| A | local | 51.50 ± 0.25 | - | - | - |" in text
     assert "Never scored by local: A, B." in text
-    words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--engine", "processes", "--by", "head"]
-    assert pbfl(*words, "--out", tmp_path).exit_code == 0
-    row = next(csv.DictReader((tmp_path / "table.csv").read_text().splitlines()))
-    assert (row["predictor"], row["best"]) == ("head", "50.0000")
-
-
-def test_the_table_says_when_rows_were_scored(paper: reproduce.Reproduction, tmp_path: Path) -> None:
-    runs = planned(paper, tmp_path, blocks=["one"])
-    for run in runs:
-        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.requested.values)
-    assert "| run | compared by | paper |" in table(paper, runs)
     edit(runs[1].directory / "run.json", moment="before")
     text = table(paper, runs)
     assert "| run | compared by | scored | paper |" in text
     assert "| A | global | after | 51.50 ± 0.25 |" in text
     assert "| B | global | before | 60.00 |" in text
+    words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--engine", "processes", "--by", "head"]
+    assert pbfl(*words, "--out", tmp_path).exit_code == 0
+    row = next(csv.DictReader((tmp_path / "table.csv").read_text().splitlines()))
+    assert (row["predictor"], row["best"]) == ("head", "50.0000")
 
 
 def test_blocks_and_rows_that_were_not_asked_for_this_time_stay_in_the_tables(tmp_path: Path) -> None:

@@ -174,32 +174,22 @@ def test_data_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "new" / "file").read_bytes() == b"content"
 
 
-def test_writes_where_directories_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = os.open
-
-    def refuse(path: Any, *arguments: Any, **keys: Any) -> int:
-        if Path(path).is_dir():  # as Windows does
-            raise PermissionError(13, "Permission denied")
-        return opened(path, *arguments, **keys)
-
-    monkeypatch.setattr(os, "open", refuse)
-    write_atomically(tmp_path / "file", b"content")
-    assert (tmp_path / "file").read_bytes() == b"content"
-
-
-@pytest.mark.parametrize(("number", "refused"), [(errno.EINVAL, False), (errno.EIO, True)])
+@pytest.mark.parametrize(
+    ("step", "number", "refused"),
+    [("open", errno.EACCES, False), ("fsync", errno.EINVAL, False), ("fsync", errno.EIO, True)],
+    ids=["Windows opens none", "the file system flushes none", "the disk fails"],
+)
 def test_error_of_flushing_a_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, refused: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, number: int, refused: bool
 ) -> None:
-    """Some file systems flush none, which is no fault; a disk that fails is one."""
-    flushed = os.fsync
+    real = getattr(os, step)
 
-    def fail(handle: int) -> None:
-        if stat.S_ISDIR(os.fstat(handle).st_mode):
+    def fail(what: Any, *arguments: Any, **keys: Any) -> Any:
+        if stat.S_ISDIR(os.stat(what).st_mode):
             raise OSError(number, os.strerror(number))
-        flushed(handle)
+        return real(what, *arguments, **keys)
 
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, step, fail)
     with pytest.raises(UnsavedState, match="may be lost at a power failure") if refused else nullcontext():
         write_atomically(tmp_path / "file", b"content")
     assert (tmp_path / "file").read_bytes() == b"content"
