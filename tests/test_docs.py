@@ -95,21 +95,17 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_and_anchors_exist(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
+def test_links_anchors_and_named_files_exist(page: Path) -> None:
+    text = page.read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text)
     missing = [
         f"{target}#{anchor}"
         for target, anchor in links
         if not (linked := page.parent / target if target else page).exists()
         or (anchor and anchor not in anchors(linked))
     ]
-    assert missing == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_files_of_the_checkout_exist(page: Path) -> None:
-    named = re.findall(r"\b(?:tests|benchmarks|docs|pbfl_flwr)/[\w./-]*\.\w+", page.read_text())
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    named = re.findall(r"\b(?:tests|benchmarks|docs|pbfl_flwr)/[\w./-]*\.\w+", text)
+    assert missing + [name for name in named if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,13 @@ def test_the_command_of_a_run_is_its_keys(tmp_path: Path) -> None:
     assert "--app" not in own
 
 
+def program(code: str, *words: object) -> Callable[[PlannedRun, Slot], list[str]]:
+    """Return the command of a run: Python code with its seed, its slot's workers and these words as arguments."""
+    return lambda run, slot: [
+        sys.executable, "-c", code, str(run.seed), str(slot.workers), *map(str, words)
+    ]  # fmt: skip
+
+
 def planned(tmp_path: Path, count: int) -> list[PlannedRun]:
     return runs_of(sweep.read(None, [f"seed={','.join(map(str, range(count)))}"]), tmp_path)
 
@@ -175,21 +183,18 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "times").mkdir()
     code = """
 import sys, time, pathlib
-begin, file = time.time(), pathlib.Path(sys.argv[1])
+begin, seed, file = time.time(), sys.argv[1], pathlib.Path(sys.argv[3], sys.argv[1])
 file.touch()
 while len(list(file.parent.iterdir())) < 2:  # the second run starts while the first one runs
     time.sleep(0.01)
 print("said")
 file.write_text(f"{begin} {time.time()}")
-sys.exit(int(sys.argv[2]))
+sys.exit(seed == "1")
 """
-
-    def command(run: PlannedRun, slot: Slot) -> list[str]:
-        return [sys.executable, "-c", code, str(tmp_path / "times" / str(run.seed)), str(int(run.seed == 1))]
-
     console = terminal()
     after: list[int] = []
     runs = planned(tmp_path, 4)
+    command = program(code, tmp_path / "times")
     failed = several.run_in_parallel(
         runs, [Slot(1)] * 2, command, console, lambda run: after.append(run.seed)
     )
@@ -208,13 +213,10 @@ def test_runs_side_by_side_see_the_cards_of_their_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
-    code = "import os, sys, time; print(os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[1]); time.sleep(0.4)"
-
-    def command(run: PlannedRun, slot: Slot) -> list[str]:
-        return [sys.executable, "-c", code, str(slot.workers)]
+    code = "import os, sys, time; print(os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[2]); time.sleep(0.4)"
 
     def made(place: Path, *shared: Slot) -> list[str]:
-        assert several.run_in_parallel(planned(place, 4), shared, command, terminal()) == []
+        assert several.run_in_parallel(planned(place, 4), shared, program(code), terminal()) == []
         return sorted((place / f"all-seed{seed}" / "pbfl.log").read_text().strip() for seed in range(4))
 
     seen = made(tmp_path / "cards", Slot(2, "0"), Slot(3, "1,2"))
@@ -225,14 +227,17 @@ def test_runs_side_by_side_see_the_cards_of_their_slots(
 
 
 def test_an_interrupted_run_ends_its_neighbours(tmp_path: Path) -> None:
-    alive = tmp_path / "alive"
-    stays = f"import time, pathlib; pathlib.Path({str(alive)!r}).touch(); time.sleep(60)"
-    stops = f"import sys, time, pathlib\nalive = pathlib.Path({str(alive)!r})\n"
-    stops += "while not alive.exists(): time.sleep(0.05)\nsys.exit(130)"
-
-    def command(run: PlannedRun, slot: Slot) -> list[str]:
-        return [sys.executable, "-c", stops if run.seed else stays]
-
+    code = """
+import sys, time, pathlib
+alive = pathlib.Path(sys.argv[3])
+if sys.argv[1] == "0":
+    alive.touch()
+    time.sleep(60)
+while not alive.exists():
+    time.sleep(0.05)
+sys.exit(130)
+"""
+    command = program(code, tmp_path / "alive")
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         several.run_in_parallel(planned(tmp_path, 2), [Slot(1)] * 2, command, terminal())
@@ -282,11 +287,7 @@ def test_a_run_that_cannot_begin_keeps_no_other_from_it(tmp_path: Path) -> None:
     write_run(runs[3].directory, [entry(1, 0.5, 0.5)])  # with other keys
     made: list[int] = []
     failed = several.run_in_parallel(
-        runs,
-        [Slot(1)] * 2,
-        lambda run, slot: [sys.executable, "-c", ""],
-        terminal(),
-        lambda run: made.append(run.seed),
+        runs, [Slot(1)] * 2, program(""), terminal(), lambda run: made.append(run.seed)
     )
     refused, unwritable = failed
     assert refused.startswith("all, seed 3: ")

@@ -16,7 +16,7 @@ from pbfl_flwr.experiments.results import FinishedRun, Group
 from pbfl_flwr.experiments.tables import Sheet, tex
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES
-from tests.small_runs import edit, entry, pbfl, printed, refused, terminal, write_run
+from tests.small_runs import edit, entry, pbfl, printed, terminal, write_run
 
 SHEET = Sheet(
     "Two runs",
@@ -151,21 +151,6 @@ def test_methods_by_word_and_keys_by_word_group_and_method() -> None:
     method = pbfl("list", "keys", "fedprox").stdout
     assert method.splitlines()[1] == "  fedprox.mu = 0.001"
     assert len(method.splitlines()) == 3
-
-
-@pytest.mark.parametrize(
-    ("topic", "word", "said"),
-    [
-        (
-            "keys",
-            "learning-rat3",
-            "'learning-rat3': in no key's name or description; the groups are run, data, models",
-        ),
-        ("methods", "foo", "'foo': not found in methods; must be one of local, fedavg"),
-    ],
-)
-def test_a_word_that_nothing_contains_is_one_line(topic: str, word: str, said: str) -> None:
-    assert said in refused("list", topic, word)
 
 
 # In files --------------------------------------------------------------------------------------------------

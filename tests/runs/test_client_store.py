@@ -156,21 +156,21 @@ def test_a_write_that_ends_early_leaves_the_old_file(
 
 def test_data_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
-    fsync, rename = os.fsync, Path.replace
 
-    def watched_sync(descriptor: int) -> None:
-        steps.append("fsync")
-        fsync(descriptor)
+    def watch(place: Any, step: str) -> None:
+        real = getattr(place, step)
 
-    def watched_rename(self: Path, target: Path) -> Path:
-        steps.append("rename")
-        return rename(self, target)
+        def watched(*arguments: Any) -> Any:
+            steps.append(step)
+            return real(*arguments)
 
-    monkeypatch.setattr(os, "fsync", watched_sync)
-    monkeypatch.setattr(Path, "replace", watched_rename)
+        monkeypatch.setattr(place, step, watched)
+
+    watch(os, "fsync")
+    watch(Path, "replace")
     write_atomically(tmp_path / "new" / "file", b"content")
     # the new directory's name, the file, its name, its directory
-    assert steps == ["fsync", "fsync", "rename", "fsync"]
+    assert steps == ["fsync", "fsync", "replace", "fsync"]
     assert (tmp_path / "new" / "file").read_bytes() == b"content"
 
 

@@ -18,7 +18,6 @@ from pbfl_flwr.runs.early_stopping import (
     best_round,
     early_stop_warning,
     patience_exhausted,
-    score_of,
     scores_by_round,
 )
 from pbfl_flwr.runs.records import RoundRecord
@@ -42,8 +41,10 @@ def line(number: int, test: float | None, validation: float | None = None) -> Ro
     return made.model_copy(update={"validation": {"global": on_validation}})
 
 
-def history(*scores: float | None) -> list[RoundRecord]:
-    return [line(number, score) for number, score in enumerate(scores, start=1)]
+def history(*scores: float | tuple[float, float] | None) -> list[RoundRecord]:
+    """Rounds with an accuracy on test data, or (on test data, on validation data)."""
+    made = [score if isinstance(score, tuple) else (score, None) for score in scores]
+    return [line(number, *score) for number, score in enumerate(made, start=1)]
 
 
 @pytest.mark.parametrize(
@@ -59,28 +60,26 @@ def history(*scores: float | None) -> list[RoundRecord]:
         ((None, 0.5, None), 1, 2),
         ((0.5,), 1, None),
         ((), 1, None),
+        # on validation data if there is any
+        (((0.9, 0.1), (0.5, 0.2)), 1, None),
+        ((0.8, (0.5, 0.2), 0.9), 1, 2),
+        ((0.8, (0.5, 0.2), 0.9, (0.5, 0.3), 0.95), 1, 4),
     ],
 )
-def test_patience_by_hand(scores: tuple[float | None, ...], patience: int, best: int | None) -> None:
+def test_patience_by_hand(
+    scores: tuple[float | tuple[float, float] | None, ...], patience: int, best: int | None
+) -> None:
     by_round = scores_by_round(history(*scores), "global")
     ends = patience_exhausted(by_round, len(scores), patience)
     assert (best_round(by_round) if ends else None) == best
 
 
-def test_validation_scores_take_precedence() -> None:
-    lines = [line(1, 0.9, 0.1), line(2, 0.5, 0.2)]
-    assert [score_of(entry, "global") for entry in lines] == [(True, 0.1), (True, 0.2)]
-    by_round = scores_by_round(lines, "global")
-    assert not patience_exhausted(by_round, 2, 1)
-    assert "on validation data" in early_stop_warning(by_round, "after", 2)
-    assert not patience_exhausted(scores_by_round(history(0.9, 0.5), "head"), 2, 1)
+def test_scores_are_of_the_predictor_and_said_to_be_on_validation_data() -> None:
     assert patience_exhausted(scores_by_round(history(0.9, 0.5), "global"), 2, 1)
-
-
-def test_round_with_validation_beats_one_without() -> None:
-    lines = [line(1, 0.8), line(2, 0.5, 0.2), line(3, 0.9), line(4, 0.5, 0.3), line(5, 0.95)]
-    best = [best_round(scores_by_round(lines[:number], "global")) for number in (1, 3, 5)]
-    assert best == [1, 2, 4]
+    assert not patience_exhausted(scores_by_round(history(0.9, 0.5), "head"), 2, 1)
+    by_round = scores_by_round(history((0.9, 0.1), (0.5, 0.2)), "global")
+    assert by_round == {1: (True, 0.1), 2: (True, 0.2)}
+    assert "on validation data" in early_stop_warning(by_round, "after", 2)
 
 
 def ended(tmp_path: Path, rounds: int = 9, **keys: Any) -> Federation:
@@ -178,6 +177,7 @@ def test_run_is_complete_with_the_same_patience(early: Federation) -> None:
     assert not complete(patience=0)
     assert not complete(patience=5)
     assert complete(patience=0, **{"num-server-rounds": 3})
+    assert not complete(patience=0, **{"num-server-rounds": 4})
 
 
 def test_patience_needs_scores() -> None:
