@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 from pbfl_flwr.config import RunSettings
 from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.code_version import differing_code_versions
-from pbfl_flwr.flower.server.exchange import OverdueReplies
+from pbfl_flwr.flower.server.exchange import LateReply, OverdueReplies
 from pbfl_flwr.flower.server.grid import OnWait, ignore
 from pbfl_flwr.flower.server.handshake import refusals, send_handshake, wait_for_nodes
 from pbfl_flwr.flower.server.roster import NO_NODE, NOBODY, Roster, other_weights
@@ -296,9 +296,10 @@ class Membership:
         self.warnings += [f"client {label} has joined the run" for label in labels]
         self.joined += labels
 
-    def recorded(self) -> None:
-        """Forget the warnings and the joined clients, which now stand in a round's record."""
+    def recorded(self, late: Collection[LateReply]) -> None:
+        """Forget the warnings, the joined clients and these late replies, which now stand in a round's record."""
         self.warnings, self.joined = [], []
+        self.overdue.recorded(late)
 
     def _warn_of_refused(self, reasons: Collection[str]) -> None:
         """Add a warning for each reason why new nodes were refused that has not been in one before."""

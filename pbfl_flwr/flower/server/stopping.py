@@ -44,11 +44,13 @@ def need_success(exchange: Exchange, run: RunSettings) -> None:
         RunEnded: if one did.
     """
     if exchange.failures and run.failure_policy == "stop":
-        phase = exchange.phase
-        client, reason = next(iter(exchange.failures.items()))
+        plan, (client, reason) = exchange.phase.plan, next(iter(exchange.failures.items()))
+        label = exchange.phase.client_label(client)
+        who, rounds = f"round {plan.number}: client {label}", f"Rounds up to {plan.number - 1}"
+        if plan.new_clients:
+            who, rounds = f"new client {label}", "All rounds"
         raise RunEnded(
-            f"round {phase.number}: client {phase.client_label(client)} failed: {reason}; failure-policy is "
-            f"'stop'. Rounds up to {phase.number - 1} are kept and can be resumed"
+            f"{who} failed: {reason}; failure-policy is 'stop'. {rounds} are kept and can be resumed"
         )
 
 

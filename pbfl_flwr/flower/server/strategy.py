@@ -243,7 +243,7 @@ class MethodStrategy(Strategy):
             self.run.set_waiting(line)
 
     def _add_to(self, result: Result, record: RoundRecord) -> None:
-        result.arrays = wire.encode(self._broadcast())
+        result.arrays = wire.encode(self._broadcast(self.state))
         result.train_metrics_clientapp[record.round] = _train_metrics(record)
         if record.final is not None:
             result.evaluate_metrics_clientapp[record.round] = _accuracy_metrics(record.final)
@@ -440,14 +440,11 @@ class MethodStrategy(Strategy):
         record = finished.record
         self._set_waiting("")
         if self._recorder is not None:
-            first = min(self._clients.roster.clients)
-            self._recorder.add(finished, self.state, self.method.broadcast(finished.state, first))
+            self._recorder.add(finished, self.state, self._broadcast(finished.state))
         self.state, self.done = finished.state, record.round
         self.history.append(record)
         self._count_participations(finished.clients)
-        if self.membership is not None:
-            self.membership.recorded()
-            self.membership.overdue.recorded(finished.late)
+        self._clients.recorded(finished.late)
         recorder.log_record(record, self.primary_predictor, self._last_round)
         return record
 
@@ -455,8 +452,9 @@ class MethodStrategy(Strategy):
         """Remember in how many rounds the clients of a finished round have trained."""
         self._participations |= zip(clients.client, clients.participations, strict=True)
 
-    def _broadcast(self) -> Payload:
-        broadcast: Payload = self.method.broadcast(self.state, min(self.participants.clients))
+    def _broadcast(self, state: Serializable) -> Payload:
+        """Return what the first client would be sent in the next round."""
+        broadcast: Payload = self.method.broadcast(state, min(self._clients.roster.clients))
         return broadcast
 
     # New clients after the last round -----------------------------------------------------------------------
@@ -474,17 +472,9 @@ class MethodStrategy(Strategy):
         for number in range(first, after + run.new_client_rounds + 1):
             record = self._new_client_round(grid, number, after, timeout)
             recorder.log_record(record, self.primary_predictor, run.new_client_rounds, after)
-            failed = [*record.failures, *(record.final.failures if record.final else [])]
-            if failed and run.failure_policy == "stop":
-                raise stopping.RunEnded(
-                    f"new client {failed[0].name or failed[0].client} failed: {failed[0].reason}; failure-policy is "
-                    "'stop'. All rounds are kept and can be resumed"
-                )
             self.new_client_rounds.append(record)
             if self._recorder is not None:
                 self._recorder.add_new_clients(record)
-                for warning in self._recorder.warnings():
-                    log(WARNING, "%s", warning)
 
     def _new_client_round(self, grid: Grid, number: int, after: int, timeout: float) -> NewClientsRecord:
         started, run = time.perf_counter(), self.settings.run
@@ -493,7 +483,9 @@ class MethodStrategy(Strategy):
             absent = self._absent(grid, number, new_clients=True, check=number == after + 1)
             kinds = dict.fromkeys(self._new_clients - absent.keys(), kind)
             plan = RoundPlan(number, kinds, absent, new_clients=True)
-            return self._exchange(grid, plan, timeout, self.state)
+            result = self._exchange(grid, plan, timeout, self.state)
+            stopping.need_success(result, run)
+            return result
 
         trained, overdue = exchange("train"), self._clients.overdue
         overdue.recorded(overdue.received)  # late uploads of the run's last round are discarded
@@ -537,7 +529,7 @@ class MethodStrategy(Strategy):
         exchange = self._read(self._phase, list(replies), self.state)
         stopping.check_exchange(exchange, self.participants, self.settings.run)
         metrics = _train_metrics(self._commit(self._finished(exchange, self._phase.started)))
-        return wire.encode(self._broadcast()), metrics
+        return wire.encode(self._broadcast(self.state)), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

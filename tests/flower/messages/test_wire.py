@@ -7,18 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import Array, ArrayRecord, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.messages.wire import decode, encode, encode_tensors, ordered
 from pbfl_flwr.payloads import Nothing, Prototypes, RejectedPayload, Weights
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import through_flower
 
 DTYPES: tuple[wire.WireDtype, ...] = ("float32", "float16", "bfloat16", "int8")
 
@@ -120,13 +118,6 @@ def test_empty_payloads_are_empty_records() -> None:
     empty = decode(encode(Prototypes.empty(6, 3), "int8"), Prototypes, TASK)
     assert empty.num_present == 0
     assert empty.values.shape == (6, 3)
-
-
-def test_payloads_survive_serialisation_of_flower() -> None:
-    for record in (encode(Nothing()), encode(table()), encode(Prototypes.empty(6, 3))):
-        back = through_flower(wire.content(record, Report(3, 2).to_record(), ConfigRecord({"round": 1})))
-        assert back.array_records["p"] == record
-        assert Report.from_record(back.metric_records["m"]).num_train == 3
 
 
 def test_tensors_that_share_memory_can_be_sent() -> None:

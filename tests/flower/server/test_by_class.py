@@ -119,14 +119,6 @@ def test_malformed_counts_reject_one_client_only(tmp_path: Path) -> None:
     assert run.strategy.history[0].accuracy["head"].tested == tested
 
 
-def test_secure_aggregation_keeps_class_metrics(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"aggregation": "ppa", "num_server_rounds": 1, "per_class": True}
-    plain_run = federation(tmp_path / "plain", **keys).run()
-    secure = federation(tmp_path / "secure", **keys, secure_aggregation=True).run()
-    assert secure.strategy.history[0].accuracy == plain_run.strategy.history[0].accuracy
-    assert set(secure.strategy.history[0].accuracy["head"].to_json()) >= SCORES
-
-
 def test_areas_are_recorded_as_means_weighted_by_samples(tmp_path: Path) -> None:
     run = federation(tmp_path / "on", auc=True, new_clients=1, new_client_rounds=1).run().strategy
     off = federation(tmp_path / "off", new_clients=1, new_client_rounds=1).run().strategy

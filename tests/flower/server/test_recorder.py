@@ -447,22 +447,3 @@ def test_killed_server_resumes_with_the_same_bits(tmp_path: Path, owner: Any, na
         assert same_tensors(ours, theirs), file
     assert stored_rounds(resumed) == stored_rounds(whole)
     assert lines(resumed) == lines(whole)
-
-
-def test_second_server_is_refused_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ended the stream of `flwr run` and not the run, and somebody resumes it."""
-    monkeypatch.setattr(history, "HANDOVER_SECONDS", 0.2)
-    run = federation(tmp_path, on_disk=True)
-    second = federation(tmp_path, on_disk=True, resume=True)
-
-    def second_server() -> None:
-        with pytest.raises(
-            PbflError, match=f"run-dir = '{tmp_path / 'run'}' is being written by another run"
-        ):
-            second.run()
-
-    with after_round(1, second_server):
-        run.run()
-    assert [line.round for line in run.strategy.history] == [1, 2]
-    assert not (tmp_path / "run" / ERROR).exists()
-    second.run()  # now it may
