@@ -18,8 +18,7 @@ import typer
 
 from pbfl_flwr.cli import app
 from pbfl_flwr.cli.common import INTERRUPTED, INTERRUPTED_NOTE, running
-from pbfl_flwr.config import Scalar, parse
-from pbfl_flwr.data import DATASETS
+from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show
 from pbfl_flwr.experiments.console import clock, kilobytes
@@ -29,8 +28,6 @@ from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.experiments.results import resume_command
 from pbfl_flwr.flower.deploy.superlink import toml
 from pbfl_flwr.flower.engines.placement import Resources
-from pbfl_flwr.methods import METHODS, SECTIONS
-from pbfl_flwr.models.registry import ARCHITECTURES, FAMILIES
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import ClientsRecord
 from tests.real_runs import sets
@@ -254,23 +251,6 @@ def test_federation_config() -> None:
     assert Resources(2, 0.25, 3).federation(7) == (
         "num-supernodes=7 client-resources-num-cpus=2 client-resources-num-gpus=0.25 init-args-num-cpus=6"
     )
-
-
-@pytest.mark.parametrize(
-    ("topic", "names"),
-    [
-        ("methods", list(METHODS)),
-        ("models", [*ARCHITECTURES, *FAMILIES]),
-        ("datasets", list(DATASETS)),
-        ("presets", configuration.presets()),
-        ("keys", [*parse({}).as_dict(), *(f"{section}." for section in SECTIONS)]),
-    ],
-)
-def test_lists_name_everything(topic: str, names: list[str]) -> None:
-    result = pbfl("list", topic)
-    assert result.exit_code == 0
-    assert names
-    assert [name for name in names if name not in result.stdout] == []
 
 
 def cells_of(text: str) -> list[list[str]]:

@@ -82,6 +82,7 @@ def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> Non
         "peak_mb": 512,
     }  # of one client
     assert found.first.figures == figures
+    assert found.first.scores["head"].chosen is None
     in_csv, in_csv_without = csv.DictReader(summary.summary_csv(groups).splitlines())
     assert {key: in_csv[key] for key in figures if key in in_csv} == {
         key: f"{value:.4f}" for key, value in figures.items() if not key.endswith("_round")
@@ -391,22 +392,6 @@ def test_what_cannot_be_reported_is_said(tmp_path: Path, monkeypatch: pytest.Mon
         results.load([run(tmp_path / "a", 0.5, [1]), Path("a")])
     with pytest.raises(PbflError, match="no finished round"):
         results.load([write_run(tmp_path / "empty", [], **{"num-server-rounds": 1})])
-
-
-def test_the_validation_chosen_round() -> None:
-    def held_out(weighted: float) -> dict[str, Any]:
-        return {"global": {"weighted": weighted}}
-
-    rounds = rounds_of(
-        entry(1, 0.5, 0.5, validation=held_out(0.25)),
-        entry(2, 0.5, 0.75, validation=held_out(0.875)),
-        entry(3, 0.5, 0.875, validation=held_out(0.75)),
-    )
-    found = scores(rounds)["global"]
-    assert found.chosen is not None
-    assert (found.chosen[0], found.chosen[1].weighted) == (2, 0.75)
-    assert found.best[0] == 3
-    assert scores(rounds)["head"].chosen is None
 
 
 def test_the_first_of_equally_good_rounds_is_the_best_one_and_the_scoring_at_the_end_counts() -> None:

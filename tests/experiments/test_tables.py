@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from pbfl_flwr.config import GROUPS, parse
+from pbfl_flwr.data import DATASETS
 from pbfl_flwr.experiments import catalogue, disclosure, run_tables
 from pbfl_flwr.experiments import console as output
+from pbfl_flwr.experiments.plan.configuration import presets
 from pbfl_flwr.experiments.results import FinishedRun, Group
 from pbfl_flwr.experiments.tables import Sheet, tex
-from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.models.registry import ARCHITECTURES
+from pbfl_flwr.methods import METHODS, SECTIONS
+from pbfl_flwr.models.registry import ARCHITECTURES, FAMILIES
 from tests.small_runs import edit, entry, pbfl, printed, terminal, write_run
 
 SHEET = Sheet(
@@ -94,6 +96,8 @@ def test_every_command_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.
     run_tables.client_sheet([Group("", (FinishedRun.load(run),))]).show(console)
     lines = printed(console)
     assert [line for line in lines if len(line) > 80] == []
+    first = {word for line in lines for word in line.split()[:1]}
+    assert {*METHODS, *ARCHITECTURES, *FAMILIES, *DATASETS, *presets(), *parse({}).as_dict()} <= first
     assert not any("…" in line for line in lines)
 
 

@@ -56,6 +56,9 @@ def test_state_round_trip(client: ClientStore) -> None:
             assert stored[name].dtype == tensor.dtype
             assert torch.equal(stored[name], tensor)
     assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
+    assert torch.equal(load_file(client.path)["model.a"], STATE.model["a"])  # other tools can read it
+    with safe_open(client.path, framework="pt") as file:
+        assert (file.metadata()["client"], json.loads(file.metadata()["report"])) == ("4", STATE.report)
 
 
 def test_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -93,15 +96,6 @@ def test_only_the_owner_can_read_state(client: ClientStore) -> None:
     assert stat.S_IMODE(place.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(place.directory.stat().st_mode) == 0o700
     assert stat.S_IMODE(place.directory.parent.stat().st_mode) != 0o700
-
-
-def test_other_tools_can_read_state(client: ClientStore) -> None:
-    client.save(STATE)
-    assert torch.equal(load_file(client.path)["model.a"], STATE.model["a"])
-    with safe_open(client.path, framework="pt") as file:
-        metadata = file.metadata()
-    assert metadata["client"] == "4"
-    assert json.loads(metadata["report"]) == STATE.report
 
 
 # Atomic writing ---------------------------------------------------------------------------------------------
