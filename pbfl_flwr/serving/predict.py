@@ -156,10 +156,7 @@ def written(predictions: Sequence[Prediction], labels: Sequence[str], form: str)
     """
     if form == "json":
         entries = [
-            {
-                **{key: value for key, value in asdict(each).items() if key != "probabilities"},
-                "probabilities": dict(zip(labels, each.probabilities, strict=True)),
-            }
+            {**asdict(each), "probabilities": dict(zip(labels, each.probabilities, strict=True))}
             for each in predictions
         ]
         return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"

@@ -247,17 +247,14 @@ def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int
         *privacy_notes(settings, method),
         *method.config_warnings(num_rounds),
     ]
+    if faults := settings.faults.injected():
+        warnings.append(
+            f"faults are injected: {', '.join(f'{kind} {rate:g}' for kind, rate in faults.items())}"
+        )
+    if malicious_clients := malicious(settings):
+        warnings.append(settings.attack.notice(malicious_clients))
     for warning in warnings:
         log(WARNING, "%s", warning)
-
-
-def log_experimental(settings: Settings) -> None:
-    """Warn about injected faults and malicious clients."""
-    if faults := settings.faults.injected():
-        rates = ", ".join(f"{kind} {rate:g}" for kind, rate in faults.items())
-        log(WARNING, "faults are injected: %s", rates)
-    if malicious_clients := malicious(settings):
-        log(WARNING, "%s", settings.attack.notice(malicious_clients))
 
 
 def log_exchange(exchange: Exchange) -> None:

@@ -160,7 +160,6 @@ class MethodStrategy(Strategy):
         membership = Membership(run, self.experiment, self._check_roster, self._set_waiting)
         membership.collect(grid, None if previous is None else previous.clients)
         self.membership, roster = membership, membership.roster
-        recorder.log_experimental(self.settings)
         self.begin(roster.task)
         if self._recorder is None:
             return

@@ -70,15 +70,21 @@ def test_delay_sleeps(tmp_path: Path) -> None:
     assert run.strategy.history[1].failures == []
 
 
-def test_faults_do_not_depend_on_order_or_resume(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {f"faults.{kind}": 0.2 for kind in ("drop", "crash", "corrupt", "stale")}
-    keys["num_server_rounds"] = 4
+FAULTS: dict[str, Any] = {f"faults.{kind}": 0.2 for kind in ("drop", "crash", "corrupt", "stale")}
+ATTACK: dict[str, Any] = {"attack.kind": "noise", "attack.share": 0.4, "norm_bound": 1.0}
+
+
+@pytest.mark.parametrize(("keys", "least"), [(FAULTS, 4), (ATTACK, 0)], ids=["faults", "attack"])
+def test_faults_and_attacks_do_not_depend_on_order_or_resume(
+    tmp_path: Path, keys: dict[str, Any], least: int
+) -> None:
+    keys = {**keys, "num_server_rounds": 4}
     one = federation(tmp_path / "a", **keys).run()
     other = federation(tmp_path / "b", order=5, **keys).run()
     federation(tmp_path / "c", on_disk=True, **{**keys, "num_server_rounds": 2}).run()
     resumed = federation(tmp_path / "c", on_disk=True, resume=True, **keys).run()
     failures = [line.failures for line in one.strategy.history]
-    assert sum(map(len, failures)) >= 4
+    assert sum(map(len, failures)) >= least
     assert failures == [line.failures for line in other.strategy.history]
     assert failures == [line.failures for line in resumed.strategy.history]
     assert one.fingerprint == other.fingerprint == resumed.fingerprint
