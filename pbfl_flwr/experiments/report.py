@@ -49,6 +49,8 @@ def write(groups: Sequence[Group], out: Path, *, png: bool = False, svg: bool = 
         PbflError: if matplotlib or jinja2 is not installed, or the page cannot be written.
     """
     try:
+        import jinja2  # noqa: F401, before the pictures are drawn
+
         from pbfl_flwr.experiments import pictures
         from pbfl_flwr.experiments.pictures import style
     except ModuleNotFoundError as error:
@@ -68,15 +70,8 @@ def write(groups: Sequence[Group], out: Path, *, png: bool = False, svg: bool = 
 
 
 def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
-    """Return the page of runs and of what :func:`pbfl_flwr.experiments.pictures.draw` returned for them.
-
-    Raises:
-        PbflError: if jinja2 is not installed.
-    """
-    try:
-        from jinja2 import Environment, FunctionLoader, StrictUndefined
-    except ModuleNotFoundError as error:
-        raise PbflError(f"{NEEDED} ({error})") from None
+    """Return the page of runs and of what :func:`pbfl_flwr.experiments.pictures.draw` returned for them."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 
     from pbfl_flwr.experiments.pictures import style

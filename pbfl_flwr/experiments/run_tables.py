@@ -124,30 +124,23 @@ def client_sheet(groups: Sequence[Group]) -> Sheet:
         accuracies.append({run.client_name(client): curve[-1][1] for client, curve in curves})
         for client in run.about.clients:
             clients.setdefault(client.label, client)
+    named = any(client.name for client in clients.values())
     rows = []
     for label, client in sorted(clients.items(), key=lambda item: item[1].client):
         last = (f"{100 * shares[label]:.2f}" if label in shares else "-" for shares in accuracies)
-        what = (client.name, client.architecture, client.device)
-        rows.append((str(client.client), *what, str(client.num_train), str(client.num_test), *last))
-    if not any(row[1] for row in rows):
-        rows = [(row[0], *row[2:]) for row in rows]
-    named = ("name",) if any(client.name for client in clients.values()) else ()
-    columns = (
-        "client",
-        *named,
-        "network",
-        "device",
-        "training samples",
-        "test samples",
-        *(f"{group.label or group.first.predictor}, %" for group in groups),
-    )
+        who = (str(client.client), client.name) if named else (str(client.client),)
+        what = (client.architecture, client.device, str(client.num_train), str(client.num_test))
+        rows.append((*who, *what, *last))
+    head = ("client", "name") if named else ("client",)
+    heads = (f"{group.label or group.first.predictor}, %" for group in groups)
+    columns = (*head, "network", "device", "training samples", "test samples", *heads)
     note = f"{accuracy_name(groups[0].by).capitalize()} when each client was last scored."
     if len(groups) > 1:
         note += (
             " First seed of each configuration; ids, networks, devices and sample counts are from the first run with "
             "this client."
         )
-    return Sheet("Clients", columns, tuple(rows), (note,), text_columns=3 + len(named))
+    return Sheet("Clients", columns, tuple(rows), (note,), text_columns=3 + named)
 
 
 def last_by_class(run: FinishedRun) -> dict[str, tuple[int, Accuracy]]:

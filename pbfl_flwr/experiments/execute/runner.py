@@ -72,28 +72,35 @@ def run_in_this_thread(
     Raises:
         RunRefused: if the directory belongs to another run.
     """
-    follower, over = _following(run_dir, num_rounds, console), Event()
+    try:
+        with _printing(_following(run_dir, num_rounds, console)):
+            federation()
+    except RunRefused:  # the directory belongs to another run, which this one must not offer to resume
+        raise
+    except KeyboardInterrupt:
+        return _interrupted(run_dir, console, resume_with)
+    except PbflError as error:
+        return _failed(run_dir, str(error), console, resume_with)
+    return COMPLETED
+
+
+@contextmanager
+def _printing(follower: Follower) -> Iterator[None]:
+    """Print a run's rounds in a thread, all of them before the block is left."""
+    over = Event()
 
     def follow() -> None:
         while not over.wait(POLL_SECONDS):
             follower.update()
 
-    printing = Thread(target=follow, daemon=True)
-    printing.start()
-    stopped: KeyboardInterrupt | PbflError | None = None
+    thread = Thread(target=follow, daemon=True)
+    thread.start()
     try:
-        federation()
-    except RunRefused:  # the directory belongs to another run, which this one must not offer to resume
-        raise
-    except (KeyboardInterrupt, PbflError) as error:
-        stopped = error
+        yield
     finally:
         over.set()
-        printing.join()
+        thread.join()
         follower.update()
-    if isinstance(stopped, KeyboardInterrupt):
-        return _interrupted(run_dir, console, resume_with)
-    return COMPLETED if stopped is None else _failed(run_dir, str(stopped), console, resume_with)
 
 
 def _following(run_dir: Path, num_rounds: int, console: Console) -> Follower:
