@@ -105,12 +105,19 @@ class Bytes(Record):
     Attributes:
         payload: encoded payloads.
         application: payloads, reports and configuration, as encoded.
-        total: all of Flower's objects, before transport headers and encryption.
+        total: all of Flower's objects for these messages, before transport headers and encryption.
     """
 
     payload: int
     application: int
     total: int
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(
+            payload=self.payload + other.payload,
+            application=self.application + other.application,
+            total=self.total + other.total,
+        )
 
 
 class Scalars(Record):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from flwr.app import Array, ArrayRecord, Message
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as MAX_CHUNK
@@ -13,6 +12,7 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 
 from pbfl_flwr.payloads import Reveal
+from pbfl_flwr.runs.records import Bytes
 
 _HASH = "0" * 64  # has the length of the ids of Flower's objects
 
@@ -23,36 +23,19 @@ SIZE = Reveal(
 )
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of one message.
-
-    Attributes:
-        payload: the encoded payload.
-        application: payload, report and configuration, as encoded.
-        total: all of Flower's objects for this message, before transport headers and encryption.
-    """
-
-    payload: int = 0
-    application: int = 0
-    total: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.payload + other.payload, self.application + other.application, self.total + other.total
-        )
+NO_BYTES = Bytes(payload=0, application=0, total=0)
 
 
-def weigh(message: Message) -> Traffic:
+def weigh(message: Message) -> Bytes:
     """Return the size of a message."""
     if not message.has_content():
-        return Traffic()
+        return NO_BYTES
     records = list(message.content.values())
     arrays = [array for record in records if isinstance(record, ArrayRecord) for array in record.values()]
     others = [record.deflate() for record in records if not isinstance(record, ArrayRecord)]
     payload = sum(len(array.data) for array in arrays)
     total = _total_bytes(message, arrays, others) if len(arrays) <= 1 else encoded_bytes(message)
-    return Traffic(payload, payload + sum(map(len, others)), total)
+    return Bytes(payload=payload, application=payload + sum(map(len, others)), total=total)
 
 
 def encoded_bytes(message: Message) -> int:

@@ -42,7 +42,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.messages.traffic import Traffic, weigh
+from pbfl_flwr.flower.messages.traffic import NO_BYTES, weigh
 from pbfl_flwr.flower.secagg.messages import REPORT, summing
 from pbfl_flwr.flower.server.exchange import Phase
 from pbfl_flwr.flower.server.replies import Exchange, ReplyRules, error_reason, read, rejection_reason
@@ -50,6 +50,7 @@ from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Prototypes, Serializable
 from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.runs.records import Bytes
 from pbfl_flwr.task import Task
 
 
@@ -126,8 +127,8 @@ class SecureRounds:
         exchange.reports = dict(sorted({**exchange.reports, **reports}.items()))
         exchange.failures = dict(sorted(exchange.failures.items()))
         for node, client in clients.items():
-            phase.down[client] = metered.down.get(node, Traffic())
-            exchange.up[client] = metered.up.get(node, Traffic())
+            phase.down[client] = metered.down.get(node, NO_BYTES)
+            exchange.up[client] = metered.up.get(node, NO_BYTES)
         return exchange
 
 
@@ -192,8 +193,8 @@ class _MeteredGrid:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self.up: dict[int, Traffic] = {}
-        self.down: dict[int, Traffic] = {}
+        self.up: dict[int, Bytes] = {}
+        self.down: dict[int, Bytes] = {}
         self.errors: dict[int, str] = {}
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
@@ -202,16 +203,16 @@ class _MeteredGrid:
         nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in batch}
         for message in batch:
             node = message.metadata.dst_node_id
-            self.down[node] = self.down.get(node, Traffic()) + _weigh(message)
+            self.down[node] = self.down.get(node, NO_BYTES) + _weigh(message)
         for reply in replies:
             node = nodes[reply.metadata.reply_to_message_id]
-            self.up[node] = self.up.get(node, Traffic()) + _weigh(reply)
+            self.up[node] = self.up.get(node, NO_BYTES) + _weigh(reply)
             if reply.has_error():
                 self.errors.setdefault(node, error_reason(reply))
         return replies
 
 
-def _weigh(message: Message) -> Traffic:
+def _weigh(message: Message) -> Bytes:
     """Return the size of a message; a masked vector, which is sent in a ConfigRecord, counts as payload."""
     size = weigh(message)
     if not message.has_content():
@@ -219,4 +220,4 @@ def _weigh(message: Message) -> Traffic:
     protocol = message.content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
     masked = protocol.get(Key.MASKED_PARAMETERS, [])
     parts = [part for part in masked if isinstance(part, bytes)] if isinstance(masked, list) else []
-    return replace(size, payload=size.payload + sum(map(len, parts)))
+    return size.model_copy(update={"payload": size.payload + sum(map(len, parts))})

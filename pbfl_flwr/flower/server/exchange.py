@@ -22,10 +22,11 @@ from flwr.serverapp import Grid
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.identity import IDENTITY, declared_identity
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.messages.traffic import Traffic, weigh
+from pbfl_flwr.flower.messages.traffic import weigh
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, Serializable
+from pbfl_flwr.runs.records import Bytes
 
 MAX_OVERDUE_ROUNDS = 3
 
@@ -71,7 +72,7 @@ class Phase:
 
     messages: list[tuple[Message, int]]
     plan: RoundPlan
-    down: dict[int, Traffic]
+    down: dict[int, Bytes]
     scalars_down: int
     started: float
     names: dict[int, str] = field(default_factory=dict)

@@ -13,14 +13,14 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import LONGEST, format_exception, printable
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, Requested, requested
-from pbfl_flwr.flower.messages.traffic import Traffic, weigh
+from pbfl_flwr.flower.messages.traffic import NO_BYTES, weigh
 from pbfl_flwr.flower.server.exchange import LateReply, OverdueReply, Phase
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, RejectedPayload, Serializable, Upload
 from pbfl_flwr.payloads.contract import Sizes
 from pbfl_flwr.payloads.plausibility import Plausibility
 from pbfl_flwr.prototypes.pipeline import Pipeline
-from pbfl_flwr.runs.records import LateUpload
+from pbfl_flwr.runs.records import Bytes, LateUpload
 from pbfl_flwr.task import Task
 
 
@@ -67,7 +67,7 @@ class Exchange:
     reports: dict[int, Report] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     late: dict[int, LateUpload] = field(default_factory=dict)
-    up: dict[int, Traffic] = field(default_factory=dict)
+    up: dict[int, Bytes] = field(default_factory=dict)
     scalars_up: int = 0
     classes: dict[int, int] | None = None
 
@@ -134,7 +134,7 @@ class _Intake:
     state: Serializable
     _accepted: dict[int, _Accepted] = field(default_factory=dict)
 
-    def add(self, client: int, reply: Message, size: Traffic | Exception) -> None:
+    def add(self, client: int, reply: Message, size: Bytes | Exception) -> None:
         """Add a reply that arrived in time; it may hold the client's upload of an earlier round."""
         exchange, number = self.exchange, self.exchange.phase.number
         try:
@@ -197,13 +197,13 @@ class _Intake:
                 exchange.failures[client] = reason
 
     def _decode(
-        self, client: int, reply: Message, size: Traffic | Exception, training: bool
+        self, client: int, reply: Message, size: Bytes | Exception, training: bool
     ) -> tuple[Report, Upload | None]:
         """Count the bytes of a reply and return its report and upload; raises whatever is wrong with it."""
-        traffic = Traffic() if isinstance(size, Exception) else size
-        self.exchange.up[client] = self.exchange.up.get(client, Traffic()) + traffic
         if isinstance(size, Exception):
+            self.exchange.up.setdefault(client, NO_BYTES)
             raise size
+        self.exchange.up[client] = self.exchange.up.get(client, NO_BYTES) + size
         record = reply.content.get(wire.METRICS) if reply.has_content() else None
         if not isinstance(record, MetricRecord):
             raise RejectedPayload("its report is missing")
@@ -244,7 +244,7 @@ class _Intake:
         self.exchange.late.setdefault(client, late)
 
 
-def _size(reply: Message) -> Traffic | Exception:
+def _size(reply: Message) -> Bytes | Exception:
     """Return the size of a reply, or why it cannot be determined."""
     try:
         return weigh(reply)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.flower.messages.report import SPENT, Report
-from pbfl_flwr.flower.messages.traffic import Traffic
+from pbfl_flwr.flower.messages.traffic import NO_BYTES
 from pbfl_flwr.flower.server.exchange import LateReply
 from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.method import Moment
@@ -19,7 +19,6 @@ from pbfl_flwr.payloads import Serializable
 from pbfl_flwr.runs.directory import finite
 from pbfl_flwr.runs.records import (
     Accuracy,
-    Bytes,
     ClientsRecord,
     Failure,
     FinalScores,
@@ -166,8 +165,8 @@ def round_fields(
         "trained": exchange.trained,
         "late": [exchange.late[client] for client in sorted(exchange.late)],
         "failures": failures(exchange),
-        "bytes_up": _bytes(sum(exchange.up.values(), Traffic())),
-        "bytes_down": _bytes(sum(phase.down.values(), Traffic())),
+        "bytes_up": sum(exchange.up.values(), NO_BYTES),
+        "bytes_down": sum(phase.down.values(), NO_BYTES),
         "scalars": Scalars(up=exchange.scalars_up, down=phase.scalars_down),
         "seconds": Seconds(
             total=total,
@@ -216,14 +215,10 @@ def clients_record(exchange: Exchange, final: Exchange | None = None) -> Clients
         test_loss=column(lambda report: report.test_loss),
         metrics=column(lambda report: dict(report.metrics or {})),
         seconds=column(lambda report: list(report.seconds)),
-        bytes_up=[_bytes(exchange.up[client]) for client in reports],
-        bytes_down=[_bytes(phase.down[client]) for client in reports],
+        bytes_up=[exchange.up[client] for client in reports],
+        bytes_down=[phase.down[client] for client in reports],
         final=final and clients_record(final),
     )
-
-
-def _bytes(traffic: Traffic) -> Bytes:
-    return Bytes(**asdict(traffic))
 
 
 def _mean(values: list[float | None], weights: list[int]) -> float | None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pbfl_flwr.config import PREDICTORS, Scalar, parse
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.messages.traffic import Traffic, weigh
+from pbfl_flwr.flower.messages.traffic import NO_BYTES, weigh
 from pbfl_flwr.flower.messages.wire import encode
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
@@ -50,8 +50,7 @@ def test_overhead_is_under_three_percent_of_the_rows() -> None:
         assert flowers < 2_500, "Flower's own objects are reported beside ours"
 
 
-def test_traffic_adds_up() -> None:
-    assert Traffic(1, 2, 3) + Traffic(10, 20, 30) == Traffic(11, 22, 33)
+def test_a_payload_alone_is_all_that_the_application_sends() -> None:
     message = Message(wire.content(encode(table())), dst_node_id=1, message_type="train")
     result = weigh(message)
     assert result.payload == result.application == len(GOOD)
@@ -99,7 +98,7 @@ def test_size_equals_the_encoding_of_flower(kind: str, way: str) -> None:
 
 def test_errors_have_no_size() -> None:
     asked = Message(wire.content(), dst_node_id=1, message_type="train")
-    assert weigh(Message(Error(2, "a reason"), reply_to=asked)) == Traffic()
+    assert weigh(Message(Error(2, "a reason"), reply_to=asked)) == NO_BYTES
 
 
 @given(

@@ -9,7 +9,7 @@ from flwr.app import RecordDict
 
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, Requested
-from pbfl_flwr.flower.messages.traffic import Traffic
+from pbfl_flwr.flower.messages.traffic import NO_BYTES
 from pbfl_flwr.flower.server.exchange import Phase, RoundPlan
 from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.flower.server.rounds import clients_record, on_validation, summarise_accuracy
@@ -31,7 +31,7 @@ def test_records_hold_only_occurring_classes() -> None:
         "answered": {"head": [1, 0, 1]},
     }
     reports = {0: report_by_class(FIRST), 1: Report(9, 0)}
-    down = {number: Traffic() for number in reports}
+    down = dict.fromkeys(reports, NO_BYTES)
     exchange = Exchange(Phase([], RoundPlan(1, {}), down, 0, 0.0), reports=reports, up=down)
     columns = clients_record(exchange)
     assert columns.by_class == [FIRST.brief(), {}]

@@ -9,12 +9,12 @@ import pytest
 from pbfl_flwr.experiments.results import load, scores
 from pbfl_flwr.experiments.run_tables import accuracy_sheet
 from pbfl_flwr.flower.messages.report import SPENT, Report
-from pbfl_flwr.flower.messages.traffic import Traffic
+from pbfl_flwr.flower.messages.traffic import NO_BYTES
 from pbfl_flwr.flower.server.exchange import Phase, RoundPlan
 from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.flower.server.rounds import clients_record, round_fields, summarise_accuracy, updated_ages
 from pbfl_flwr.payloads import Prototypes
-from pbfl_flwr.runs.records import Accuracy, RoundRecord
+from pbfl_flwr.runs.records import Accuracy, Bytes, RoundRecord
 from pbfl_flwr.sinks import steps
 from tests.flower.inprocess import KINDS, Federation, federation, plain, same_tensors, shown
 
@@ -34,6 +34,10 @@ def test_accuracy_over_clients_by_hand() -> None:
     assert summarise_accuracy({1: report(0, 0)}) == {}
 
 
+def size(payload: int, application: int, total: int) -> Bytes:
+    return Bytes(payload=payload, application=application, total=total)
+
+
 def exchange() -> Exchange:
     """Clients 0, 1 and 3 train, of which 3 lies; client 2 is only scored."""
     seconds = (1.0, 2.0, 3.0, 4.0, 5.0)
@@ -47,11 +51,11 @@ def exchange() -> Exchange:
             4, 8, 1, {"head": 8}, 9.0, seconds, 60.0, {"loss.ce": 5.0}, 5, {"head": 5}, other={"head": 8}
         ),
     }
-    down = {client: Traffic(1, 10, 100) for client in reports}
+    down = {client: size(1, 10, 100) for client in reports}
     plan = RoundPlan(5, {0: "train", 1: "train", 2: "evaluate", 3: "train"})
     phase = Phase([], plan, down, 12, 0.0, malicious=frozenset({3}))
     uploads = dict.fromkeys((0, 1, 3), Prototypes.empty(2, 2))
-    up = {0: Traffic(2, 20, 200), 1: Traffic(3, 30, 300), 3: Traffic(), 2: Traffic(0, 1, 1)}
+    up = {0: size(2, 20, 200), 1: size(3, 30, 300), 3: NO_BYTES, 2: size(0, 1, 1)}
     return Exchange(phase, [], [], uploads, reports, {4: "gone"}, up=up, scalars_up=7)
 
 
@@ -94,7 +98,7 @@ def test_clients_record_holds_every_client() -> None:
 
 
 def test_missing_figures_are_none() -> None:
-    done = replace(exchange(), uploads={}, reports={2: Report(9, 0)}, failures={}, up={2: Traffic()})
+    done = replace(exchange(), uploads={}, reports={2: Report(9, 0)}, failures={}, up={2: NO_BYTES})
     record = RoundRecord(**round_fields(done, "after", {}, 0.0, 1.0), warnings=[])
     assert (record.test_loss, record.client_metrics, record.accuracy) == (None, {}, {})
     assert not {"validation", "other_accuracy", "late", "ages", "final"} & set(record.to_json())
