@@ -227,16 +227,24 @@ class RunDirectory:
         file = self.path / "partition.json"
         return PartitionRecord.from_json(file.read_bytes() if file.exists() else {}, file)
 
-    def check_states(self) -> None:
-        """Check that the clients' states were not removed; without them all clients would start from scratch.
+    def check_states(self, state_dir: str | None = None) -> None:
+        """Check that the clients find their states again; otherwise they would start from scratch.
+
+        Args:
+            state_dir: as configured for the resumed run; None if it is not resumed but read.
 
         Raises:
-            RunRefused: if they were removed.
+            RunRefused: if the states were removed, or the run was made with another state-dir.
         """
         if (self.path / STATES_REMOVED).exists():
             raise RunRefused(
                 f"'{self.path}': its clients' states were removed by pbfl clean; it can be shown, compared and "
                 "reported, but not resumed or exported"
+            )
+        if state_dir not in (None, recorded := self.record().configuration.get("state-dir", "")):
+            raise RunRefused(
+                f"state-dir = '{state_dir}': a resumed run keeps its clients' state where it is, "
+                f"{f'state-dir = {recorded!r}' if recorded else 'in its own directory'}"
             )
 
     def add_round(self, record: RoundRecord, clients: ClientsRecord) -> None:

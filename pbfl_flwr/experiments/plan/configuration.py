@@ -182,23 +182,16 @@ def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> Re
             requested, or if the changes would change the results.
     """
     about = RunDirectory(run).record()
-    RunDirectory(run).check_states()
     if not devices and not about.simulated:
         raise PbflError(
             f"'{run}' is a run of devices with data of their own; resume it with {resume_command(run, about)}"
         )
     recorded = about.configuration
-    # Where the clients' networks are: in another directory they would start from scratch.
-    recorded_dir = recorded.get("state-dir", "")
-    if (state_dir := requested.values.get("state-dir", recorded_dir)) != recorded_dir:
-        raise PbflError(
-            f"state-dir = '{state_dir}': a resumed run keeps its clients' state where it is, "
-            f"{f'state-dir = {recorded_dir!r}' if recorded_dir else 'in its own directory'}"
-        )
     changed = RequestedKeys(
         {**recorded, **requested.values, "run-dir": str(run), "resume": True}, requested.problems
     )
     wanted = check(changed)
+    RunDirectory(run).check_states(wanted.run.state_dir)
     now, then = wanted.relevant(), check(RequestedKeys(recorded)).relevant()
     if now != then:
         different = [

@@ -58,16 +58,10 @@ class Recorder:
             return None
         previous = self.run.record()
         self._experiment = previous.experiment
-        self.run.check_states()
+        self.run.check_states(self._settings.run.state_dir)  # which is not part of the fingerprint
         # The checkpoint is checked as well, but clients may have trained before the first one was written.
         if not previous.experiment.startswith(f"{self._fingerprint}-"):
             raise RunRefused(OTHER_CONFIGURATION.format(self.run.path))
-        state_dir, previous_dir = self._settings.run.state_dir, previous.configuration.get("state-dir", "")
-        if state_dir != previous_dir:  # not part of the fingerprint, but clients would not find their state
-            raise RunRefused(
-                f"state-dir = '{state_dir}': run-dir = '{self.run.path}' was made with '{previous_dir}', which holds "
-                "its clients' state"
-            )
         self.run.remove(ERROR)
         return previous
 
