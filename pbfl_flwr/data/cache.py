@@ -1,9 +1,9 @@
 """Decode a dataset's files once, into memory maps that all processes of a machine share.
 
-A cache entry is the folder ``<home>/cache/<dataset>-<hash>`` with ``inputs.npy``, ``labels.npy``,
-``meta.json`` and, where the source has them, ``owner.npy`` and ``in_train.npy``. The hash covers path, size
-and modification time of every source file, so changed files are decoded again. Entries may be deleted whenever no run
-is in progress.
+A cache entry is the folder ``<home>/cache/<dataset>-<hash>`` with ``inputs.npy``, ``labels.npy``, ``meta.json`` and,
+where the source has them, ``owner.npy`` and ``in_train.npy``. The hash covers the settings that a decoder may read, and
+path, size and modification time of every source file, so changed files are decoded again. Entries may be deleted
+whenever no run is in progress.
 """
 
 from __future__ import annotations
@@ -14,21 +14,28 @@ import logging
 import os
 import shutil
 import tokenize
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.locks import Lock
 from pbfl_flwr.util.paths import home
 
-FORMAT = 6
+FORMAT = 7
 """Incremented when the stored content changes, so that older entries are not read."""
+
+DECODING = (
+    *("data_dir", "labels", "label_column", "input_shape", "text_column", "vocabulary"),
+    *("partitioner", "partitioner_settings"),
+)
+"""The settings that a decoder may read in addition to its files."""
 
 
 Allocate = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
@@ -37,28 +44,25 @@ Allocate = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 log = logging.getLogger(__name__)
 
 
-def cached(
-    name: str, sources: Iterable[Path], decode: Callable[[Allocate], Pool], options: Sequence[str] = ()
-) -> Pool:
+def cached(settings: DataSettings, sources: Iterable[Path], decode: Callable[[Allocate], Pool]) -> Pool:
     """Return the pool of a dataset, decoding its files if no process of this machine has done so before.
 
     Args:
-        name: the dataset's name.
+        settings: of the data; ``decode`` may depend on the dataset and on those in DECODING.
         sources: every file that ``decode`` reads.
         decode: reads the files; called under a lock, by one process only.
-        options: settings on which the result of ``decode`` depends.
 
     Raises:
         PbflError: if a source is missing, or the cache cannot be written or is damaged; also what ``decode`` and
             the validation raise.
     """
-    entry = home() / "cache" / f"{name}-{_fingerprint(sources, options)}"
+    entry = home() / "cache" / f"{settings.dataset}-{_fingerprint(settings, sources)}"
     if not entry.is_dir():
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
             with Lock(entry.with_name(entry.name + ".lock")):
                 if not entry.is_dir():
-                    _fill(name, entry, decode)
+                    _fill(settings.dataset, entry, decode)
         except OSError as error:
             raise PbflError(
                 f"cannot write the cache of decoded data at {entry.parent} ({error}); "
@@ -67,8 +71,9 @@ def cached(
     return _open(entry)
 
 
-def _fingerprint(sources: Iterable[Path], options: Sequence[str] = ()) -> str:
-    digest = hashlib.sha256(json.dumps([FORMAT, *options]).encode())
+def _fingerprint(settings: DataSettings, sources: Iterable[Path]) -> str:
+    content = [FORMAT, *(getattr(settings, key) for key in DECODING)]
+    digest = hashlib.sha256(json.dumps(content).encode())
     for path in sorted(sources):
         try:
             status = path.stat()

@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import cache
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util import paths
+
+SET = DataSettings(dataset="set")
 
 
 class Decoder:
@@ -48,8 +51,8 @@ def test_home_is_the_environment_variable_or_a_folder_of_the_user(monkeypatch):
 
 def test_decoded_once_and_read_back_as_a_memory_map(source, home):
     decode = Decoder()
-    first = cache.cached("set", [source], decode)
-    again = cache.cached("set", [source], decode)
+    first = cache.cached(SET, [source], decode)
+    again = cache.cached(SET, [source], decode)
     assert decode.calls == 1
     for pool in (first, again):
         assert isinstance(pool.inputs, np.memmap)
@@ -68,14 +71,25 @@ def test_decoded_once_and_read_back_as_a_memory_map(source, home):
 
 def test_decodes_a_changed_source_again(source):
     decode = Decoder()
-    cache.cached("set", [source], decode)
+    cache.cached(SET, [source], decode)
     source.write_bytes(b"123456789")  # another size
-    cache.cached("set", [source], decode)
+    cache.cached(SET, [source], decode)
     os.utime(source, (1, 1))  # another modification time
-    cache.cached("set", [source], decode)
+    cache.cached(SET, [source], decode)
     shutil.copy2(source, source.with_name("other.bin"))  # another path
-    cache.cached("set", [source.with_name("other.bin")], decode)
+    cache.cached(SET, [source.with_name("other.bin")], decode)
     assert decode.calls == 4
+
+
+def test_decodes_again_where_a_setting_may_be_read_by_the_decoder(source):
+    decode = Decoder()
+    for settings in (
+        SET,
+        SET.model_copy(update={"labels": "a,b"}),
+        SET.model_copy(update={"partition_seed": 9}),
+    ):
+        cache.cached(settings, [source], decode)
+    assert decode.calls == 2
 
 
 def test_many_at_once_decode_once(source):
@@ -84,7 +98,7 @@ def test_many_at_once_decode_once(source):
 
     def work(_: int) -> int:
         barrier.wait()
-        return int(cache.cached("set", [source], decode).inputs.sum())
+        return int(cache.cached(SET, [source], decode).inputs.sum())
 
     with ThreadPoolExecutor(4) as workers:
         assert list(workers.map(work, range(4))) == [276] * 4  # 0 + ... + 23
@@ -97,17 +111,17 @@ def test_a_decoder_that_fails_leaves_nothing_and_can_be_tried_again(source, home
         raise PbflError("no good")
 
     with pytest.raises(PbflError, match="no good"):
-        cache.cached("set", [source], broken)
+        cache.cached(SET, [source], broken)
     assert not [path for path in (home / "cache").iterdir() if path.is_dir()]
-    assert len(cache.cached("set", [source], Decoder()).labels) == 4
+    assert len(cache.cached(SET, [source], Decoder()).labels) == 4
 
 
 def test_the_rest_of_a_killed_process_is_swept_away(source, home):
-    entry = home / "cache" / f"set-{cache._fingerprint([source])}"
+    entry = home / "cache" / f"set-{cache._fingerprint(SET, [source])}"
     leftover = entry.with_name(entry.name + ".partial")
     leftover.mkdir(parents=True)
     (leftover / "inputs.npy").write_bytes(b"half")
-    assert len(cache.cached("set", [source], Decoder()).labels) == 4
+    assert len(cache.cached(SET, [source], Decoder()).labels) == 4
     assert not leftover.exists()
 
 
@@ -122,19 +136,19 @@ DAMAGES = {
 @pytest.mark.parametrize("file", ["inputs.npy", "labels.npy", "owner.npy"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_named(source, home, file, damage):
-    cache.cached("set", [source], Decoder())
+    cache.cached(SET, [source], Decoder())
     entry = next(path for path in (home / "cache").iterdir() if path.is_dir())
     (entry / file).write_bytes(DAMAGES[damage]((entry / file).read_bytes()))
     with pytest.raises(PbflError, match=f"{entry} is damaged"):
-        cache.cached("set", [source], Decoder())
+        cache.cached(SET, [source], Decoder())
 
 
 def test_arrays_of_different_lengths_are_a_damaged_entry(source, home):
-    cache.cached("set", [source], Decoder())
+    cache.cached(SET, [source], Decoder())
     entry = next(path for path in (home / "cache").iterdir() if path.is_dir())
     np.save(entry / "labels.npy", np.array([0, 1]))
     with pytest.raises(PbflError, match=f"{entry} is damaged .its arrays are of different lengths"):
-        cache.cached("set", [source], Decoder())
+        cache.cached(SET, [source], Decoder())
 
 
 def test_an_entry_is_on_the_disk_before_it_has_its_name(source, monkeypatch):
@@ -151,14 +165,14 @@ def test_an_entry_is_on_the_disk_before_it_has_its_name(source, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(os, "replace", check)
-    assert len(cache.cached("set", [source], Decoder()).labels) == 4
+    assert len(cache.cached(SET, [source], Decoder()).labels) == 4
 
 
 def test_rejects_a_missing_source(source):
     link = source.with_name("link.bin")
     link.symlink_to(source.with_name("nowhere.bin"))
     with pytest.raises(PbflError, match=r"link\.bin cannot be read \(No such file or directory\)"):
-        cache.cached("set", [source, link], Decoder())
+        cache.cached(SET, [source, link], Decoder())
 
 
 def test_rejects_a_full_disk_before_writing(source):
@@ -167,7 +181,7 @@ def test_rejects_a_full_disk_before_writing(source):
         return Pool(inputs, np.zeros(10**12, np.int64), ("a", "b"), 1)
 
     with pytest.raises(PbflError, match=r"MiB are\s+free; the environment variable PBFL_HOME"):
-        cache.cached("set", [source], huge)
+        cache.cached(SET, [source], huge)
 
 
 def test_a_home_that_cannot_be_written_is_named(source, tmp_path, monkeypatch):
@@ -176,20 +190,20 @@ def test_a_home_that_cannot_be_written_is_named(source, tmp_path, monkeypatch):
     with pytest.raises(
         PbflError, match=r"cannot write the cache of decoded data at .*PBFL_HOME can set another directory"
     ):
-        cache.cached("set", [source], Decoder())
+        cache.cached(SET, [source], Decoder())
 
 
 def test_a_shard_of_neighbouring_rows_is_not_a_copy(source):
     from pbfl_flwr.data.clients import materialise
     from pbfl_flwr.data.contract import Split
 
-    pool = cache.cached("set", [source], Decoder())
+    pool = cache.cached(SET, [source], Decoder())
     near = materialise(pool, Split(np.array([1, 2]), np.array([3, 0])))
     assert near.train.inputs.data_ptr() == pool.inputs[1:].ctypes.data
     assert near.train.inputs.tolist() == pool.inputs[1:3].tolist()
     assert near.test.inputs.tolist() == pool.inputs[[3, 0]].tolist()
     near.train.inputs[:] = 0  # a view of a private mapping: the cache stays as it is
-    assert cache.cached("set", [source], Decoder()).inputs[1].tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert cache.cached(SET, [source], Decoder()).inputs[1].tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
 def test_reads_paths_that_are_not_utf8(tmp_path: Path) -> None:
@@ -198,4 +212,4 @@ def test_reads_paths_that_are_not_utf8(tmp_path: Path) -> None:
         path.write_bytes(b"1234")
     except OSError:
         pytest.skip("this file system takes UTF-8 alone")
-    assert cache.cached("set", [path], Decoder()).labels.tolist() == [0, 1, 0, 1]
+    assert cache.cached(SET, [path], Decoder()).labels.tolist() == [0, 1, 0, 1]

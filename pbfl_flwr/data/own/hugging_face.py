@@ -24,7 +24,7 @@ from pbfl_flwr.data.labels import numbered_classes
 from pbfl_flwr.data.own.columns import CLIENT, LABEL, row_names, shown
 from pbfl_flwr.data.own.image_folder import image_size
 from pbfl_flwr.data.own.images import decode_images
-from pbfl_flwr.data.own.texts import encoded, text_cells, text_column
+from pbfl_flwr.data.own.texts import encoded, text_cells, text_column, vocabulary_file
 from pbfl_flwr.data.sources.files import files_under, given_path
 from pbfl_flwr.errors import PbflError
 
@@ -49,23 +49,19 @@ def flwr_datasets(settings: DataSettings) -> Pool:
         raise PbflError(
             "dataset 'flwr-datasets' needs flwr-datasets: pip install 'pbfl-flwr[flwr-datasets]'"
         ) from error
-    where, files = settings.data_dir, []
+    where = settings.data_dir
+    files = [vocabulary_file(settings)] if settings.vocabulary else []
     if not where.startswith(HUB):
-        files = files_under(given_path(settings, "a folder written by save_to_disk, or hf://<id on the hub>"))
+        files += files_under(
+            given_path(settings, "a folder written by save_to_disk, or hf://<id on the hub>")
+        )
     elif not settings.download:
         raise PbflError(f"data-dir = '{where}' is on the hub; set download=true, or name a local copy")
 
     def decode(allocate: Allocate) -> Pool:
         return _decode(settings, allocate)
 
-    options = [settings.data_dir, settings.label_column, settings.input_shape, *settings.classes]
-    options += [
-        settings.text_column,
-        settings.vocabulary,
-        settings.partitioner,
-        settings.partitioner_settings,
-    ]
-    return cached(settings.dataset, files, decode, options)
+    return cached(settings, files, decode)
 
 
 def is_saved_dataset(path: Path) -> bool:

@@ -77,8 +77,7 @@ def image_folder(settings: DataSettings) -> Pool:
             notes = (*notes, f"folders ignored next to train and test: {abbreviate(other)}")
         return Pool(inputs, labels, tuple(classes), num_train=len(train), notes=notes)
 
-    sources = (path for path, _ in [*train, *test])
-    return cached(settings.dataset, sources, decode, (*classes, "", settings.input_shape))
+    return cached(settings, (path for path, _ in [*train, *test]), decode)
 
 
 def _folders(place: Path) -> list[Path]:

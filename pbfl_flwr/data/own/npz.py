@@ -60,7 +60,7 @@ def _load(settings: DataSettings, path: Path, client_key: str, label_names: tupl
             owner = np.unique(column, return_inverse=True)[1].astype(np.int64)
         return Pool(_inputs(arrays["x"], path, name), labels, names, len(labels), owner)
 
-    return cached(name, [path], decode, settings.classes)
+    return cached(settings, [path], decode)
 
 
 def _labels(

@@ -101,7 +101,7 @@ def _pool(settings: DataSettings, root: Path, clients: Iterable[int], num_classe
             in_train=np.repeat(np.arange(len(files)) % 2 == 0, sizes),
         )
 
-    return cached(settings.dataset, [root / "config.json", *files], decode, names)
+    return cached(settings, [root / "config.json", *files], decode)
 
 
 def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:

@@ -47,8 +47,7 @@ def table(settings: DataSettings) -> Pool:
     def decode(allocate: Allocate) -> Pool:
         return _decode(path, settings)
 
-    options = (settings.label_column, settings.input_shape, *settings.classes)
-    return cached(settings.dataset, [path], decode, options)
+    return cached(settings, [path], decode)
 
 
 def features(path: Path, wanted: Sequence[str] | None, without: Sequence[str] = ()) -> NDArray[np.float32]:

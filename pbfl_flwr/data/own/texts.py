@@ -42,7 +42,7 @@ def text(settings: DataSettings) -> Pool:
             empty; with file, row (from 1, below the header) and column.
     """
     path = table_path(settings)
-    known = _vocabulary_file(settings)
+    words_file = vocabulary_file(settings)
 
     def decode(allocate: Allocate) -> Pool:
         names = column_names(path)
@@ -57,11 +57,15 @@ def text(settings: DataSettings) -> Pool:
         inputs, words, note = encoded(texts, settings, allocate)
         return Pool(inputs, numbers, classes, len(numbers), who, notes=(note,), vocabulary=words)
 
-    options = (settings.label_column, settings.text_column, settings.input_shape, *settings.classes)
-    return cached(settings.dataset, [path, known], decode, options)
+    return cached(settings, [path, words_file], decode)
 
 
-def _vocabulary_file(settings: DataSettings) -> Path:
+def vocabulary_file(settings: DataSettings) -> Path:
+    """Return the file ``vocabulary``.
+
+    Raises:
+        PbflError: if it is not set or no file, or input-shape has several axes.
+    """
     if not settings.vocabulary:
         raise PbflError(
             "dataset = 'text' needs vocabulary: a file with one token per line, the same for all clients; pbfl "
@@ -85,7 +89,7 @@ def encoded(
     Raises:
         PbflError: as :func:`text`, on vocabulary and input-shape.
     """
-    words = read_vocabulary(_vocabulary_file(settings))
+    words = read_vocabulary(vocabulary_file(settings))
     inputs = allocate((len(texts), settings.shape[0] if settings.shape else LENGTH), np.int32)
     tokens.encode(texts, words, inputs)
     unknown = float((inputs == tokens.UNK).sum()) / max(1, int((inputs > tokens.CLS).sum()))

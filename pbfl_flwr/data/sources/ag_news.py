@@ -52,7 +52,7 @@ def ag_news(settings: DataSettings) -> Pool:
         tokens.encode(texts, words, inputs)
         return Pool(inputs, labels, LABELS, num_train=len(parts[0]), vocabulary=words)
 
-    return cached(settings.dataset, paths, decode)
+    return cached(settings, paths, decode)
 
 
 def _read(path: Path) -> list[tuple[str, int]]:

@@ -49,4 +49,4 @@ def _load(settings: DataSettings, dataset: Any) -> Pool:
         labels = np.array([*train.targets, *test.targets], dtype=np.int64)
         return Pool(np.ascontiguousarray(inputs), labels, tuple(train.classes), num_train=len(train.targets))
 
-    return cached(settings.dataset, files_under(folder), decode)
+    return cached(settings, files_under(folder), decode)

@@ -5,8 +5,6 @@ Source: scikit-learn ``load_digits``, the test part of the UCI "Optical Recognit
 inputs suit every image model but vit-b-32, including those with two unpadded 5x5 convolutions.
 """
 
-from importlib.metadata import version
-
 import numpy as np
 
 from pbfl_flwr.config import DataSettings
@@ -23,7 +21,7 @@ def digits(settings: DataSettings) -> Pool:
     """
     check_no_path(settings)
     # Cached, since importing scikit-learn takes a second in every process of a run and for every message.
-    return cached("digits", (), _decode, [version("scikit-learn")])
+    return cached(settings, (), _decode)
 
 
 def _decode(allocate: Allocate) -> Pool:

@@ -59,7 +59,7 @@ def femnist(settings: DataSettings) -> Pool:
             owner=np.repeat(writers, sizes).astype(np.int64),
         )
 
-    return cached(settings.dataset, [*train, *test], decode)
+    return cached(settings, [*train, *test], decode)
 
 
 def _files(place: Path) -> tuple[list[Path], list[Path]] | None:

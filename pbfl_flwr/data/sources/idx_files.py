@@ -97,7 +97,7 @@ def _load(
         inputs, labels = np.concatenate(arrays[::2])[:, None], np.concatenate(arrays[1::2]).astype(np.int64)
         return Pool(inputs, labels, label_names, num_train=len(arrays[1]))
 
-    return cached(settings.dataset, chosen, decode)
+    return cached(settings, chosen, decode)
 
 
 def _read(path: Path, axes: int) -> NDArray[np.uint8]:

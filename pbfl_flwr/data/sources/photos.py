@@ -61,4 +61,4 @@ def _load(
         inputs, labels, _ = decode_images(samples, total, allocate, (side, side), folder)
         return Pool(inputs, labels, label_names, num_train=total - len(parts[-1]))
 
-    return cached(settings.dataset, files_under(folder), decode)
+    return cached(settings, files_under(folder), decode)

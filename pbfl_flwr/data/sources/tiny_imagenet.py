@@ -43,7 +43,7 @@ def tiny_imagenet(settings: DataSettings) -> Pool:
         return Pool(inputs, labels, _names(words, wnids), num_train=len(train))
 
     sources = [annotations, *(path for path, _ in [*train, *val]), *([words] if words.is_file() else [])]
-    return cached(settings.dataset, sources, decode)
+    return cached(settings, sources, decode)
 
 
 def _val_files(annotations: Path, wnids: list[str]) -> list[tuple[Path, int]]:
