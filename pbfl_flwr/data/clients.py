@@ -187,10 +187,10 @@ def materialise(pool: Pool, split: Split, validation_share: float = 0.0, seed: i
 
 def hold_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
     """Return (remaining training rows, held-out rows), both in their original order."""
-    chosen = np.zeros(len(rows), dtype=bool)
+    validation = np.zeros(len(rows), dtype=bool)
     generator = np.random.default_rng(seed)
-    chosen[generator.permutation(len(rows))[: int(share * len(rows))]] = True
-    return rows[~chosen], rows[chosen]
+    validation[generator.permutation(len(rows))[: int(share * len(rows))]] = True
+    return rows[~validation], rows[validation]
 
 
 def _shard(pool: Pool, rows: Rows) -> Shard:

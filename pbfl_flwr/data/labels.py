@@ -20,46 +20,46 @@ MAX_FILE_BYTES = 2**20
 HINT = "set labels to all classes of the federation, in the order of their ids"
 
 
-def known_classes(names: Sequence[str], wanted: Sequence[str], where: str) -> None:
-    """Check that all class names are among the wanted ones.
+def known_classes(names: Sequence[str], classes: Sequence[str], where: str) -> None:
+    """Check that all class names are among those of the federation.
 
     Raises:
         PbflError: naming those that are not.
     """
-    if unknown := sorted(set(names) - set(wanted)):
+    if unknown := sorted(set(names) - set(classes)):
         shown = ", ".join(f"'{name}'" for name in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-        allowed = ", ".join(wanted[:12]) + (", ..." if len(wanted) > 12 else "")
+        allowed = ", ".join(classes[:12]) + (", ..." if len(classes) > 12 else "")
         raise PbflError(f"{where} has the class {shown}; labels allows {allowed}")
 
 
 def numbered_classes(
-    distinct: Sequence[str], codes: Rows, wanted: Sequence[str], where: str
+    distinct: Sequence[str], codes: Rows, classes: Sequence[str], where: str
 ) -> tuple[tuple[str, ...], Rows]:
     """Return the class names and every sample's label.
 
     Args:
         distinct: the names in the data.
         codes: (N,) int64, index into ``distinct`` of every sample.
-        wanted: all names in label order; empty: those found, sorted.
+        classes: all names in label order; empty: those found, sorted.
         where: named in errors.
 
     Raises:
-        PbflError: if a name is not wanted, or if there are fewer than two or too many classes.
+        PbflError: if a name is not among ``classes``, or if there are fewer than two or too many classes.
     """
-    if wanted:
-        known_classes(distinct, wanted, where)
-    names = tuple(wanted) or tuple(sorted(distinct))
+    if classes:
+        known_classes(distinct, classes, where)
+    names = tuple(classes) or tuple(sorted(distinct))
     if not 2 <= len(names) <= MAX_CLASSES:
         raise PbflError(f"{where} has {len(names)} classes; must be 2 to {MAX_CLASSES}; {HINT}")
     number = {name: index for index, name in enumerate(names)}
     return names, np.array([number[name] for name in distinct], dtype=np.int64)[codes]
 
 
-def renumbered(pool: Pool, wanted: Sequence[str], where: str) -> tuple[tuple[str, ...], Rows]:
-    """Return ``wanted`` and the pool's labels as indices into it; see :func:`numbered_classes`."""
+def renumbered(pool: Pool, classes: Sequence[str], where: str) -> tuple[tuple[str, ...], Rows]:
+    """Return ``classes`` and the pool's labels as indices into it; see :func:`numbered_classes`."""
     distinct = np.unique(pool.labels)
     codes = np.searchsorted(distinct, pool.labels)
-    return numbered_classes([pool.label_names[j] for j in distinct], codes, wanted, where)
+    return numbered_classes([pool.label_names[j] for j in distinct], codes, classes, where)
 
 
 def names_file(labels: str) -> Path | None:

@@ -94,15 +94,15 @@ class FedALA(SharedWeights):
         if not local:
             return {}, {}
         received = {name: down.tensors[name].to(tensor) for name, tensor in local.items()}
-        known = part_of(client.memory, "ala")
+        memory = part_of(client.memory, "ala")
         amounts = {
-            name: known[name].to(client.device) if known else torch.ones_like(tensor)
+            name: memory[name].to(client.device) if memory else torch.ones_like(tensor)
             for name, tensor in local.items()
         }
         devices = [client.device] if client.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             seeds.seed_layers(client.device, client.seed, "ala-layers", client.key, client.round)
-            passes = self._learn(client, local, received, amounts, once=bool(known))
+            passes = self._learn(client, local, received, amounts, once=bool(memory))
         load_parameters(client.model, mix(local, received, amounts))
         mean = torch.cat([a.flatten() for a in amounts.values()]).mean()
         return amounts, {"ala.mean": float(mean), "ala.passes": float(passes)}

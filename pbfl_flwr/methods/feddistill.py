@@ -136,8 +136,8 @@ class FedDistill(Method[DistillState, Logits, Logits]):
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
             logits = forward(client.model, inputs)[1]
-            seen = logits.detach()
-            outputs.add(seen.softmax(dim=1) if self.form == "paper" else seen, labels)
+            values = logits.detach()
+            outputs.add(values.softmax(dim=1) if self.form == "paper" else values, labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
             if down.num_present:
                 terms["distillation"] = self.weight * distillation(logits, labels, table, self.form)

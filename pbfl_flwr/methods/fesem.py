@@ -88,8 +88,8 @@ class Centres:
 
     def of(self, client: int) -> Weights:
         """Return a client's model; for a client that never answered, the one with the most clients."""
-        known = client < len(self.assigned) and int(self.assigned[client]) != NOBODY
-        return self.weights[int(self.assigned[client]) if known else int(self.sizes().argmax())]
+        has_centre = client < len(self.assigned) and int(self.assigned[client]) != NOBODY
+        return self.weights[int(self.assigned[client]) if has_centre else int(self.sizes().argmax())]
 
 
 @dataclass(frozen=True)
@@ -132,17 +132,17 @@ class FeSEM(Method[Centres, Weights, Weights]):
             return state
         clients = list(uploads)
         if len(state.assigned):
-            chosen = self._distances(uploads.values(), state.weights).argmin(dim=1)
+            clusters = self._distances(uploads.values(), state.weights).argmin(dim=1)
             centres = state.weights
         else:
-            chosen = self._first_clusters(list(uploads.values()), state.weights[0], round_info)
+            clusters = self._first_clusters(list(uploads.values()), state.weights[0], round_info)
             centres = state.weights * self.centres
         size = max(round_info.num_clients, 1 + max(clients), len(state.assigned))  # clients may have joined
         assigned = torch.full((size,), NOBODY, dtype=torch.int64)
         assigned[: len(state.assigned)] = state.assigned
-        assigned[clients] = chosen
+        assigned[clients] = clusters
         members = [
-            {i: uploads[i] for i, k in zip(clients, chosen.tolist(), strict=True) if k == centre}
+            {i: uploads[i] for i, k in zip(clients, clusters.tolist(), strict=True) if k == centre}
             for centre in range(len(centres))
         ]
         moved = [average(c, those, self.weighting) for c, those in zip(centres, members, strict=True)]

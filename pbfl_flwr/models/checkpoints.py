@@ -103,7 +103,7 @@ def body_of(architecture: str, tensors: Mapping[str, Tensor], where: str) -> dic
         raise PbflError(f"{where}: must be weights of {kinds}; {first}")
     if strange := sorted(n for n in set(tensors) - set(theirs) if not n.startswith(BEHIND_THE_BODY)):
         raise PbflError(f"{where}: torchvision's {architecture} has no '{strange[0]}'")
-    taken = {}
+    body = {}
     for our_name, (their_name, shape) in zip(ours, theirs.items(), strict=True):
         tensor = tensors.get(their_name, torch.tensor(0))
         if tensor.shape != shape and not their_name.endswith(POSITIONS):
@@ -111,8 +111,8 @@ def body_of(architecture: str, tensors: Mapping[str, Tensor], where: str) -> dic
                 f"{where}: '{their_name}' has shape {tuple(tensor.shape)}, in torchvision's {architecture} "
                 f"{tuple(shape)}"
             )
-        taken[our_name] = tensor
-    return taken
+        body[our_name] = tensor
+    return body
 
 
 def as_file(body: Mapping[str, Tensor]) -> bytes:

@@ -112,8 +112,8 @@ def _interpolated(positions: Tensor, length: int) -> Tensor:
 
     side = round((length - 1) ** 0.5)
     name = f"encoder.{POSITIONS}"
-    done: Tensor = interpolate_embeddings(side, 1, {name: positions})[name]
-    return done
+    embedding: Tensor = interpolate_embeddings(side, 1, {name: positions})[name]
+    return embedding
 
 
 def _missing(name: str, file: Path, error: OSError) -> str:

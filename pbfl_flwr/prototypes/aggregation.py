@@ -192,8 +192,10 @@ def keep_stale(
         return Prototypes(fresh.values.clone(), fresh.present.clone()), new_ages
     stale = previous.present & ~fresh.present
     values = torch.where(stale.unsqueeze(1), previous.values, fresh.values)
-    known = ages if ages is not None else torch.where(previous.present, 0, -1)
-    return Prototypes(values, previous.present | fresh.present), torch.where(stale, known + 1, new_ages)
+    previous_ages = ages if ages is not None else torch.where(previous.present, 0, -1)
+    return Prototypes(values, previous.present | fresh.present), torch.where(
+        stale, previous_ages + 1, new_ages
+    )
 
 
 class _Sum:

@@ -64,8 +64,8 @@ class Combination:
         if rule == "trimmed-mean":
             return trimmed_mean(sent, self.stages.trim_share)
         if rule == "ppa":
-            known = None if self.stages.sends_total else self._expected_total(uploads, round_info)
-            return ppa(sent, K, known, stale_weights)
+            total = None if self.stages.sends_total else self._expected_total(uploads, round_info)
+            return ppa(sent, K, total, stale_weights)
         if rule == "aps-mean":
             combined = aps(sent, 1.0, "mean", stale_weights)  # μ is applied by the client
             # A mean over holders does not grow with the number of answers, so μ is based on the samples of all clients.

@@ -210,14 +210,14 @@ def _even_difference_sets(sizes: list[int], order: int, random: Random) -> list[
         return np.concatenate([(of - others) % order, (others - of) % order])
 
     for members in sets:
-        chosen = np.flatnonzero(members)
-        counts += np.bincount(((chosen[:, None] - chosen) % order).ravel(), minlength=order)
+        positions = np.flatnonzero(members)
+        counts += np.bincount(((positions[:, None] - positions) % order).ravel(), minlength=order)
     counts[0] = 0
     movable = [members for members, size in zip(sets, sizes, strict=True) if 1 < size < order]
     for _ in range(400 if movable else 0):
         members = movable[random.randint(len(movable))]
-        chosen = np.flatnonzero(members)
-        out = int(chosen[random.randint(len(chosen))])
+        positions = np.flatnonzero(members)
+        out = int(positions[random.randint(len(positions))])
         counts -= np.bincount(differences(members, out), minlength=order)
         members[out] = False
         rest = np.flatnonzero(members)
@@ -250,18 +250,18 @@ def _make_distinct(masks: Masks, ones: int, random: Random) -> None:
     a row that does not exist yet. Every such move lowers the sum of squared loads.
     """
     rows, columns = masks.shape
-    seen: set[bytes] = set()
+    patterns: set[bytes] = set()
     repeated: list[int] = []
     for index, row in enumerate(masks):
-        if row.tobytes() in seen:
+        if row.tobytes() in patterns:
             repeated.append(index)
-        seen.add(row.tobytes())
+        patterns.add(row.tobytes())
     if not repeated:
         return
-    unused = _unused_rows(columns, ones, seen, len(repeated), rows, random)
+    unused = _unused_rows(columns, ones, patterns, len(repeated), rows, random)
     for index, row in zip(repeated, unused, strict=True):
         masks[index] = row
-        seen.add(row.tobytes())
+        patterns.add(row.tobytes())
     while True:
         loads = masks.sum(0, dtype=np.int64)
         heavy, light = int(loads.argmax()), int(loads.argmin())
@@ -270,29 +270,29 @@ def _make_distinct(masks: Masks, ones: int, random: Random) -> None:
         for index in np.flatnonzero(masks[:, heavy] > masks[:, light]).tolist():
             moved = masks[index].copy()
             moved[heavy], moved[light] = 0, 1
-            if moved.tobytes() not in seen:
-                seen.remove(masks[index].tobytes())
-                seen.add(moved.tobytes())
+            if moved.tobytes() not in patterns:
+                patterns.remove(masks[index].tobytes())
+                patterns.add(moved.tobytes())
                 masks[index] = moved
                 break
 
 
 def _unused_rows(
-    columns: int, ones: int, seen: set[bytes], needed: int, rows: int, random: Random
+    columns: int, ones: int, patterns: set[bytes], needed: int, rows: int, random: Random
 ) -> list[Masks]:
     unused: dict[bytes, Masks] = {}
     if math.comb(columns, ones) <= 4 * rows:
-        for chosen in combinations(range(columns), ones):
+        for positions in combinations(range(columns), ones):
             row = np.zeros(columns, np.uint8)
-            row[list(chosen)] = 1
-            if row.tobytes() not in seen:
+            row[list(positions)] = 1
+            if row.tobytes() not in patterns:
                 unused[row.tobytes()] = row
         candidates = list(unused.values())
         return [candidates[index] for index in random.permutation(len(candidates))[:needed]]
     while len(unused) < needed:  # at least three in four draws are unused
         row = np.zeros(columns, np.uint8)
         row[random.permutation(columns)[:ones]] = 1
-        if row.tobytes() not in seen:
+        if row.tobytes() not in patterns:
             unused[row.tobytes()] = row
     return list(unused.values())
 

@@ -132,7 +132,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Train with prototype regularisation, then send the local ones."""
         stages = self.stages
         targets = self._targets(client, down)  # (K, d)
-        known, present = down.num_present > 0, down.present.to(client.device)
+        has_prototypes, present = down.num_present > 0, down.present.to(client.device)
         beta = proportional_weights(client.data.counts).to(client.device)  # β_i of CPKD
         table = self.sparsity.masks(client.task) if stages.cps_regularizer == "masked" else None
         inside = None if table is None else table.to(client.device)
@@ -144,7 +144,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             features, logits = forward(client.model, inputs)
             collector.add(features, labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
-            if known:
+            if has_prototypes:
                 terms["regularizer"] = stages.regularizer_weight * self.regularizer(
                     features,
                     labels,

@@ -161,8 +161,8 @@ class Release:
         keys, counts = self.settings, client.data.counts
         behind = torch.minimum(counts, seen)
         large_enough = behind >= self.minimum
-        shown = bucketed(counts, keys.count_bucket)
-        rows = scale_by_counts(means, shown) if self.scaled else means
+        sizes = bucketed(counts, keys.count_bucket)
+        rows = scale_by_counts(means, sizes) if self.scaled else means
         rows = rows if narrow is None else narrow(rows)
         if keys.dp_clip and keys.dp_unit == "client":
             rows = clip_norms(rows, keys.dp_clip)
@@ -179,7 +179,7 @@ class Release:
             releases = 1 + int(client.memory.get(RELEASES, torch.zeros(())))
             memory[RELEASES] = torch.tensor(releases)
             metrics["epsilon"] = epsilon_of(keys.dp_noise, releases, keys.dp_delta)
-        table = Prototypes(rows, present, shown * large_enough, int(shown.sum()))
+        table = Prototypes(rows, present, sizes * large_enough, int(sizes.sum()))
         return Update(table, memory, metrics)
 
     def sensitivity(self, num_classes: int) -> float:
@@ -310,8 +310,8 @@ def release(
 def stronger_settings(settings: PrivacySettings) -> list[str]:
     """Return the settings stronger than the default, as ``key = value``, for methods that do not support them."""
     plain = PrivacySettings()
-    asked = ("dense_uploads", "count_bucket", "dp_clip", "dp_noise", "secure_aggregation")
-    more = [key for key in asked if getattr(settings, key) != getattr(plain, key)]
+    protections = ("dense_uploads", "count_bucket", "dp_clip", "dp_noise", "secure_aggregation")
+    more = [key for key in protections if getattr(settings, key) != getattr(plain, key)]
     if settings.min_class_count not in ("auto", *PROTOCOLS["min-class-count"].values()):
         more.append("min_class_count")
     return [f"{key.replace('_', '-')} = {getattr(settings, key)!r}" for key in more]

@@ -114,8 +114,8 @@ def resolved(settings: Settings, named: Stages) -> Stages:
     Raises:
         PbflError: if two stages do not fit together.
     """
-    chosen = {name: value for name, value in settings.prototypes if value != "auto"}
-    stages = Stages.model_validate({**named.model_dump(), **chosen})
+    overrides = {name: value for name, value in settings.prototypes if value != "auto"}
+    stages = Stages.model_validate({**named.model_dump(), **overrides})
     if stages.norm_bound and stages.rule.scaled:
         raise PbflError(
             f"norm-bound = {stages.norm_bound}: with aggregation = '{stages.aggregation}' rows are scaled by sample "

@@ -25,5 +25,5 @@ def keep_freed_memory() -> bool:
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    wanted = {M_MMAP_THRESHOLD: LARGEST_INT, M_TRIM_THRESHOLD: LARGEST_INT, M_TOP_PAD: TOP_PAD_BYTES}
-    return all(mallopt(parameter, value) == 1 for parameter, value in wanted.items())
+    options = {M_MMAP_THRESHOLD: LARGEST_INT, M_TRIM_THRESHOLD: LARGEST_INT, M_TOP_PAD: TOP_PAD_BYTES}
+    return all(mallopt(parameter, value) == 1 for parameter, value in options.items())

@@ -89,15 +89,15 @@ def _scores(
 
 
 def _areas(labels: Tensor, scored: Mapping[str, Sequence[Tensor]]) -> dict[str, Areas]:
-    known = labels.cpu().numpy()
+    truth = labels.cpu().numpy()
     return {
-        name: areas(known, torch.cat(list(parts)).double().cpu().numpy()) for name, parts in scored.items()
+        name: areas(truth, torch.cat(list(parts)).double().cpu().numpy()) for name, parts in scored.items()
     }
 
 
 def _by_class(labels: Tensor, answers: Mapping[str, Sequence[Tensor]], num_classes: int) -> ByClass:
     """Return the counts of a whole pass. Done after it, so that the GPU is waited for once per predictor, not batch."""
-    known = labels.cpu()
+    truth = labels.cpu()
 
     def count(classes: Tensor) -> list[int]:
         each: list[int] = torch.bincount(classes, minlength=num_classes).tolist()
@@ -105,6 +105,6 @@ def _by_class(labels: Tensor, answers: Mapping[str, Sequence[Tensor]], num_class
 
     right, answered = {}, {}
     for name, parts in answers.items():
-        answer = torch.cat(list(parts)).cpu() if parts else known[:0]
-        right[name], answered[name] = count(known[answer == known]), count(answer)
-    return ByClass(count(known), right, answered)
+        answer = torch.cat(list(parts)).cpu() if parts else truth[:0]
+        right[name], answered[name] = count(truth[answer == truth]), count(answer)
+    return ByClass(count(truth), right, answered)

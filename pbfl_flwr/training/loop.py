@@ -117,9 +117,9 @@ def fit(
         Diverged: if a mean loss term or a final weight is not finite.
     """
     settings, data, model = client.training, client.data, client.model
-    chosen = [param_group(model)] if param_groups is None else list(param_groups)
+    parts = [param_group(model)] if param_groups is None else list(param_groups)
     factor = rate_factor(settings, client.round)
-    groups = [_scaled(group, factor) for group in chosen if group.parameters]
+    groups = [_scaled(group, factor) for group in parts if group.parameters]
     if not groups:
         return FitReport(0, 0, {}, {})
     names = _names(model, groups)
@@ -174,8 +174,8 @@ def fit(
 def _names(model: SplitModel, groups: Sequence[ParamGroup]) -> dict[str, nn.Parameter]:
     """Return trained parameters by name: the network's under their own, others as ``beside.<position among them>``."""
     trained = [parameter for group in groups for parameter in group.parameters]
-    known = {id(parameter) for parameter in trained}
-    names = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in known}
+    identities = {id(parameter) for parameter in trained}
+    names = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in identities}
     in_network = {id(parameter) for parameter in names.values()}
     others = (parameter for parameter in trained if id(parameter) not in in_network)
     return names | {f"beside.{place}": parameter for place, parameter in enumerate(others)}

@@ -164,10 +164,10 @@ def label_column(path: Path, names: Sequence[str], settings: DataSettings) -> st
     """
     if len(names) < 2:
         raise PbflError(f"{path} has {len(names)} columns; must be 2 or more, {_FORM}")
-    wanted = settings.label_column
-    if wanted and wanted not in names:
-        raise PbflError(f"label-column = '{wanted}': {path} has no such column; it has {shown(names)}")
-    return wanted or (LABEL if LABEL in names else names[-1])
+    column = settings.label_column
+    if column and column not in names:
+        raise PbflError(f"label-column = '{column}': {path} has no such column; it has {shown(names)}")
+    return column or (LABEL if LABEL in names else names[-1])
 
 
 def classes_and_clients(

@@ -131,8 +131,8 @@ def _partition_ids(train: Dataset, settings: DataSettings) -> Rows:
     name, options = settings.partitioner, named_values(settings.partitioner_settings)
     kind = getattr(partitioners, name, None)
     if name not in partitioners.__all__ or kind is None:
-        known = ", ".join(sorted(entry for entry in partitioners.__all__ if entry != "Partitioner"))
-        raise PbflError(f"partitioner = '{name}': flwr-datasets has no such class; must be one of {known}")
+        allowed = ", ".join(sorted(entry for entry in partitioners.__all__ if entry != "Partitioner"))
+        raise PbflError(f"partitioner = '{name}': flwr-datasets has no such class; must be one of {allowed}")
     columns = [column for column, feature in train.features.items() if not isinstance(feature, Image)]
     numbered = train.select_columns(columns).add_column(ROW, np.arange(len(train)))
     ids = np.full(len(train), -1, dtype=np.int64)
@@ -150,10 +150,10 @@ def _label_column(train: Dataset, settings: DataSettings) -> str:
     from datasets import ClassLabel
 
     names, where = train.column_names, settings.data_dir
-    if wanted := settings.label_column or (LABEL if LABEL in names else ""):
-        if wanted not in names:
-            raise PbflError(f"label-column = '{wanted}': {where} has no such column; it has {shown(names)}")
-        return str(wanted)
+    if column := settings.label_column or (LABEL if LABEL in names else ""):
+        if column not in names:
+            raise PbflError(f"label-column = '{column}': {where} has no such column; it has {shown(names)}")
+        return str(column)
     classes = [name for name, feature in train.features.items() if isinstance(feature, ClassLabel)]
     if len(classes) != 1:
         raise PbflError(f"{where}: set label-column to the column with the classes; it has {shown(names)}")

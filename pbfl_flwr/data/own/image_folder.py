@@ -40,16 +40,16 @@ def image_folder(settings: DataSettings) -> Pool:
     if not root.is_dir():
         raise PbflError(f"dataset '{settings.dataset}': {root} is a file; it should be {_WHAT}")
     train_dir = root / "train" if (root / "train").is_dir() else root
-    wanted = list(settings.classes) or None
-    train, class_folders = labelled_files(train_dir, settings.dataset, wanted)
-    if wanted:
+    names = list(settings.classes) or None
+    train, class_folders = labelled_files(train_dir, settings.dataset, names)
+    if names:
         known_classes(list(class_folders), settings.classes, str(train_dir))
     elif {name.casefold() for name in class_folders} <= _PARTS:
         raise PbflError(
             f"dataset '{settings.dataset}': {train_dir} holds {', '.join(class_folders)}, which would become the "
             "classes; must be train/<class>/* and test/<class>/*, in lower case"
         )
-    classes = wanted or list(class_folders)
+    classes = names or list(class_folders)
     test: list[tuple[Path, int]] = []
     tested: dict[str, Path] = {}
     if train_dir != root and (root / "test").is_dir():
@@ -149,8 +149,8 @@ def labelled_files(
                 "in spaces or Unicode form; must be one"
             )
         empty = classes is not None
-        wanted = enumerate(folder_of if classes is None else classes)
-        numbers = {folder_of[name].name: number for number, name in wanted if name in folder_of}
+        numbered = enumerate(folder_of if classes is None else classes)
+        numbers = {folder_of[name].name: number for number, name in numbered if name in folder_of}
         samples = (
             make_dataset(str(folder), numbers, is_valid_file=taken, allow_empty=empty) if numbers else []
         )

@@ -78,25 +78,25 @@ def decode_images(
     """
     labels = np.empty(total, dtype=np.int64)
     inputs: NDArray[Any] | None = None
-    row, resized, wanted = 0, 0, side
+    row, resized, target = 0, 0, side
     mode = "L" if channels == 1 else "RGB"
     try:
         for row, (image, label) in enumerate(samples):
             labels[row] = label
             converted = image if image.mode == mode else image.convert(mode)
-            wanted = wanted or converted.size
+            target = target or converted.size
             if inputs is None:
-                inputs = allocate((total, channels, wanted[1], wanted[0]), np.uint8)
-            if converted.size != wanted:
-                converted = converted.resize(wanted, Image.Resampling.BILINEAR)
+                inputs = allocate((total, channels, target[1], target[0]), np.uint8)
+            if converted.size != target:
+                converted = converted.resize(target, Image.Resampling.BILINEAR)
                 resized += 1
-            inputs[row] = np.asarray(converted).reshape(wanted[1], wanted[0], channels).transpose(2, 0, 1)
+            inputs[row] = np.asarray(converted).reshape(target[1], target[0], channels).transpose(2, 0, 1)
     except OSError as error:
         raise PbflError(f"{where} holds an image after row {row} that cannot be read: {error}") from error
-    if inputs is None or wanted is None:
+    if inputs is None or target is None:
         raise PbflError(f"no image in {where}")
     notes: tuple[str, ...] = ()
     if side is None and resized:
-        size = f"{wanted[0]}x{wanted[1]}"
+        size = f"{target[0]}x{target[1]}"
         notes = (f"{resized} of {total} images were resized to {size}, the size of the first image",)
     return inputs, labels, notes

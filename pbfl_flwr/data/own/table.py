@@ -50,24 +50,24 @@ def table(settings: DataSettings) -> Pool:
     return cached(settings, [path], decode)
 
 
-def features(path: Path, wanted: Sequence[str] | None, without: Sequence[str] = ()) -> NDArray[np.float32]:
+def features(path: Path, columns: Sequence[str] | None, without: Sequence[str] = ()) -> NDArray[np.float32]:
     """Return columns of a file by name, (N, F), as input for a trained model.
 
     Args:
         path: a CSV or Parquet file.
-        wanted: the columns, in this order; None takes all.
-        without: names to leave out if ``wanted`` is None.
+        columns: the columns, in this order; None takes all.
+        without: names to leave out if ``columns`` is None.
 
     Raises:
         PbflError: as :func:`table`.
     """
     names = column_names(path)
-    wanted = [name for name in names if name not in without] if wanted is None else wanted
-    if absent := [name for name in wanted if name not in names]:
+    columns = [name for name in names if name not in without] if columns is None else columns
+    if absent := [name for name in columns if name not in names]:
         raise PbflError(f"{path} has no column '{absent[0]}'; it has {shown(names)}")
-    if not wanted:
+    if not columns:
         raise PbflError(f"{path} has no feature column; it has {shown(names)}")
-    return _numbers(read_table(path, names, ())[[*wanted]], path)
+    return _numbers(read_table(path, names, ())[[*columns]], path)
 
 
 def _decode(path: Path, settings: DataSettings) -> Pool:

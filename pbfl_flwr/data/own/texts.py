@@ -115,20 +115,24 @@ def read_vocabulary(path: Path) -> tuple[str, ...]:
         )
     if len(words) > MAX_WORDS:
         raise PbflError(f"vocabulary {path} has {len(words)} lines; must be at most {MAX_WORDS}")
-    seen: set[str] = set()
+    earlier_words: set[str] = set()
     for line, word in enumerate(words, start=1):
-        if not word or word != word.strip() or word in seen:
+        if not word or word != word.strip() or word in earlier_words:
             problem = (
-                "is empty" if not word.strip() else f"repeats '{word[:40]}'" if word in seen else "has spaces"
+                "is empty"
+                if not word.strip()
+                else f"repeats '{word[:40]}'"
+                if word in earlier_words
+                else "has spaces"
             )
             raise PbflError(
                 f"vocabulary {path}, line {line} {problem}; must be one token per line, each once"
             )
-        seen.add(word)
+        earlier_words.add(word)
     return words
 
 
-def texts_of(path: Path, wanted: str = "") -> Iterator[str]:
+def texts_of(path: Path, text_column_name: str = "") -> Iterator[str]:
     """Yield the texts of a file: the column of a table, or the lines of a .txt file.
 
     Raises:
@@ -136,7 +140,7 @@ def texts_of(path: Path, wanted: str = "") -> Iterator[str]:
     """
     if path.suffix.lower() in SUFFIXES:
         names = column_names(path)
-        name = text_column(path, names, wanted)
+        name = text_column(path, names, text_column_name)
         yield from text_cells(read_table(path, names, names)[name], name, path)
     elif path.suffix.lower() == LINES:
         try:

@@ -88,11 +88,11 @@ def pathological_indices(
     raise there), equal parts are used.
     """
     num_classes = _num_classes(labels, num_classes)
-    wanted = np.full(num_clients, classes_per_client)
+    vacancies = np.full(num_clients, classes_per_client)
     hands: list[list[Rows]] = [[np.empty(0, dtype=np.int64)] for _ in range(num_clients)]
     left_out: list[int] = []
     for k in range(num_classes):
-        holders = np.flatnonzero(wanted > 0)[: ceil((num_clients / num_classes) * classes_per_client)]
+        holders = np.flatnonzero(vacancies > 0)[: ceil((num_clients / num_classes) * classes_per_client)]
         rows = np.flatnonzero(labels == k)
         if len(holders) == 0:
             left_out += [k] if len(rows) else []
@@ -106,7 +106,7 @@ def pathological_indices(
             pieces = np.array_split(rows, len(holders))
         for client, piece in zip(holders, pieces, strict=True):
             hands[client].append(piece)
-            wanted[client] -= 1
+            vacancies[client] -= 1
     notes: tuple[str, ...] = ()
     if left_out:
         notes = (

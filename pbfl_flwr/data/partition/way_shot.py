@@ -47,23 +47,23 @@ def way_shot_splits(
         if not holders:
             continue
         train_rows, test_rows = _rows_of_class(pool, settings, k)
-        wanted = [int(shots[client]) for client in holders]
-        if sum(wanted) > len(train_rows):
+        sizes = [int(shots[client]) for client in holders]
+        if sum(sizes) > len(train_rows):
             raise PbflError(
                 f"shots = {settings.shots}, shots-deviation = {settings.shots_deviation}: class {k} has "
-                f"{len(train_rows)} training samples, but its {len(holders)} clients need {sum(wanted)}; allowed "
+                f"{len(train_rows)} training samples, but its {len(holders)} clients need {sum(sizes)}; allowed "
                 "are fewer shots, ways or clients"
             )
         for client, rows in zip(
-            holders, _blocks(train_rows, holders, wanted, block, num_clients, rng), strict=True
+            holders, _blocks(train_rows, holders, sizes, block, num_clients, rng), strict=True
         ):
             train[client].append(rows)
         test_shots = min(TEST_SHOTS, len(test_rows) // len(holders))
         if test_shots < TEST_SHOTS:
             notes.append(f"class {k}: {test_shots} test samples per client instead of {TEST_SHOTS}")
-        asked = [test_shots] * len(holders)
+        test_sizes = [test_shots] * len(holders)
         for client, rows in zip(
-            holders, _blocks(test_rows, holders, asked, TEST_SHOTS, num_clients, rng), strict=True
+            holders, _blocks(test_rows, holders, test_sizes, TEST_SHOTS, num_clients, rng), strict=True
         ):
             test[client].append(rows)
     splits = tuple(Split(np.concatenate(a), np.concatenate(b)) for a, b in zip(train, test, strict=True))

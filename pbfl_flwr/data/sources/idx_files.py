@@ -80,16 +80,16 @@ def _load(
     root = data_root(settings)
     raw = root / folder / "raw"
     places = (root, raw) if settings.data_dir else (root, raw, *elsewhere)
-    chosen = next((paths for place in places if (paths := _idx_files(place, files))), None)
-    if chosen is None:
+    sources = next((paths for place in places if (paths := _idx_files(place, files))), None)
+    if sources is None:
         if not settings.download:
             raise missing(settings, [place / files[0] for place in places], raw)
         fetch(settings, [raw / file for file in files], raw, lambda: download(root))
-        chosen = [raw / file for file in files]
+        sources = [raw / file for file in files]
 
     def decode(allocate: Allocate) -> Pool:
         arrays = []
-        for number, path in enumerate(chosen):
+        for number, path in enumerate(sources):
             try:
                 arrays.append(_read(path, axes=1 if number % 2 else 3))
             except UNREADABLE as error:
@@ -97,7 +97,7 @@ def _load(
         inputs, labels = np.concatenate(arrays[::2])[:, None], np.concatenate(arrays[1::2]).astype(np.int64)
         return Pool(inputs, labels, label_names, num_train=len(arrays[1]))
 
-    return cached(settings, chosen, decode)
+    return cached(settings, sources, decode)
 
 
 def _read(path: Path, axes: int) -> NDArray[np.uint8]:

@@ -38,8 +38,8 @@ def contrast(
     if not temperature > 0:
         raise PbflError(f"the temperature of the contrastive loss is {temperature}; it must be positive")
     present = present.to(features.device)
-    known = prototypes.detach().to(features).masked_fill(~present.unsqueeze(1), 0.0)
-    units = F.normalize(known, dim=1, eps=SMALLEST_NORM)
+    table = prototypes.detach().to(features).masked_fill(~present.unsqueeze(1), 0.0)
+    units = F.normalize(table, dim=1, eps=SMALLEST_NORM)
     cosines = F.normalize(features, dim=1, eps=SMALLEST_NORM) @ units.T  # (B, K)
     scores = (cosines / temperature).masked_fill(~present, torch.finfo(cosines.dtype).min)  # exp gives 0
     targets = labels.masked_fill(~present[labels], ABSENT)

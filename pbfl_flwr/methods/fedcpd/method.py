@@ -132,7 +132,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         """L_ce + α·L_align + β·L_pcl + γ·L_fd, without terms that are disabled or lack prototypes or a teacher."""
         config, model = self.config, client.model
         values, present = prototypes.values.to(client.device), prototypes.present.to(client.device)
-        known = prototypes.num_present > 0
+        has_prototypes = prototypes.num_present > 0
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
             terms: dict[str, Tensor] = {}
@@ -145,9 +145,9 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
                     convolutional(maps), *teacher(inputs), config.map_reduction == "sum"
                 )
                 terms["memory"] = config.distill_weight * difference
-            if config.align_weight and known:
+            if config.align_weight and has_prototypes:
                 terms["align"] = config.align_weight * alignment_loss(features, labels, values, present)
-            if config.contrast_weight and known:
+            if config.contrast_weight and has_prototypes:
                 cosines = contrast(features, labels, values, present, config.temperature)
                 terms["contrast"] = config.contrast_weight * cosines
             return {"ce": nn.functional.cross_entropy(logits, labels), **terms}

@@ -141,9 +141,9 @@ class FedGen(Method[GenerativeState, GeneratorBroadcast, LabelledHead]):
         def loss(inputs: Tensor, labels: Tensor, *generated: Tensor) -> dict[str, Tensor]:
             terms = {"ce": nn.functional.cross_entropy(forward(client.model, inputs)[1], labels)}
             if generated:
-                features, drawn = generated
+                features, targets = generated
                 scores: Tensor = client.model.head(features)
-                terms["generated"] = nn.functional.cross_entropy(scores, drawn)
+                terms["generated"] = nn.functional.cross_entropy(scores, targets)
             return terms
 
         report = fit(client, loss, draw=draw)
@@ -157,11 +157,11 @@ class FedGen(Method[GenerativeState, GeneratorBroadcast, LabelledHead]):
         """Average the heads, then train the generator against the average."""
         heads = {client: upload.weights for client, upload in uploads.items()}
         head = average(state.taught.weights, heads, self.weighting)
-        known = {**state.clients, **{client: upload.label_counts for client, upload in uploads.items()}}
-        counts = torch.stack([*known.values()]).sum(0) if known else state.taught.label_counts
+        clients = {**state.clients, **{client: upload.label_counts for client, upload in uploads.items()}}
+        counts = torch.stack([*clients.values()]).sum(0) if clients else state.taught.label_counts
         taught = replace(state.taught, weights=head, label_counts=counts)
         if not self.config.persist or not bool(counts.any()):
-            return replace(state, taught=taught, clients=known)
+            return replace(state, taught=taught, clients=clients)
         random = seeds.generator(round_info.seed, "fedgen", round_info.number)
 
         def loss(network: FeatureGenerator) -> Tensor:
@@ -174,7 +174,7 @@ class FedGen(Method[GenerativeState, GeneratorBroadcast, LabelledHead]):
             state.generator, network, loss, self.config.server_steps, self.config.server_learning_rate
         )
         return GenerativeState(
-            replace(taught, generator=Weights(generator.tensors)), generator, known, mean_loss
+            replace(taught, generator=Weights(generator.tensors)), generator, clients, mean_loss
         )
 
     def validate(self, upload: LabelledHead, state: GenerativeState, task: Task) -> None:

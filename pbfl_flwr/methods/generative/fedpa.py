@@ -137,9 +137,9 @@ def generator_loss(
         logits = nn.functional.linear(features, weight, bias)
         each = nn.functional.cross_entropy(logits, labels, reduction="none")
         total = total + generation * (omega[labels] * each).mean()
-    if table is None or not bool((known := table.present[labels]).any()):
+    if table is None or not bool((has_prototype := table.present[labels]).any()):
         return total
-    away = nn.functional.mse_loss(features[known], table.values[labels[known]])
+    away = nn.functional.mse_loss(features[has_prototype], table.values[labels[has_prototype]])
     return total - adversarial * away
 
 
@@ -193,19 +193,19 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         draw = sampler(self.shape, client, down, client.training.batch_size, by_batch=False)
         table = down.prototypes or Prototypes.empty(K, d)
         values, present = table.values.to(client.device), table.present.to(client.device)
-        known = table.num_present > 0
+        has_prototypes = table.num_present > 0
         a, b = generation_weight(t), prototype_weight(t)
-        seen = ClassSums(K, d, client.device)
+        sums = ClassSums(K, d, client.device)
 
         def loss(inputs: Tensor, labels: Tensor, *generated: Tensor) -> dict[str, Tensor]:
             z, logits = forward(client.model, inputs)
-            seen.add(z, labels)
+            sums.add(z, labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
             if generated:
-                features, drawn = generated
+                features, targets = generated
                 scores: Tensor = client.model.head(features)
-                terms["generated"] = a * nn.functional.cross_entropy(scores, drawn)
-            if known:
+                terms["generated"] = a * nn.functional.cross_entropy(scores, targets)
+            if has_prototypes:
                 terms["regularizer"] = b * regularizer.prototype_regularizer(
                     z, labels, values, present, form="mse"
                 )
@@ -215,7 +215,7 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         rate = client.training.learning_rate * self.config.client_rate_decay**t
         param_groups = [param_group(client.model, rate)]
         report = fit(client, loss, param_groups=param_groups, draw=draw, epochs=steps, max_steps=steps)
-        upload = WeightsAndPrototypes(answer(client, "all"), Prototypes(*seen.means()))
+        upload = WeightsAndPrototypes(answer(client, "all"), Prototypes(*sums.means()))
         return Update(upload, report.optimizer, report.metrics())
 
     def aggregate(

@@ -164,14 +164,14 @@ def clusters(means: Floats, stds: Floats, threshold: float) -> list[NDArray[np.i
         stds: (N, d).
         threshold: S_C.
     """
-    left = np.arange(len(means))
+    rest = np.arange(len(means))
     groups = []
-    while len(left):
-        seed = left[:1]
-        near = bhattacharyya(means[seed], stds[seed], means[left], stds[left])[0] < threshold
+    while len(rest):
+        seed = rest[:1]
+        near = bhattacharyya(means[seed], stds[seed], means[rest], stds[rest])[0] < threshold
         near[0] = True
-        groups.append(left[near])
-        left = left[~near]
+        groups.append(rest[near])
+        rest = rest[~near]
     return groups
 
 
@@ -194,7 +194,7 @@ def fuse(
     pooled = Mixtures.concatenated(mixtures, width)
     parts: list[Mixtures] = []
     for label in pooled.labels.unique().tolist():
-        of_class = pooled.chosen(pooled.labels == label)
+        of_class = pooled.subset(pooled.labels == label)
         w, means, stds = (
             tensor.to(torch.float64).numpy() for tensor in (of_class.weights, of_class.means, of_class.stds)
         )
@@ -231,10 +231,10 @@ def sample(mixtures: Mixtures, per_class: int, generator: torch.Generator) -> tu
     rows = []
     for label in mixtures.labels.unique().tolist():
         components = (mixtures.labels == label).nonzero().flatten()
-        drawn = torch.multinomial(
+        indices = torch.multinomial(
             mixtures.weights[components], per_class, replacement=True, generator=generator
         )
-        rows.append(components[drawn])
+        rows.append(components[indices])
     index = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
     index = index[torch.randperm(len(index), generator=generator)]
     noise = torch.randn(len(index), mixtures.means.shape[1], generator=generator)
@@ -274,7 +274,7 @@ class MixtureState:
         other = ~torch.isin(self.owners, torch.tensor(list(uploads), dtype=torch.int64))
         if stale == "drop":
             other = torch.zeros_like(other)
-        parts = [self.latest.chosen(other), *uploads.values()]
+        parts = [self.latest.subset(other), *uploads.values()]
         owners = [torch.full((up.num_components,), client) for client, up in uploads.items()]
         latest = Mixtures.concatenated(parts, self.latest.means.shape[1])
         return replace(self, latest=latest, owners=torch.cat([self.owners[other], *owners]))

@@ -71,7 +71,7 @@ class Mixtures:
         """N, the number of components."""
         return len(self.labels)
 
-    def chosen(self, index: Tensor) -> Mixtures:
+    def subset(self, index: Tensor) -> Mixtures:
         """Return the components selected by an index or a mask."""
         return Mixtures(self.labels[index], self.weights[index], self.means[index], self.stds[index])
 

@@ -126,7 +126,7 @@ def test_fusion_keeps_weight_mean_and_second_moment_of_every_class(seed, count, 
     result = fuse([parts], 3, threshold=threshold, distance=distance)
     assert set(result.labels.tolist()) == set(parts.labels.tolist())
     for label in parts.labels.unique():
-        before, after = (m.chosen(m.labels == label) for m in (parts, result))
+        before, after = (m.subset(m.labels == label) for m in (parts, result))
         assert after.num_components <= before.num_components
         for x, y in zip(moments(before), moments(after), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
@@ -232,7 +232,7 @@ def test_fewer_samples_than_components():
     features = torch.tensor([[0.0, 1], [5, 1], [9, 1], [0, 0], [2, 0], [4, 0], [6, 0], [8, 0]])
     labels = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])
     result, metrics = fit_mixtures([(features, labels)], 2, 4, seed=0)
-    few = result.chosen(result.labels == 0)
+    few = result.subset(result.labels == 0)
     assert metrics[REDUCED] == 1
     assert sorted(few.means[:, 0].tolist()) == pytest.approx([0, 5, 9], abs=1e-5)
     # Each rests on one sample and takes the pooled deviation. Class 0 about its mean 14/3: 122/3; class 1 about 4:
@@ -343,6 +343,6 @@ def test_state_keeps_what_silent_clients_sent_last():
     assert state.owners.tolist() == [0, 4, 4]
     later = state.received({4: third}, "keep")
     assert later.owners.tolist() == [0, 4, 4, 4]
-    assert same(later.latest.chosen(later.owners == 4), third)
+    assert same(later.latest.subset(later.owners == 4), third)
     assert state.received({4: third}, "drop").owners.tolist() == [4, 4, 4]
     assert state.owners.tolist() == [0, 4, 4]
