@@ -226,6 +226,3 @@ def test_the_frame_needs_as_many_dimensions_as_classes(make_method):
         make_method("gfpl").check(narrow, ["mlp5"])
     make_method("gfpl", own={"dual_classifier": False}).check(narrow, ["mlp5"])
     make_method("gfpl").check(Task(6, 6, (1, 16, 16)), ["mlp5"])
-
-
-# Edges ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Weights that somebody kept under a label: bodies begin with them, as the network that they come from goes on."""
 
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -245,14 +244,6 @@ def test_files_that_hold_something_else(
     assert text in " ".join(refused.stderr.split())
     assert not (tmp_path / "harm").exists()
     assert not weights_file("resnet18", "x").exists()
-
-
-def test_the_harm_would_be_done_by_a_reader_that_runs_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    pickle.loads(pickle.dumps(Harmful()))
-    assert (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize(

@@ -111,20 +111,16 @@ def test_rejects_a_gzipped_file_larger_than_the_memory(tmp_path, write_idx, monk
         load_pool(DataSettings(dataset="mnist", data_dir=str(tmp_path)))
 
 
-def test_rejects_labels_in_the_place_of_images(tmp_path, write_idx):
+def test_rejects_files_with_other_content(tmp_path, write_idx):
     write_mnist(tmp_path, write_idx)
-    labels = (tmp_path / "t10k-labels-idx1-ubyte").read_bytes()
-    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(labels)
-    with pytest.raises(PbflError, match="t10k-images-idx3-ubyte is no idx file of bytes with 3 axes"):
-        load_pool(DataSettings(dataset="mnist", data_dir=str(tmp_path)))
-
-
-def test_rejects_a_truncated_idx_file(tmp_path, write_idx):
-    write_mnist(tmp_path, write_idx)
-    broken = tmp_path / "t10k-images-idx3-ubyte"
-    broken.write_bytes(broken.read_bytes()[:500])
-    with pytest.raises(PbflError, match=f"{broken} is incomplete or damaged"):
-        load_pool(DataSettings(dataset="mnist", data_dir=str(tmp_path)))
+    file, labels = tmp_path / "t10k-images-idx3-ubyte", (tmp_path / "t10k-labels-idx1-ubyte").read_bytes()
+    for content, message in (
+        (file.read_bytes()[:500], f"{file} is incomplete or damaged"),
+        (labels, "t10k-images-idx3-ubyte is no idx file of bytes with 3 axes"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(PbflError, match=message):
+            load_pool(DataSettings(dataset="mnist", data_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["mnist", "emnist", "cifar10", "cifar100", "flowers102", "gtsrb"])
