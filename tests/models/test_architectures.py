@@ -115,6 +115,16 @@ def test_features_are_bit_for_bit_torchvisions(name: str, classifier: str, width
 
 
 @pytest.mark.parametrize(
+    ("name", "buffers"),
+    [("resnet8", 2_697), ("mobilenet-v2", 34_164), ("shufflenet-v2", 16_236), ("efficientnet-b0", 42_065)],
+)
+def test_batch_norm_buffers(name: str, buffers: int) -> None:
+    with torch.device("meta"):
+        model = build_model(name, Task(num_classes=10, feature_dim=500, input_shape=RGB), seed=0)
+    assert sum(b.numel() for b in model.buffers()) == buffers
+
+
+@pytest.mark.parametrize(
     ("name", "sizes"),
     [
         # 32x32: the stem quarters the side, each further width halves it
