@@ -43,7 +43,7 @@ def dirichlet_indices(
 
     Everything is redrawn, without reseeding, while the smallest client has fewer than ``min_samples``
     (regulationLee: 1; PFLlib: 40), at most ``MAX_TRIES`` times; the last draw is kept, for :func:`repair` to
-    complete. Where the shares of all clients below N/M underflow to zero (the references divide by zero), the
+    complete. Where the shares of all clients below N/M underflow (the references divide by zero), the
     whole class goes to the smallest client: the limit of alpha -> 0.
     """
     total, num_classes = len(labels), _num_classes(labels, num_classes)
@@ -55,11 +55,11 @@ def dirichlet_indices(
             rows = np.flatnonzero(labels == k)
             rng.shuffle(rows)
             shares = np.where(sizes < total / num_clients, rng.dirichlet(np.repeat(alpha, num_clients)), 0.0)
-            if not shares.sum() > 0:
+            if not 0 < shares.sum() < np.inf:  # also NaN
                 shares = np.eye(num_clients)[int(sizes.argmin())]
                 if len(rows):
                     notes.append(
-                        f"class {k}: all Dirichlet shares are 0, its {len(rows)} samples go to client "
+                        f"class {k}: all Dirichlet shares underflow, its {len(rows)} samples go to client "
                         f"{sizes.argmin()}"
                     )
             shares = shares / shares.sum()

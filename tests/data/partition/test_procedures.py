@@ -77,6 +77,15 @@ def test_dirichlet_gives_the_published_number_of_classes(counts, clients, alpha,
         assert smallest in (None, dealt.sum(axis=1).min())
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_class_whose_shares_underflow_goes_to_the_smallest_client():
+    """With so small an alpha NumPy draws inf and NaN."""
+    deal = dirichlet_indices(labels_of([10] * 4), 2, 0.0005, 1, RandomState(13), 4)
+    assert any("Dirichlet shares underflow" in note for note in deal.notes)
+    assert sorted(np.concatenate(deal.rows)) == list(range(40))
+    assert all(len(rows) % 10 == 0 for rows in deal.rows)
+
+
 def test_redrawing_follows_the_smallest_size_that_is_asked_for():
     # AG News, 4 x 31,900: the first draw has a client of 23 samples; 40 needs 12 tries and gives other counts. FedTGP's
     # cost of .063 M = (ΣK_i + 20·4)·500 fits the first.
