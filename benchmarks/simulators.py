@@ -178,23 +178,18 @@ def main() -> int:
     chosen = parser.parse_args()
     introduce(1)
     seconds: dict[str, list[float]] = {"ours": []}
-    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir=chosen.states) as states:
+    with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_images(folder)
-        options = [
-            "--engine",
-            chosen.engine,
-            "--workers",
-            str(chosen.workers),
-            "--set",
-            f"state-dir={states}",
-        ]
+        options = ["--engine", chosen.engine, "--workers", str(chosen.workers)]
+        keys = PFL if chosen.benchmark == "pfl" else BLAZEFL
         for repeat in range(chosen.repeats):
+            with tempfile.TemporaryDirectory(dir=chosen.states) as states:  # 2 GB with ``pfl``
+                rounds = ours(folder, folder / str(repeat), {**keys, "state-dir": states}, options)
             if chosen.benchmark == "pfl":
-                rounds = ours(folder, folder / str(repeat), PFL, options)
                 seconds["ours"].append(median(rounds[1:-1]))  # after the last one all clients are scored
             else:
-                seconds["ours"].append(fmean(ours(folder, folder / str(repeat), BLAZEFL, options)))
+                seconds["ours"].append(fmean(rounds))
             if chosen.python:
                 run = pfl if chosen.benchmark == "pfl" else blazefl
                 value = run(folder, chosen.python.absolute(), chosen.clone.absolute(), chosen.workers)
