@@ -14,6 +14,7 @@ afterwards.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -287,7 +288,8 @@ def settings_in(method: object) -> dict[str, Scalar]:
     settings: dict[str, Scalar] = {}
     for name, value in attributes.items():
         if isinstance(value, (bool, int, float, str)):
-            settings[name] = value
+            finite = not isinstance(value, float) or math.isfinite(value)
+            settings[name] = value if finite else str(value)  # JSON has no infinity
         settings |= {f"{name}.{inner}": setting for inner, setting in settings_in(value).items()}
     return settings
 

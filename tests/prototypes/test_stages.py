@@ -1,9 +1,11 @@
+import math
+
 import torch
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.method import settings_in
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.prototypes.stages import scale_by_counts
+from pbfl_flwr.prototypes.stages import Stages, scale_by_counts
 
 
 def test_scale_by_counts_by_hand():
@@ -22,3 +24,6 @@ def test_a_run_records_what_the_method_made_of_auto():
         "upscale": 3.0,
     }
     assert settings_in(build_method(parse({"method": "fedavg"}, SECTIONS)))["weighting"] == "samples"
+    assert (
+        settings_in(Stages.model_construct(upscale=math.inf))["upscale"] == "inf"
+    )  # run.json stays readable

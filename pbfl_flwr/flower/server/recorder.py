@@ -65,9 +65,7 @@ class Recorder:
         self.run.remove(ERROR)
         return previous
 
-    def begin(
-        self, experiment: str, method: Method[Any, Any, Any], moment: str, clients: Iterable[ClientRecord]
-    ) -> None:
+    def begin(self, experiment: str, moment: str, clients: Iterable[ClientRecord]) -> None:
         """Write a new run's files before its first round, run.json last; in a simulation also the partition.
 
         Raises:
@@ -80,7 +78,7 @@ class Recorder:
         self._experiment = experiment
         self.run.start(
             configuration=self._settings.as_dict(),
-            method=settings_in(method),
+            method=settings_in(build_method(self._settings)),
             experiment=experiment,
             primary_predictor=self._primary_predictor,
             moment=moment,
@@ -112,7 +110,8 @@ class Recorder:
                 f"num-server-rounds = {num_rounds}: the run has {done} rounds already; must be {done} or more"
             )
         self.run.remove(RESULT)
-        self.run.update(configuration=self._settings.as_dict(), ended_after=None)
+        method = settings_in(build_method(self._settings))  # may depend on the number of rounds
+        self.run.update(configuration=self._settings.as_dict(), method=method, ended_after=None)
         self._open_sinks()
         if resumed is None:
             return None

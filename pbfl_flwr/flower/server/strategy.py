@@ -164,7 +164,7 @@ class MethodStrategy(Strategy):
         if self._recorder is None:
             return
         if previous is None:
-            self._recorder.begin(self.experiment, self.method, self.moment, roster.clients.values())
+            self._recorder.begin(self.experiment, self.moment, roster.clients.values())
             return
         if resumed := self._recorder.resume(self.method.state, roster.task, self._num_rounds):
             state, self.done, self.history = resumed
