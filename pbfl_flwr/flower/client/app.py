@@ -81,6 +81,7 @@ def forget() -> None:
     clear_networks()
     clear_checks()
     forget_data()
+    wire.clear_broadcast()
 
 
 def _guarded(

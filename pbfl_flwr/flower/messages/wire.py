@@ -139,6 +139,11 @@ def _last_broadcast(arrays: tuple[tuple[str, bytes], ...], payload: type[P], tas
     return decode(ArrayRecord(record), payload, task)
 
 
+def clear_broadcast() -> None:
+    """Free the broadcast that :func:`decode_broadcast` remembers."""
+    _last_broadcast.cache_clear()
+
+
 def _load(data: bytes) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, each in memory of its own.
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client.app import forget
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.wire import decode, encode, encode_tensors, ordered
 from pbfl_flwr.payloads import Nothing, Prototypes, RejectedPayload, Weights
@@ -56,6 +57,9 @@ def test_clients_of_a_process_decode_a_broadcast_once() -> None:
     broadcast = wire.decode_broadcast(first, Prototypes, TASK)
     assert wire.decode_broadcast(encode(table(1)), Prototypes, TASK) is broadcast
     assert torch.equal(wire.decode_broadcast(second, Prototypes, TASK).values, table(2).values)
+    last = wire.decode_broadcast(second, Prototypes, TASK)
+    forget()
+    assert wire.decode_broadcast(second, Prototypes, TASK) is not last
     damaged = ArrayRecord({"s": Array("uint8", (4,), second["s"].stype, b"1234")})
     for record in (damaged, ArrayRecord({**first, "t": second["s"]})):
         with pytest.raises(RejectedPayload):
