@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbfl_flwr.payloads.contract import Sizes
-from pbfl_flwr.payloads.plausibility import LARGEST, NO_LIMITS, Plausibility
+from pbfl_flwr.payloads.plausibility import COMPARABLE, LARGEST, LEAST, NO_LIMITS, Plausibility
 
 LIMITS = Plausibility(100.0, counted=True)
 REPORTED = dict.fromkeys(range(6), 50)
@@ -98,7 +98,9 @@ def test_one_of_five_clients_is_bounded_and_does_not_exclude_the_others(
     if not result:
         most = max(max(size.rows.values()) for size in honest)
         assert anything.samples <= 50
-        assert max(anything.tensors.values(), default=0) <= 100 * max(size.tensors["a"] for size in honest)
+        for name, sent in anything.tensors.items():
+            others = [size.tensors[name] for size in honest if size.tensors[name]]
+            assert sent <= (100 * max(LEAST, *others) if len(others) >= COMPARABLE - 1 else LARGEST)
         largest_sum = max(sum(size.rows.values()) for size in honest)
         bound = 1000 * largest_sum if scaled else 100 * most
         assert max(anything.rows.values(), default=0) <= bound
