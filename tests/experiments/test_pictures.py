@@ -197,6 +197,18 @@ def test_curves_over_seeds_of_unequal_length(tmp_path: Path) -> None:
     assert said not in picture.caption
 
 
+def test_a_run_has_one_colour_in_all_pictures(tmp_path: Path) -> None:
+    """Local has no global prototypes; the run after it is drawn as everywhere else."""
+    local = write_run(tmp_path / "local", [entry(1, 0.5, None), entry(2, 0.5, None)], method="local")
+    other = write_run(tmp_path / "other", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.75)])
+    groups = results.load([local, other], by="global")
+    curves = {}
+    for kind in (progress.accuracy_over_rounds, progress.accuracy_against_bytes):
+        (picture,) = (item for item in kind(groups) if isinstance(item, style.Picture))
+        (curves[kind],) = picture.figure.axes[0].lines
+    assert {line.get_color() for line in curves.values()} == {style.COLOURS[1]}
+
+
 def test_a_line_a_client(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.75)], **{"num-clients": 120})
     edit(path / "run.json", malicious=[7])

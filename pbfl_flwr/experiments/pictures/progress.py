@@ -45,7 +45,9 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflErro
         yield PbflError("no client was scored")
         return
     lowest = 100.0
-    for number, (label, per_seed) in enumerate(drawn.items()):
+    for number, (label, per_seed) in enumerate(curves.items()):
+        if label not in drawn:
+            continue  # its number stays its own, so that a run looks alike in all pictures
         rounds, each = _shared(per_seed)
         each = 100 * each
         band = (each.min(axis=0), each.max(axis=0)) if len(each) > 1 else ()
