@@ -172,14 +172,14 @@ def engine_for(
     return resources, checkout(app_dir) if engine == "flower" else Path()
 
 
-def checkout(given: Path | None) -> Path:
+def checkout(app_dir: Path | None) -> Path:
     """Return the directory of the Flower app, which holds pyproject.toml and the packages.
 
     Raises:
         PbflError: if there is none, or if Flower is too old to run it.
     """
     refuse_older()
-    path = expanded(given or Path(pbfl_flwr.__file__).parent.parent).absolute()
+    path = expanded(app_dir or Path(pbfl_flwr.__file__).parent.parent).absolute()
     for part in ("pyproject.toml", "pbfl_flwr", "client_app", "server_app"):
         if not top_level(path, part).exists():
             raise PbflError(
