@@ -1,14 +1,15 @@
 """A client's local training: this project's workers against a plain loop, on the same data and architectures.
 
     python benchmarks/local_training.py [--workers 2] [--rounds 3] [--only cnn4] [--out local_training.json]
-    python benchmarks/local_training.py --device cuda [--workers 4]
+    python benchmarks/local_training.py --device cuda --workers 1,8 --samples 2240
 
 Both sides do a round of FedProto for every client: one epoch of SGD on cross-entropy plus prototype
 regularisation, then a pass that collects the client's prototypes. The plain loop follows typical research code: one
 process with torch's default threads and memory layout, a DataLoader over (image, label) pairs, a fresh model for every
 client, prototypes handled sample by sample. Ours is the method's own ``local_update`` in worker processes of one
 thread each. The two sides alternate, so that other load affects both. Images are random: only time is measured.
-With ``--device cuda`` both sides train on the GPU, which our workers share; without a GPU nothing is measured.
+With ``--device cuda`` both sides train on the GPU, which our workers share, with CUDA graphs and without; without a
+GPU nothing is measured.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ K, D = 10, 512
 SAMPLES = 480  # per client
 
 
-def samples(shape: tuple[int, int, int], client: int) -> tuple[Tensor, Tensor]:
+def data_of(client: int, shape: tuple[int, int, int], samples: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(client)
-    images = torch.randint(0, 256, (SAMPLES, *shape), generator=generator, dtype=torch.uint8)
-    return images, torch.randint(0, K, (SAMPLES,), generator=generator)
+    images = torch.randint(0, 256, (samples, *shape), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(0, K, (samples,), generator=generator)
 
 
 def targets() -> Tensor:
@@ -67,9 +68,9 @@ def targets() -> Tensor:
 
 
 def plain_round(
-    architecture: str, shape: tuple[int, int, int], batch_size: int, client: int, device: str
+    architecture: str, shape: tuple[int, int, int], batch_size: int, client: int, device: str, samples: int
 ) -> None:
-    images, labels = samples(shape, client)
+    images, labels = data_of(client, shape, samples)
     pairs: Any = [
         ((image.float() / 255 - 0.5) / 0.5, label) for image, label in zip(images, labels, strict=True)
     ]
@@ -99,11 +100,11 @@ def plain_round(
         torch.stack(vectors).mean(dim=0)
 
 
-def plain(case: str, clients: int, device: str) -> float:
+def plain(case: str, clients: int, device: str, samples: int) -> float:
     architectures, shape, batch_size = CASES[case]
     begin = time.perf_counter()
     for client in range(clients):
-        plain_round(architectures[client % len(architectures)], shape, batch_size, client, device)
+        plain_round(architectures[client % len(architectures)], shape, batch_size, client, device, samples)
     return time.perf_counter() - begin
 
 
@@ -125,13 +126,15 @@ def our_round(
     device: str,
     layout: str = "channels-last",
     precision: str = "float32",
+    samples: int = SAMPLES,
+    cuda_graphs: bool = False,
 ) -> float:
     task = Task(K, D, shape)
     key = (architecture, shape, layout, precision)
     if key not in NETWORKS:
         network = optimize_layout(build_model(architecture, task, 0), layout, precision).to(device)
         NETWORKS[key] = network
-    images, labels = samples(shape, client)
+    images, labels = data_of(client, shape, samples)
     data = ClientData(
         Shard(images, labels),
         Shard(images[:0], labels[:0]),
@@ -140,7 +143,9 @@ def our_round(
         torch.full((shape[0], 1, 1), 1 / 127.5),
         torch.full((shape[0], 1, 1), -1.0),
     )
-    training = TrainingSettings.model_validate({"batch-size": batch_size, "layout": layout})
+    training = TrainingSettings.model_validate(
+        {"batch-size": batch_size, "layout": layout, "cuda-graphs": cuda_graphs}
+    )
     method = build_method(parse({"method": "fedproto"}, SECTIONS))
     down = Prototypes(targets(), torch.ones(K, dtype=torch.bool), None, None)
     data = data.on(torch.device(device))
@@ -148,11 +153,22 @@ def our_round(
     return time.process_time()
 
 
-def ours(case: str, clients: int, pool: ProcessPoolExecutor, device: str) -> float:
+def ours(
+    case: str, clients: int, pool: ProcessPoolExecutor, device: str, samples: int, cuda_graphs: bool
+) -> float:
     architectures, shape, batch_size = CASES[case]
     begin = time.perf_counter()
     jobs = [
-        pool.submit(our_round, architectures[client % len(architectures)], shape, batch_size, client, device)
+        pool.submit(
+            our_round,
+            architectures[client % len(architectures)],
+            shape,
+            batch_size,
+            client,
+            device,
+            samples=samples,
+            cuda_graphs=cuda_graphs,
+        )
         for client in range(clients)
     ]
     for job in jobs:
@@ -161,31 +177,36 @@ def ours(case: str, clients: int, pool: ProcessPoolExecutor, device: str) -> flo
 
 
 def measure(
-    case: str, clients: int, rounds: int, pool: ProcessPoolExecutor, device: str
-) -> dict[str, float | int | str]:
-    """Return samples per second of both sides, medians over the rounds after a warm-up."""
-    ours(case, clients, pool, device)
-    plain(case, clients, device)
-    pairs = [(plain(case, clients, device), ours(case, clients, pool, device)) for _ in range(rounds)]
-    total = clients * SAMPLES
-    return {
-        "case": case,
-        "plain": total / median(theirs for theirs, _ in pairs),
-        "ours": total / median(mine for _, mine in pairs),
-        "ratio": median(theirs / mine for theirs, mine in pairs),
-        "rounds": rounds,
-        "clients": clients,
-    }
+    case: str, clients: int, rounds: int, pool: ProcessPoolExecutor, device: str, samples: int
+) -> dict[str, Any]:
+    """Return samples per second of the plain loop and of ours, medians over the rounds after a warm-up."""
+    ways = {"ours": False, "with CUDA graphs": True} if device == "cuda" else {"ours": False}
+    seconds: dict[str, list[float]] = {"plain": [], **{way: [] for way in ways}}
+    for _ in range(1 + rounds):
+        seconds["plain"].append(plain(case, clients, device, samples))
+        for way, cuda_graphs in ways.items():
+            seconds[way].append(ours(case, clients, pool, device, samples, cuda_graphs))
+    total = clients * samples
+    figures: dict[str, Any] = {"case": case, "rounds": rounds, "clients": clients, "samples": samples}
+    for way, (_, *measured) in seconds.items():
+        figures[way] = total / median(measured)
+        figures[f"{way}, ratio"] = median(
+            theirs / mine for theirs, mine in zip(seconds["plain"][1:], measured, strict=True)
+        )
+    return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--workers", default=str(os.cpu_count() or 1), help="one or more numbers of processes"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--only", choices=sorted(CASES))
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="per client")
+    parser.add_argument("--only", choices=sorted(CASES), action="append")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     chosen = parser.parse_args(arguments)
@@ -194,15 +215,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     threads = f"{torch.get_num_threads()} against {chosen.workers} processes of 1"
     introduce(threads)
-    print(f"both sides on {chosen.device}")
-    print(f"{'case':<18}{'plain, samples/s':>18}{'ours, samples/s':>18}{'ratio':>8}")
-    found = []
-    with ProcessPoolExecutor(chosen.workers, get_context("spawn"), start_worker) as pool:
-        for case in [chosen.only] if chosen.only else CASES:
-            found.append(measure(case, chosen.clients, chosen.rounds, pool, chosen.device))
-            row = found[-1]
-            print(f"{case:<18}{row['plain']:>18.0f}{row['ours']:>18.0f}{row['ratio']:>8.2f}", flush=True)
-    write(chosen.out, threads, device=chosen.device, cases=found)
+    print(f"both sides on {chosen.device}; samples per second, and the ratio to the plain loop")
+    figures = []
+    for workers in map(int, chosen.workers.split(",")):
+        with ProcessPoolExecutor(workers, get_context("spawn"), start_worker) as pool:
+            for case in chosen.only or CASES:
+                row = measure(case, chosen.clients, chosen.rounds, pool, chosen.device, chosen.samples)
+                figures.append({"workers": workers, **row})
+                rates = [name for name in row if f"{name}, ratio" in row]
+                shown = ", ".join(f"{name} {row[name]:.0f} ({row[f'{name}, ratio']:.2f})" for name in rates)
+                print(f"{case:<16} {workers} processes: {shown}", flush=True)
+    write(chosen.out, threads, device=chosen.device, cases=figures)
     return 0
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy.superlink import Engine
@@ -109,3 +110,26 @@ def test_failed_run_says_why(tmp_path: Path) -> None:
 def test_run_directory_is_used_once(tmp_path: Path) -> None:
     with Engine(tmp_path), pytest.raises(PbflError, match="in use"), Engine(tmp_path):
         pass
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_engines_give_the_same_bits_on_one_card(tmp_path: Path) -> None:
+    """With CUDA graphs and without, one worker or two."""
+    words = (*SMALL, *sets("num-server-rounds=2", "device=cuda"), "--gpus-per-client", "0.5", "--run-dir")
+    results = {}
+    for engine, workers in (("processes", 1), ("processes", 2), ("ray", 2), ("flower", 2)):
+        for graphs in ("false", "true"):
+            run_dir = tmp_path / f"{engine}-{workers}-{graphs}"
+            process = start(
+                run_dir,
+                "run",
+                *("--engine", engine, "--workers", workers, *sets(f"cuda-graphs={graphs}")),
+                *words,
+                run_dir,
+            )
+            output, _ = process.communicate(timeout=200)
+            assert process.returncode == 0, output
+            results[run_dir.name] = result_of(run_dir)
+    assert len(set(results.values())) == 1, results

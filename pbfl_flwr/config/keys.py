@@ -317,6 +317,11 @@ class TrainingSettings(Group):
         "float32",
         description="precision of matrix products in a network's body; weights, features and head stay float32",
     )
+    cuda_graphs: bool = Field(
+        False,
+        description="replay training steps as CUDA graphs; several times as fast with small networks, without effect "
+        "on other devices",
+    )
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
         "auto",
         description="torch threads of a client; auto: the worker's share of the cores, on a device all cores",

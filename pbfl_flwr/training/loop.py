@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.models.contract import SplitModel, has_batch_norm, is_deterministic
 from pbfl_flwr.training.augmentation import Augmentation
+from pbfl_flwr.training.cuda_graph import graphed
 from pbfl_flwr.training.optimizers import SGD, Adam, Optimizer, ParamGroup, State, param_group
 
 Loss = Callable[..., Mapping[str, Tensor]]
@@ -143,7 +144,11 @@ def fit(
             _add(totals, name, value.detach())
 
     steps = samples = 0
-    with _gradients_of(optimizer, model):
+    graphs = settings.cuda_graphs and client.device.type == "cuda"
+    with (
+        _gradients_of(optimizer, model),
+        graphed(learn, client.device) if graphs else nullcontext(learn) as step,
+    ):
         for _ in range(settings.local_epochs if epochs is None else epochs):
             if steps == max_steps:
                 break
@@ -159,7 +164,7 @@ def fit(
                     batch = take(data, data.train, index, client.device, settings.layout, augmented)
                 else:
                     batch = source[0][index], source[1][index]
-                learn(*batch, *(draw() if draw is not None else ()))
+                step(*batch, *(draw() if draw is not None else ()))
                 if after_step is not None:
                     after_step()
                 steps, samples = steps + 1, samples + len(index)

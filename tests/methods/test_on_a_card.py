@@ -12,7 +12,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client
 from pbfl_flwr.flower.client import saving, session
 from pbfl_flwr.methods import METHODS
-from tests.flower.inprocess import federation
+from tests.flower.inprocess import Federation, federation
 from tests.pretend_card import CUDA, OnCard, card
 
 needs_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
 
 
 def alike(tmp_path: Path, method: str, keys: dict[str, Any], **how: Any) -> None:
-    on_cpu = federation(tmp_path / "cpu", method, num_clients=2, **how, **keys).run()
+    on_cpu = federation(tmp_path / "cpu", method, num_clients=2, device="cpu", **how, **keys).run()
     before = OnCard.operations
     with card(), patch.object(session, "choose_device", lambda wanted: CUDA):
         on_card = federation(tmp_path / "card", method, num_clients=2, **how, **keys).run()
@@ -59,27 +59,66 @@ def test_method_on_a_card(name: str, tmp_path: Path) -> None:
     alike(tmp_path, name, GFPL if name == "gfpl" else {})
 
 
-def on_a_real_card(tmp_path: Path, name: str, **keys: Scalar) -> dict[str, float]:
-    """Return the mean losses of the last round."""
-    config: dict[str, Any] = {
-        **(GFPL if name == "gfpl" else {}),
-        **keys,
-        "device": "cuda",
-    }
+def on_a_real_card(tmp_path: Path, name: str, **keys: Scalar) -> Federation:
+    """Return a run of two rounds in which nothing failed."""
+    config: dict[str, Any] = {**(GFPL if name == "gfpl" else {}), "device": "cuda", **keys}
     run = federation(tmp_path, name, **config).run()
     assert [line.failures for line in run.strategy.history] == [[], []]
     assert run.strategy.history[-1].accuracy["head"].clients > 0
-    return {
-        key: value
-        for key, value in run.strategy.history[-1].client_metrics.items()
-        if key.startswith("loss.") and value is not None
-    }
+    return run
+
+
+def losses(run: Federation) -> dict[str, float]:
+    """Return the mean losses of the first round, before rounding grows."""
+    metrics = run.strategy.history[0].client_metrics
+    return {key: value for key, value in metrics.items() if key.startswith("loss.") and value is not None}
 
 
 @needs_a_card
-@pytest.mark.parametrize("name", METHODS)
-def test_method_on_a_real_card(name: str, tmp_path: Path) -> None:
-    on_a_real_card(tmp_path, name)
+@pytest.mark.parametrize(
+    ("name", "keys"), [*((name, {}) for name in METHODS), *(("fedproto", keys) for keys in VARIANTS.values())]
+)
+def test_real_card(
+    name: str, keys: dict[str, Scalar], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU's results within rounding, the same bits again, and with CUDA graphs."""
+    replays: list[object] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        replays.append(graph)
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    eager = on_a_real_card(tmp_path / "eager", name, **{"batch-size": 3, **keys})
+    assert not replays
+    on_cpu = losses(on_a_real_card(tmp_path / "cpu", name, **{"batch-size": 3, "device": "cpu", **keys}))
+    assert losses(eager) == pytest.approx(on_cpu, rel=0.02, abs=1e-3)
+    again = on_a_real_card(tmp_path / "again", name, **{"batch-size": 3, **keys})
+    assert again.fingerprint == eager.fingerprint
+    graphed = on_a_real_card(tmp_path / "graphed", name, **{"batch-size": 3, "cuda-graphs": True, **keys})
+    assert replays
+    assert graphed.fingerprint == eager.fingerprint
+
+
+@needs_a_card
+def test_step_that_waits_for_the_card_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waiting(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        value = cross_entropy(*arguments, **keywords)
+        assert value.item() >= 0
+        return value
+
+    cross_entropy = torch.nn.functional.cross_entropy
+    keys: dict[str, Any] = {"batch-size": 3, "num-clients": 1, "cuda-graphs": True}
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.functional, "cross_entropy", waiting)
+        with pytest.raises(PbflError, match="cuda-graphs = true: a training step cannot be recorded"):
+            federation(tmp_path / "waiting", "local", device="cuda", **keys).run()
+    assert on_a_real_card(tmp_path / "next", "local", **keys).fingerprint == (
+        on_a_real_card(tmp_path / "eager", "local", **{**keys, "cuda-graphs": False}).fingerprint
+    )
 
 
 @needs_a_card

@@ -43,6 +43,7 @@ from pbfl_flwr.method import Client, Method, Moment, resolved_moment
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.prototypes.attacks import attacked
 from pbfl_flwr.runs.client_store import ClientState
+from pbfl_flwr.training.cuda_graph import clear_graphs
 from pbfl_flwr.training.evaluation import Scores, evaluate
 from pbfl_flwr.training.loop import REMEDY, Diverged
 from pbfl_flwr.util.memory import peak_memory
@@ -82,6 +83,7 @@ def forget() -> None:
     clear_checks()
     forget_data()
     wire.clear_broadcast()
+    clear_graphs()
 
 
 def _guarded(

@@ -233,6 +233,16 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def make_deterministic() -> None:
+    """Let equal runs give equal bits on a GPU, as far as torch can; it warns of operations for which it cannot.
+
+    Equivalent to ``torch.use_deterministic_algorithms(True, warn_only=True)``, which imports torch's compiler.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as torch requires; read when cuBLAS starts
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_fill_uninitialized_memory(False)  # it would cost a kernel for every tensor
+
+
 def peak_gpu_memory() -> float:
     """Return the peak GPU memory in MB reserved by torch in this process, 0 if it uses no GPU.
 

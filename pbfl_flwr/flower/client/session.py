@@ -23,6 +23,7 @@ from pbfl_flwr.flower.client.device import (
     Identity,
     choose_device,
     identify,
+    make_deterministic,
     own_settings,
     share_of_cores,
     simulated,
@@ -142,6 +143,8 @@ def open_client(message: Message, context: Context, source: ClientSource) -> Cli
     torch.set_num_threads(share_of_cores() if training.threads == "auto" else training.threads)
     stored = store.load()
     device = choose_device(training.device)
+    if device.type == "cuda":
+        make_deterministic()
     model, initial = _network(store.architecture, task, settings.run.seed, str(device), training)
     model.load_state_dict(dict(stored.model) if stored else initial)
     model.eval()  # the previous client of this process may have left another mode

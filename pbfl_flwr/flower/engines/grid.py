@@ -286,10 +286,13 @@ def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:
 def _isolated() -> Iterator[None]:
     """Leave no side effects in a user's process, such as a notebook.
 
-    Caches are cleared before and after, since code and files may change between runs; torch's random state and number
-    of threads are restored.
+    Caches are cleared before and after, since code and files may change between runs; torch's random state, number of
+    threads and deterministic mode are restored.
     """
     threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch._C._get_deterministic_fill_uninitialized_memory()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     forget()
     try:
@@ -297,6 +300,8 @@ def _isolated() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
+        torch._C._set_deterministic_algorithms(deterministic, warn_only=warns)
+        torch._C._set_deterministic_fill_uninitialized_memory(fills)
         forget()
 
 
