@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from pbfl_flwr.payloads import part_of, separate
@@ -63,12 +63,29 @@ def save_tensors(
 
 def _with_sorted_metadata(file: bytes) -> tuple[bytes, bytes, memoryview]:
     """Return the pieces of a safetensors file with sorted metadata, so that equal content gives equal bytes."""
-    size = int.from_bytes(file[:SIZE_BYTES], "little")
-    header = json.loads(file[SIZE_BYTES : SIZE_BYTES + size])
+    header, begin = _header(file)
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % SIZE_BYTES)  # keeps the tensors aligned
-    return len(text).to_bytes(SIZE_BYTES, "little"), text, memoryview(file)[SIZE_BYTES + size :]
+    return len(text).to_bytes(SIZE_BYTES, "little"), text, memoryview(file)[begin:]
+
+
+def _header(file: bytes) -> tuple[dict[str, dict[str, str]], int]:
+    """Return the header of a safetensors file, and the offset of the tensors."""
+    begin = SIZE_BYTES + int.from_bytes(file[:SIZE_BYTES], "little")
+    return json.loads(file[SIZE_BYTES:begin]), begin
+
+
+def tensors_in(file: bytes) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, each in memory of its own.
+
+    That memory is aligned: with another alignment, matrix products of the same numbers may round differently, and
+    results would depend on where a file was stored in memory.
+
+    Raises:
+        SafetensorError: if it is not such a file.
+    """
+    return {name: tensor.clone() for name, tensor in load(file).items()}
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -82,9 +99,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise FileNotFoundError(path)
     advice = "move it away to start afresh"
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        file = path.read_bytes()  # safe_open would take a Ctrl-C meanwhile for a damaged file
+        tensors = tensors_in(file)
+        metadata = dict(_header(file)[0].get("__metadata__", {}))
     except (SafetensorError, OSError, ValueError) as error:
         raise DamagedState(f"state file {path} cannot be read ({error}); {advice}") from None
     if metadata.get("schema") != SCHEMA:

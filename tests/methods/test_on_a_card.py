@@ -42,7 +42,11 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
 def alike(tmp_path: Path, method: str, keys: dict[str, Any], **how: Any) -> None:
     on_cpu = federation(tmp_path / "cpu", method, num_clients=2, device="cpu", **how, **keys).run()
     before = OnCard.operations
-    with card(), patch.object(session, "choose_device", lambda wanted: CUDA):
+    with (
+        card(),
+        patch.object(session, "choose_device", lambda wanted: CUDA),
+        patch.object(session, "make_deterministic"),
+    ):
         on_card = federation(tmp_path / "card", method, num_clients=2, **how, **keys).run()
     assert [line.failures for line in on_card.strategy.history] == [[], []]
     assert on_card.fingerprint == on_cpu.fingerprint

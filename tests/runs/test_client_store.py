@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import re
+import signal
 import stat
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +61,31 @@ def test_state_round_trip(client: ClientStore) -> None:
     assert torch.equal(load_file(client.path)["model.a"], STATE.model["a"])  # other tools can read it
     with safe_open(client.path, framework="pt") as file:
         assert (file.metadata()["client"], json.loads(file.metadata()["report"])) == ("4", STATE.report)
+
+
+def test_interrupt_while_reading_does_not_pass_for_a_damaged_file(
+    client: ClientStore,
+) -> None:
+    """A library that drops the exception of a signal's handler would cost the client a round."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def read_forever(sender: threading.Timer) -> None:
+        sender.start()
+        while True:
+            loaded(client)
+
+    client.save(replace(STATE, model={f"weight-{number}": torch.ones(2) for number in range(300)}))
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        for attempt in range(40):
+            sender = threading.Timer(attempt * 3e-4, os.kill, (os.getpid(), signal.SIGUSR1))
+            with pytest.raises(KeyboardInterrupt):
+                read_forever(sender)
+            sender.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_same_content_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from typing import Literal, TypeVar
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from pbfl_flwr.config.keys import WireDtype as WireDtype
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Payload, Prototypes, RejectedPayload, separate
+from pbfl_flwr.runs.client_store import tensors_in
 from pbfl_flwr.task import Task
 
 P = TypeVar("P", bound=Payload)
@@ -111,7 +112,7 @@ def decode(record: ArrayRecord, payload: type[P], task: Task, again: bool = Fals
     if not again:
         _check(arrays[0])
     try:
-        tensors = _load(arrays[0].data)
+        tensors = tensors_in(arrays[0].data)
     # Besides its own error, the reader raises torch's errors for invalid shapes and unknown types.
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
         raise RejectedPayload(f"not a safetensors payload: {' '.join(str(error).split())[:200]}") from None
@@ -142,15 +143,6 @@ def _last_broadcast(arrays: tuple[tuple[str, bytes], ...], payload: type[P], tas
 def clear_broadcast() -> None:
     """Free the broadcast that :func:`decode_broadcast` remembers."""
     _last_broadcast.cache_clear()
-
-
-def _load(data: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, each in memory of its own.
-
-    That memory is aligned: with another alignment, matrix products of the same numbers may round differently, and
-    results would depend on where a message was stored in memory.
-    """
-    return {name: tensor.clone() for name, tensor in load(data).items()}
 
 
 def _check(array: Array) -> None:
