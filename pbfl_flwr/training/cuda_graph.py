@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, is_out_of_memory
 
 Step = Callable[..., None]
 
@@ -88,10 +88,11 @@ class _GraphedStep:
                 self._step(*self._inputs)
             finally:
                 graph.capture_end()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            reason = str(error.__context__ or error).partition("\n")[0]
+            cause = error.__context__ or error  # the end of a failed recording fails as well
+            if not isinstance(cause, Exception) or is_out_of_memory(cause):
+                raise cause from None
+            reason = str(cause).partition("\n")[0]
             raise PbflError(
                 f"cuda-graphs = true: a training step cannot be recorded ({reason}); must be false for this method"
             ) from error

@@ -1,0 +1,46 @@
+"""What a failed recording says. That a replay computes the bits of its step is tested on a card (test_on_a_card.py)."""
+
+import pytest
+import torch
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.training import cuda_graph
+
+
+class FailingGraph:
+    """A recording in which something failed: its end fails as well, as CUDA's does."""
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (
+            RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with ..."),
+            PbflError,
+            r"cannot be recorded \(CUDA error: operation not permitted when stream is capturing\); must be false",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory."), torch.OutOfMemoryError, "CUDA out of memory."),
+        (KeyboardInterrupt("by hand"), KeyboardInterrupt, "by hand"),
+    ],
+)
+def test_failed_recording(
+    error: BaseException, kind: type[BaseException], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(inputs: torch.Tensor) -> None:
+        calls.append(inputs)
+        if len(calls) > cuda_graph.EAGER_STEPS:
+            raise error
+
+    calls: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FailingGraph)
+    graphed = cuda_graph._GraphedStep(step)
+    for _ in range(cuda_graph.EAGER_STEPS):
+        graphed(torch.ones(2))
+    with pytest.raises(kind, match=message):
+        graphed(torch.ones(2))
