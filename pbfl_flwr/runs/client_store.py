@@ -77,15 +77,15 @@ def _header(file: bytes) -> tuple[dict[str, dict[str, str]], int]:
 
 
 def tensors_in(file: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, each in memory of its own.
+    """Return the tensors of a safetensors file by name, sorted, each in memory of its own.
 
-    That memory is aligned: with another alignment, matrix products of the same numbers may round differently, and
-    results would depend on where a file was stored in memory.
+    The library's order varies. The memory is aligned: with another alignment, matrix products of the same numbers may
+    round differently, and results would depend on where a file was stored in memory.
 
     Raises:
         SafetensorError: if it is not such a file.
     """
-    return {name: tensor.clone() for name, tensor in load(file).items()}
+    return {name: tensor.clone() for name, tensor in sorted(load(file).items())}
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

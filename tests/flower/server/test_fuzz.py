@@ -283,7 +283,7 @@ def test_reply_above_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) ->
         read.append(len(data))
         return load(data)
 
-    monkeypatch.setattr(wire, "load", reading)
+    monkeypatch.setattr(wire, "tensors_in", reading)
 
     def answer(client: int, server_round: int) -> RecordDict:
         if client == 0:
