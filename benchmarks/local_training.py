@@ -1,7 +1,7 @@
 """A client's local training: this project's workers against a plain loop, on the same data and architectures.
 
     python benchmarks/local_training.py [--workers 2] [--rounds 3] [--only cnn4] [--out local_training.json]
-    python benchmarks/local_training.py --device cuda --workers 1,8 --samples 2240
+    python benchmarks/local_training.py --device cuda --workers 1 8 --samples 2240
 
 Both sides do a round of FedProto for every client: one epoch of SGD on cross-entropy plus prototype
 regularisation, then a pass that collects the client's prototypes. The plain loop follows typical research code: one
@@ -200,9 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--workers", default=str(os.cpu_count() or 1), help="one or more numbers of processes"
-    )
+    parser.add_argument("--workers", type=int, nargs="+", default=[os.cpu_count() or 1], help="processes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--samples", type=int, default=SAMPLES, help="per client")
@@ -213,11 +211,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.device == "cuda" and not torch.cuda.is_available():
         print(NO_CARD)
         return 0
-    threads = f"{torch.get_num_threads()} against {chosen.workers} processes of 1"
+    threads = f"{torch.get_num_threads()} against {' and '.join(map(str, chosen.workers))} processes of 1"
     introduce(threads)
     print(f"both sides on {chosen.device}; samples per second, and the ratio to the plain loop")
     figures = []
-    for workers in map(int, chosen.workers.split(",")):
+    for workers in chosen.workers:
         with ProcessPoolExecutor(workers, get_context("spawn"), start_worker) as pool:
             for case in chosen.only or CASES:
                 row = measure(case, chosen.clients, chosen.rounds, pool, chosen.device, chosen.samples)

@@ -113,7 +113,7 @@ def test_run_directory_is_used_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1600)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_engines_give_the_same_bits_on_one_card(tmp_path: Path) -> None:
     """With CUDA graphs and without, one worker or two."""

@@ -83,7 +83,10 @@ class RunningAnchors:
 
     def __init__(self, anchors: Tensor, momentum: float, biased: bool = False) -> None:
         self.anchors, self.momentum, self.biased = anchors.clone(), momentum, biased
-        self._forget()
+        # Changed in place only, and on the device, since a CUDA graph adds to them.
+        self.sums = torch.zeros_like(anchors)
+        self.holding = torch.zeros(len(anchors), dtype=torch.int64, device=anchors.device)
+        self.batches = torch.zeros((), dtype=torch.int64, device=anchors.device)
 
     def add(self, features: Tensor, labels: Tensor) -> None:
         """Add the class means of a batch of features (B, d)."""
@@ -94,17 +97,11 @@ class RunningAnchors:
 
     def close_epoch(self) -> None:
         """A_j <- momentum·A_j + (1-momentum)·m_j for the classes seen in the epoch."""
-        divisor = (
-            self.holding.clamp_min(1) if not self.biased else torch.full_like(self.holding, self.batches)
-        )
+        divisor = self.batches.expand_as(self.holding) if self.biased else self.holding.clamp_min(1)
         moved = self.momentum * self.anchors + (1 - self.momentum) * self.sums / divisor[:, None]
         self.anchors = torch.where((self.holding > 0)[:, None], moved, self.anchors)
-        self._forget()
-
-    def _forget(self) -> None:
-        self.sums = torch.zeros_like(self.anchors)
-        self.holding = torch.zeros(len(self.anchors), dtype=torch.int64, device=self.anchors.device)
-        self.batches = 0
+        for total in (self.sums, self.holding, self.batches):
+            total.zero_()
 
 
 @dataclass(frozen=True)

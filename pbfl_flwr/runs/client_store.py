@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -34,6 +35,8 @@ from pbfl_flwr.util.locks import Lock, need_locks
 SAME = "reply-in-model"
 BEST = ".best"  # suffix of a client's state of the best round, after that round's number
 WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+# What the library raises for bytes that are no such file, with dtypes and shapes that torch does not have among them.
+MALFORMED = (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AssertionError)
 SIZE_BYTES = 8  # of the header size at the start of a safetensors file
 
 
@@ -70,7 +73,7 @@ def _with_sorted_metadata(file: bytes) -> tuple[bytes, bytes, memoryview]:
     return len(text).to_bytes(SIZE_BYTES, "little"), text, memoryview(file)[begin:]
 
 
-def _header(file: bytes) -> tuple[dict[str, dict[str, str]], int]:
+def _header(file: bytes) -> tuple[dict[str, Any], int]:
     """Return the header of a safetensors file, and the offset of the tensors."""
     begin = SIZE_BYTES + int.from_bytes(file[:SIZE_BYTES], "little")
     return json.loads(file[SIZE_BYTES:begin]), begin
@@ -83,9 +86,10 @@ def tensors_in(file: bytes) -> dict[str, Tensor]:
     round differently, and results would depend on where a file was stored in memory.
 
     Raises:
-        SafetensorError: if it is not such a file.
+        Exception: one of MALFORMED, if it is not such a file.
     """
-    return {name: tensor.clone() for name, tensor in sorted(load(file).items())}
+    tensors = load(file)
+    return {name: tensors.pop(name).clone() for name in sorted(tensors)}
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -101,9 +105,10 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         file = path.read_bytes()  # safe_open would take a Ctrl-C meanwhile for a damaged file
         tensors = tensors_in(file)
-        metadata = dict(_header(file)[0].get("__metadata__", {}))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise DamagedState(f"state file {path} cannot be read ({error}); {advice}") from None
+        metadata = dict(_header(file)[0].get("__metadata__") or {})
+    except (OSError, *MALFORMED) as error:
+        reason = str(error).partition("\n")[0]
+        raise DamagedState(f"state file {path} cannot be read ({reason}); {advice}") from None
     if metadata.get("schema") != SCHEMA:
         raise DamagedState(
             f"state file {path} has schema {metadata.get('schema')!r}, expected {SCHEMA!r}; {advice}"

@@ -6,6 +6,7 @@ computes the same bits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -43,7 +44,8 @@ def graphed(step: Step, device: torch.device) -> Iterator[Step]:
     except BaseException:
         clear_graphs()  # after a failure the memory is for other processes
         raise
-    torch.cuda.current_stream(device).wait_stream(stream)
+    finally:
+        torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def clear_graphs() -> None:
@@ -59,17 +61,15 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class _GraphedStep:
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._shapes: list[torch.Size] = []
-        self._num_eager = 0
+        self._num_eager: Counter[tuple[torch.Size, ...]] = Counter()
         self._inputs: list[Tensor] = []
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *batch: Tensor) -> None:
-        shapes = [tensor.shape for tensor in batch]
-        if shapes != self._shapes and self._graph is None:
-            self._shapes, self._num_eager = shapes, 0
-        if shapes != self._shapes or self._num_eager < EAGER_STEPS:
-            self._num_eager += 1
+        shapes = tuple(tensor.shape for tensor in batch)
+        recorded = tuple(tensor.shape for tensor in self._inputs)
+        if self._num_eager[shapes] < EAGER_STEPS or (self._graph and shapes != recorded):
+            self._num_eager[shapes] += 1
             self._step(*batch)
             return
         if self._graph is None:
@@ -83,18 +83,21 @@ class _GraphedStep:
         """Return the graph of a step on the static inputs; recording executes nothing."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(_LATEST[0].pool() if _LATEST else None, capture_error_mode="thread_local")
+        failure: BaseException | None = None
         try:
-            try:
-                self._step(*self._inputs)
-            finally:
-                graph.capture_end()
-        except RuntimeError as error:
-            cause = error.__context__ or error  # the end of a failed recording fails as well
-            if not isinstance(cause, Exception) or is_out_of_memory(cause):
-                raise cause from None
-            reason = str(cause).partition("\n")[0]
-            raise PbflError(
-                f"cuda-graphs = true: a training step cannot be recorded ({reason}); must be false for this method"
-            ) from error
-        _LATEST[:] = [graph]
-        return graph
+            self._step(*self._inputs)
+        except BaseException as error:
+            failure = error
+        try:
+            graph.capture_end()
+        except RuntimeError as error:  # as a consequence, if the step failed
+            failure = failure or error
+        if failure is None:
+            _LATEST[:] = [graph]
+            return graph
+        if not isinstance(failure, RuntimeError) or is_out_of_memory(failure):
+            raise failure
+        reason = str(failure).partition("\n")[0]
+        raise PbflError(
+            f"cuda-graphs = true: a training step cannot be recorded ({reason}); must be false for this method"
+        ) from failure

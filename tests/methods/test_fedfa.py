@@ -31,6 +31,7 @@ def test_running_anchors_by_hand(biased, expected):
     # Class 0 is in one of two batches with mean 4, its anchor is 1: ½·1 + ½·4 = 2.5, or ½·1 + ½·4/2 = 1.5.
     # Class 1 is in both, means 2 and 6, anchor 1: ½ + ½·4 = 2.5. Class 2 is in none.
     running = RunningAnchors(torch.ones(3, 1), 0.5, biased)
+    totals = [running.sums, running.holding, running.batches]
     running.add(torch.tensor([[3.0], [5.0], [2.0]]), torch.tensor([0, 0, 1]))
     running.add(torch.tensor([[6.0]]), torch.tensor([1]))
     running.close_epoch()
@@ -38,6 +39,8 @@ def test_running_anchors_by_hand(biased, expected):
     running.add(torch.tensor([[4.5]]), torch.tensor([1]))
     running.close_epoch()
     assert running.anchors.flatten().tolist() == [expected, 3.5, 1.0]  # the next epoch starts from nothing
+    # A CUDA graph goes on adding to these.
+    assert all(a is b for a, b in zip(totals, [running.sums, running.holding, running.batches], strict=True))
 
 
 def test_a_round_of_batches_follows_the_reference_loop(make_method, make_client, task):

@@ -80,7 +80,13 @@ def losses(run: Federation) -> dict[str, float]:
 
 @needs_a_card
 @pytest.mark.parametrize(
-    ("name", "keys"), [*((name, {}) for name in METHODS), *(("fedproto", keys) for keys in VARIANTS.values())]
+    ("name", "keys"),
+    [
+        *((name, {}) for name in METHODS),
+        *((name, {"local-epochs": 2}) for name in METHODS),
+        *(("fedproto", keys) for keys in VARIANTS.values()),
+        ("fedfa", {"fedfa.anchor-mean": "all-batches"}),
+    ],
 )
 def test_real_card(
     name: str, keys: dict[str, Scalar], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -219,8 +219,22 @@ def test_error_of_flushing_a_directory(
 # Damage and strangers ---------------------------------------------------------------------------------------
 
 
+def forged(header: dict[str, Any]) -> bytes:
+    """A file of a header alone."""
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+FORGED = {
+    "without metadata": forged({"__metadata__": None}),
+    "a type that torch lacks": forged({"a": {"dtype": "F4", "shape": [0], "data_offsets": [0, 0]}}),
+    "a huge shape": forged({"a": {"dtype": "F32", "shape": [0, 2**62, 4], "data_offsets": [0, 0]}}),
+    "a larger one": forged({"a": {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}}),
+}
+
+
 @pytest.mark.parametrize(
-    "damage", ["empty", "half", "rubbish", "flipped", "directory", "unsigned", "relabelled"]
+    "damage", ["empty", "half", "rubbish", "flipped", "directory", "unsigned", "relabelled", *FORGED]
 )
 def test_damaged_file_is_named_and_not_changed(client: ClientStore, damage: str) -> None:
     client.save(STATE)
@@ -239,6 +253,7 @@ def test_damaged_file_is_named_and_not_changed(client: ClientStore, damage: str)
             "half": bytes(data[: len(data) // 2]),
             "rubbish": b"x" * 500,
             "flipped": bytes(data),
+            **FORGED,
         }
         client.path.write_bytes(content[damage])
     before = None if damage == "directory" else client.path.read_bytes()

@@ -236,9 +236,10 @@ def choose_device(name: str) -> torch.device:
 def make_deterministic() -> None:
     """Let equal runs give equal bits on a GPU, as far as torch can; it warns of operations for which it cannot.
 
-    Equivalent to ``torch.use_deterministic_algorithms(True, warn_only=True)``, which imports torch's compiler.
+    Equivalent to ``torch.use_deterministic_algorithms(True, warn_only=True)``, which imports torch's compiler. The
+    environment variable that torch requires comes too late, and stays, in a process that has already used cuBLAS.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as torch requires; read when cuBLAS starts
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     torch._C._set_deterministic_fill_uninitialized_memory(False)  # it would cost a kernel for every tensor
 

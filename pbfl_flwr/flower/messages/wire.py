@@ -13,14 +13,13 @@ from typing import Literal, TypeVar
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
 from pbfl_flwr.config.keys import WireDtype as WireDtype
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Payload, Prototypes, RejectedPayload, separate
-from pbfl_flwr.runs.client_store import tensors_in
+from pbfl_flwr.runs.client_store import MALFORMED, tensors_in
 from pbfl_flwr.task import Task
 
 P = TypeVar("P", bound=Payload)
@@ -113,8 +112,7 @@ def decode(record: ArrayRecord, payload: type[P], task: Task, again: bool = Fals
         _check(arrays[0])
     try:
         tensors = tensors_in(arrays[0].data)
-    # Besides its own error, the reader raises torch's errors for invalid shapes and unknown types.
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
+    except MALFORMED as error:
         raise RejectedPayload(f"not a safetensors payload: {' '.join(str(error).split())[:200]}") from None
     plain = _dequantised(tensors)
     if again and issubclass(payload, Prototypes):
