@@ -7,7 +7,7 @@ import re
 import signal
 import stat
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,19 +71,18 @@ def test_interrupt_while_reading_does_not_pass_for_a_damaged_file(
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    def read_forever(sender: threading.Timer) -> None:
-        sender.start()
-        while True:
-            loaded(client)
-
     client.save(replace(STATE, model={f"weight-{number}": torch.ones(2) for number in range(300)}))
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         for attempt in range(40):
             sender = threading.Timer(attempt * 3e-4, os.kill, (os.getpid(), signal.SIGUSR1))
-            with pytest.raises(KeyboardInterrupt):
-                read_forever(sender)
-            sender.join()
+            with suppress(
+                KeyboardInterrupt
+            ):  # which may also fall into what ignores it, such as a callback of gc
+                sender.start()
+                while sender.is_alive():
+                    loaded(client)
+                sender.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
 
