@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import stat
-import threading
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -69,22 +68,23 @@ def test_interrupt_while_reading_does_not_pass_for_a_damaged_file(
     """A library that drops the exception of a signal's handler would cost the client a round."""
 
     def interrupt(number: int, frame: object) -> None:
+        interrupts.append(number)
         raise KeyboardInterrupt
 
     client.save(replace(STATE, model={f"weight-{number}": torch.ones(2) for number in range(300)}))
-    before = signal.signal(signal.SIGUSR1, interrupt)
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGPROF, interrupt)
     try:
-        for attempt in range(40):
-            sender = threading.Timer(attempt * 3e-4, os.kill, (os.getpid(), signal.SIGUSR1))
+        for attempt in range(100):
             with suppress(
                 KeyboardInterrupt
             ):  # which may also fall into what ignores it, such as a callback of gc
-                sender.start()
-                while sender.is_alive():
+                signal.setitimer(signal.ITIMER_PROF, 1e-3 + attempt * 1e-4)
+                while len(interrupts) == attempt:
                     loaded(client)
-                sender.join()
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def test_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
