@@ -115,7 +115,7 @@ _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
 # In the order of client ids, modulo the length. Those with htfe, htm or htc in their names are HtFLlib's, in its order.
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
+    "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of TinyProto
     "htfe-img-2": ("cnn4", "resnet18"),
     "htfe-img-3": ("resnet10", "resnet18", "resnet34"),
     "htfe-img-4": ("cnn4", "googlenet", "mobilenet-v2", "resnet18"),
