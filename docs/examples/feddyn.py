@@ -136,4 +136,6 @@ class FedDyn(Method[Dynamics, Weights, Weights]):
 
 def build(settings: Settings) -> FedDyn:
     """Return the method."""
-    return FedDyn(architectures(settings.models.models)[0], parse_section(Config, settings).alpha)
+    return FedDyn(
+        architectures(settings.models.models, settings.code)[0], parse_section(Config, settings).alpha
+    )

@@ -64,6 +64,7 @@ def check_data(
     from pbfl_flwr.data.own.inspection import inspect, settings_for
     from pbfl_flwr.models.build import check_models
     from pbfl_flwr.task import Task
+    from pbfl_flwr.util.user_code import code_in
 
     more = {
         "dataset": dataset,
@@ -79,7 +80,9 @@ def check_data(
         inspection = inspect(settings, files)
         if model:
             check_models(
-                model, Task(len(inspection.labels), 512, inspection.input_shape, inspection.vocabulary_size)
+                model,
+                Task(len(inspection.labels), 512, inspection.input_shape, inspection.vocabulary_size),
+                code_in([model]),
             )
     except PbflError as error:
         refused = str(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from pbfl_flwr.config.keys import (
 )
 from pbfl_flwr.config.parsing import Group, Scalar, named_values
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.util.user_code import code_in
 
 G = TypeVar("G", bound=Group)
 
@@ -77,6 +78,8 @@ class Settings(BaseModel):
         run, data, models, training, evaluation, conventions, prototypes, privacy, faults, attack: the groups of
             keys, with the protocol applied.
         method_section: the keys ``<method>.<key>`` of the chosen method, without the prefix.
+        allowed: functions ``my_package.module:function`` that may be imported; None for all that the keys name, as in a
+            configuration that was written in this process.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -92,6 +95,16 @@ class Settings(BaseModel):
     faults: FaultSettings = FaultSettings()
     attack: AttackSettings = AttackSettings()
     method_section: dict[str, Scalar] = {}
+    allowed: frozenset[str] | None = None
+
+    @property
+    def code(self) -> frozenset[str]:
+        """The functions that may be imported because the owner of this process has named them."""
+        return code_in(self.as_dict().values()) if self.allowed is None else self.allowed
+
+    def allowing(self, names: Iterable[str]) -> Settings:
+        """Return these settings, which came from another machine or a file, with the functions allowed here."""
+        return self.model_copy(update={"allowed": frozenset(names)})
 
     def as_dict(self) -> dict[str, Scalar]:
         """Return the configuration as flat run-config keys."""

@@ -25,7 +25,7 @@ from pbfl_flwr.runs.client_store import ClientState, ClientStore, load_tensors
 from pbfl_flwr.runs.directory import BROADCAST, CHECKPOINT
 from pbfl_flwr.seeds import derive
 from pbfl_flwr.task import Task
-from pbfl_flwr.util.user_code import is_external
+from pbfl_flwr.util.user_code import is_external, own_code
 
 
 def method_of(run: FinishedRun) -> Method[Any, Any, Any]:
@@ -35,7 +35,7 @@ def method_of(run: FinishedRun) -> Method[Any, Any, Any]:
         PbflError: if its configuration is of another version, or it is code that is not installed or not allowed.
     """
     _check_allowed(run, str(run.config["method"]))
-    return build_method(parse(run.config, SECTIONS))
+    return build_method(parse(run.config, SECTIONS).allowing(run.allowed))
 
 
 def _check_allowed(run: FinishedRun, name: str) -> None:
@@ -102,7 +102,7 @@ def network(run: FinishedRun, client: int, state: ClientState) -> SplitModel:
     """
     architecture = run.architecture(client)
     _check_allowed(run, architecture)
-    model = build_model(without_weights(architecture), run.about.task, run.seed)
+    model = build_model(without_weights(own_code(architecture, run.allowed)), run.about.task, run.seed)
     model.load_state_dict(dict(state.model))
     model.eval()
     return model
@@ -116,7 +116,7 @@ def data_of(run: FinishedRun, client: int) -> ClientData:
     """
     if run.counts is None:
         raise PbflError("the clients brought their own data")
-    settings = parse(run.config, SECTIONS)
+    settings = parse(run.config, SECTIONS).allowing(run.allowed)
     with reading("the dataset"):
         data = settings.data.model_copy(update={"download": False})
         return client_data(data, settings.run.num_clients, client)

@@ -8,7 +8,7 @@ from typing import Any
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Method
-from pbfl_flwr.util.user_code import call_user_function, import_function
+from pbfl_flwr.util.user_code import call_user_function, import_function, own_code
 
 
 def build_external(settings: Settings) -> Method[Any, Any, Any]:
@@ -18,7 +18,7 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
         PbflError: if the module or builder is missing or raises, ``method-settings`` are invalid, or the result is no
             complete :class:`Method`.
     """
-    spec = settings.run.method
+    spec = own_code(settings.run.method, settings.code)
     import_function("method", spec)  # imports the module, in which Config is looked up
     if settings.run.method_settings:
         config = getattr(sys.modules[spec.partition(":")[0]], "Config", None)

@@ -126,7 +126,7 @@ def build(settings: Settings) -> FedGH:
     config = parse_section(Config, settings)
     batch = config.server_batch_size
     return FedGH(
-        architectures(settings.models.models)[0],
+        architectures(settings.models.models, settings.code)[0],
         config.server_epochs,
         config.server_learning_rate,
         settings.training.batch_size if batch == "auto" else batch,

@@ -179,7 +179,10 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
 
 def build(settings: Settings) -> FedNH:
     """Return the method."""
-    config, architecture = parse_section(Config, settings), architectures(settings.models.models)[0]
+    config, architecture = (
+        parse_section(Config, settings),
+        architectures(settings.models.models, settings.code)[0],
+    )
     usual = 20.0 if architecture.startswith("resnet") else 1.0
     scale = usual if config.scale == "auto" else config.scale
     return FedNH(architecture, config.smoothing, scale, weighting_of(settings, "uniform"))

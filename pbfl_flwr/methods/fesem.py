@@ -213,5 +213,5 @@ class FeSEM(Method[Centres, Weights, Weights]):
 def build(settings: Settings) -> FeSEM:
     """Return the method."""
     config = parse_section(Config, settings)
-    architecture = architectures(settings.models.models)[0]
+    architecture = architectures(settings.models.models, settings.code)[0]
     return FeSEM(architecture, config.centres, config.distance, weighting_of(settings, "uniform"))

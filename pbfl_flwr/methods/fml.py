@@ -111,7 +111,7 @@ def build(settings: Settings) -> FML:
     config = parse_section(Config, settings)
     return FML(
         config,
-        one_architecture("fml.auxiliary", config.auxiliary),
+        one_architecture("fml.auxiliary", config.auxiliary, settings.code),
         conventions_of(settings),
         weighting_of(settings, "uniform"),
     )

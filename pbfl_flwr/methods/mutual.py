@@ -12,7 +12,7 @@ Buffers of the auxiliary network (BatchNorm's) stay on the client, in its memory
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,13 @@ from pbfl_flwr.config.keys import KlReduction
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods.averaging import load_parameters
-from pbfl_flwr.models.build import build_model, check_models
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import SplitModel, count_parameters
+from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.registry import architectures, without_weights
 from pbfl_flwr.payloads import part_of
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.user_code import import_function, is_external
 
 AUXILIARY = "aux"
 CLIP = 10.0  # norm of both gradients, "prevents divergence on specific tasks" in HtFLlib and PFLlib
@@ -64,15 +66,22 @@ def conventions_of(settings: Settings) -> Conventions:
     )
 
 
-def one_architecture(key: str, value: str) -> str:
+def one_architecture(key: str, value: str, code: Collection[str]) -> str:
     """Return the name of the auxiliary architecture.
 
+    Args:
+        key: the configuration key, for messages.
+        value: of the key.
+        code: functions that may be imported.
+
     Raises:
-        PbflError: if the value does not name exactly one.
+        PbflError: if the value does not name exactly one, or code that may not be imported.
     """
-    names = architectures(value)
+    names = architectures(value, code)
     if len(names) != 1:
         raise PbflError(f"{key} = '{value}': must be one architecture, found {', '.join(names)}")
+    if is_external(names[0]):
+        import_function(key, names[0])
     return names[0]
 
 
@@ -107,7 +116,7 @@ def check_auxiliary(key: str, architecture: str, task: Task) -> None:
         PbflError: naming the key and what is incompatible.
     """
     try:
-        check_models(architecture, task)
+        dry_forward(architecture, build_model(architecture, task, 0), task)
     except PbflError as error:
         raise PbflError(f"{key}: {error}") from None
 

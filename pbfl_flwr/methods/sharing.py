@@ -39,7 +39,7 @@ from pbfl_flwr.models.registry import ModelName, architectures, without_weights
 from pbfl_flwr.payloads import RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import FitReport, classification, fit
-from pbfl_flwr.util.user_code import is_external
+from pbfl_flwr.util.user_code import UserCode, is_external
 
 
 def receive(client: Client, received: Weights, part: Part) -> None:
@@ -68,6 +68,9 @@ def initial(architecture: str, task: Task, seed: int, part: Part) -> Weights:
 def check_heads(method: str, task: Task, models: Sequence[str], *, linear: bool = True) -> None:
     """Check that heads can be exchanged between all architectures.
 
+    A client's own code that is not this process's own is not looked at: the client checks it itself in the handshake,
+    and its uploads are checked like all others.
+
     Args:
         method: its name.
         task: with d and K.
@@ -77,7 +80,7 @@ def check_heads(method: str, task: Task, models: Sequence[str], *, linear: bool 
     Raises:
         PbflError: naming the method, the architecture and the tensors of its head.
     """
-    names = dict.fromkeys(models)
+    names = [name for name in dict.fromkeys(models) if isinstance(name, UserCode) or not is_external(name)]
     if not any(is_external(name) or ModelName.parse(name).widths for name in names):
         return  # all heads are one linear layer
     shapes = {name: _head_shapes(name, task) for name in names}
@@ -196,7 +199,7 @@ class SharedWeights(AveragedWeights):
     @classmethod
     def configured(cls, name: str, settings: Settings, part: Part = "all", **own: Any) -> Self:
         """Return the method under a run's settings; ``own`` are further attributes."""
-        architecture = architectures(settings.models.models)[0]
+        architecture = architectures(settings.models.models, settings.code)[0]
         return cls(name, architecture, part, weighting=weighting_of(settings, "samples"), **own)
 
     def init(self, task: Task, seed: int) -> Weights:

@@ -9,6 +9,7 @@ one, an "@" (``resnet18@imagenet``) initialises the body with weights stored on 
 builders: the import takes seconds, and on a device every message starts a new process.
 """
 
+from collections.abc import Collection
 from importlib import import_module
 from typing import cast
 
@@ -35,7 +36,7 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
     Args:
         name: one of ``ARCHITECTURES``, with its sizes if it takes some, optionally followed by "@" and the label of
             pretrained weights, and by "+" and the classifier's hidden widths (which leave the body's weights
-            unchanged); or ``my_package.module:function``.
+            unchanged); or ``my_package.module:function`` as :func:`pbfl_flwr.models.registry.architectures` returns it.
         task: K, d and the shape of inputs.
         seed: of the initial weights.
 
@@ -67,11 +68,12 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
 def _build_external(spec: str, task: Task) -> SplitModel:
     """Import the module, call the function with the task and check its result.
 
-    The module is third-party code and runs with full rights; it is only imported because the configuration
+    The module is third-party code and runs with full rights; it is only imported because the owner of this process
     names it.
 
     Raises:
-        PbflError: if module or function are missing or raise, or the model has no ``features`` or ``head``.
+        PbflError: if the name is no :class:`~pbfl_flwr.util.user_code.UserCode`, module or function are missing or
+            raise, or the model has no ``features`` or ``head``.
     """
     model = call_user_function("models", spec, "task", task)
     if not isinstance(model, nn.Module):
@@ -88,15 +90,16 @@ def _build_external(spec: str, task: Task) -> SplitModel:
     return cast(SplitModel, model)
 
 
-def check_models(spec: str, task: Task) -> None:
+def check_models(spec: str, task: Task, code: Collection[str] = ()) -> None:
     """Build every architecture once and run a forward pass with two inputs.
 
     Args:
-        spec: see :func:`architectures`.
+        spec: see :func:`~pbfl_flwr.models.registry.architectures`.
+        code: likewise.
         task: K, d and the shape of inputs.
 
     Raises:
         PbflError: for the first architecture that does not fit, with model, layer, expected and actual shape.
     """
-    for name in dict.fromkeys(architectures(spec)):
+    for name in dict.fromkeys(architectures(spec, code)):
         dry_forward(name, build_model(name, task, seed=0), task)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.util.user_code import is_external
+from pbfl_flwr.util.user_code import UserCode, is_external, own_code
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,9 @@ class ModelName:
 
 
 def without_weights(name: str) -> str:
-    """Return the name without its label: the same network with random initial weights."""
+    """Return the name without its label: the same network with random initial weights; user code unchanged."""
+    if isinstance(name, UserCode):
+        return name
     return str(replace(ModelName.parse(name), label=""))
 
 
@@ -225,12 +228,13 @@ def _whole_numbers(name: str, before: str, text: str, takes: Sizes) -> tuple[int
     return tuple(map(int, numbers))
 
 
-def architectures(spec: str) -> tuple[str, ...]:
+def architectures(spec: str, code: Collection[str] = ()) -> tuple[str, ...]:
     """Return the architectures of a federation, in the order of client ids (modulo).
 
     Args:
         spec: a family, a model, ``my_package.module:function``, or a comma list of these. A label after a family
             applies to all its models. Nothing is imported.
+        code: functions that may be imported; see :attr:`pbfl_flwr.config.Settings.code`. Others can only be compared.
 
     Raises:
         PbflError: if a name is unknown; the message suggests the closest one.
@@ -245,18 +249,19 @@ def architectures(spec: str) -> tuple[str, ...]:
                 base_and_sizes(models[0])
             except PbflError as error:
                 raise PbflError(f"models = '{spec}': {error}") from None
-        names.extend(models)
+        names.extend(own_code(name, code) for name in models)
     return tuple(names)
 
 
-def architecture_of(spec: str, client: int) -> str:
+def architecture_of(spec: str, client: int, code: Collection[str] = ()) -> str:
     """Return the architecture of one client: number ``client`` modulo the length of the list.
 
     Args:
         spec: see :func:`architectures`.
         client: client id, from 0.
+        code: see :func:`architectures`.
     """
-    names = architectures(spec)
+    names = architectures(spec, code)
     return names[client % len(names)]
 
 

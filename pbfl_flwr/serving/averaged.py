@@ -75,7 +75,7 @@ def _method(configuration: Mapping[str, Any]) -> Method[Any, Any, Any]:
             f"--global: method '{name}' is code of your own, which is not imported here; export a client's "
             "network with --client"
         )
-    return build_method(parse(configuration, SECTIONS))
+    return build_method(parse(configuration, SECTIONS).allowing(()))
 
 
 def _weights(file: Path, method: Method[Any, Any, Any], task: Task) -> tuple[Mapping[str, Tensor], int]:

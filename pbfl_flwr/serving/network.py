@@ -13,7 +13,7 @@ from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.runs.saved_model import Card
-from pbfl_flwr.util.user_code import is_external
+from pbfl_flwr.util.user_code import is_external, own_code
 
 
 class Served(nn.Module):
@@ -60,7 +60,7 @@ def rebuild(card: Card, weights: Mapping[str, Tensor], allowed_code: str, where:
             f"{where}: its architecture is the code {card.architecture}, which runs with all your permissions; "
             f"allow it with --model {card.architecture}"
         )
-    name = without_weights(card.architecture)
+    name = without_weights(own_code(card.architecture, [allowed_code]))
     try:
         if not is_external(name):  # before allocating memory for the sizes that a card claims
             with torch.device("meta"):

@@ -1,18 +1,44 @@
 """User code, named in the configuration as ``my_package.module:function``.
 
-It runs with full rights and is imported only because a configuration names it; on a device only if its operator
-allows it as well (:mod:`pbfl_flwr.flower.client.device`).
+It runs with full rights, so a name becomes code only as a :class:`UserCode`, which :func:`own_code` makes of a name
+that the owner of this process has allowed: by the configuration that was written here, on a device by its
+``--node-config``. A name from a message or a file is a plain text, and nothing imports it.
 """
 
 import importlib
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from pbfl_flwr.errors import LONGEST, PbflError, printable
 
 SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+class UserCode(str):
+    """``my_package.module:function`` that this process may import; only :func:`own_code` makes one.
+
+    It equals the plain text and is lost when it is written anywhere, so none comes out of a message or a file.
+    """
+
+    __slots__ = ()
+
+
+def own_code(name: str, allowed: Collection[str]) -> str:
+    """Return the name as a :class:`UserCode` if it has that form and is allowed, else unchanged.
+
+    Args:
+        name: of a function, or of anything else that a setting may name.
+        allowed: names that the owner of this process has allowed, see :attr:`pbfl_flwr.config.Settings.code`.
+    """
+    return UserCode(name) if name in allowed and is_external(name) else str(name)
+
+
+def code_in(texts: Iterable[object]) -> frozenset[str]:
+    """Return all names of the form ``my_package.module:function`` in comma lists."""
+    entries = (entry.strip() for text in texts if isinstance(text, str) for entry in text.split(","))
+    return frozenset(entry for entry in entries if is_external(entry))
 
 
 def is_external(name: str) -> bool:
@@ -25,11 +51,16 @@ def import_function(key: str, spec: str) -> Callable[..., object]:
 
     Args:
         key: the configuration key, for messages.
-        spec: ``my_package.module:function``.
+        spec: ``my_package.module:function``, a :class:`UserCode`.
 
     Raises:
-        PbflError: if there is no such module or function, or importing the module raises.
+        PbflError: if it may not be imported here, there is no such module or function, or importing the module raises.
     """
+    if not isinstance(spec, UserCode):
+        raise PbflError(
+            f"{key} = '{spec}' names code to import; a process imports only what its own configuration names, a device "
+            "what its own --node-config names as model or in allow-code"
+        )
     module_name, _, function_name = spec.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -38,7 +69,7 @@ def import_function(key: str, spec: str) -> Callable[..., object]:
             f"{key} = '{spec}': cannot import '{module_name}' ({error}); is it installed, or is its directory in "
             "PYTHONPATH?"
         ) from error
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise PbflError(
             f"{key} = '{spec}': importing '{module_name}' raised {describe_user_error(error, spec)}"
         ) from error
@@ -72,7 +103,7 @@ def call_user_function(key: str, spec: str, what: str, argument: object) -> obje
         return function(argument)
     except PbflError:
         raise
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         name, code = spec.partition(":")[2], getattr(function, "__code__", None)
         begins = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
         raise PbflError(
@@ -80,7 +111,7 @@ def call_user_function(key: str, spec: str, what: str, argument: object) -> obje
         ) from error
 
 
-def describe_user_error(error: Exception, spec: str, otherwise: str = "") -> str:
+def describe_user_error(error: BaseException, spec: str, otherwise: str = "") -> str:
     """Return an exception of user code in one line, with the last line of that code in the traceback.
 
     Args:

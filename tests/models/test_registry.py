@@ -22,6 +22,7 @@ from pbfl_flwr.models.registry import (
     base_and_sizes,
 )
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.user_code import own_code
 
 TASK = Task(num_classes=10, feature_dim=24, input_shape=(1, 16, 16))
 
@@ -174,8 +175,8 @@ def external(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_external_model_by_module_and_function(external: str) -> None:
     spec = f"cnn4,{external}:build"
-    check_models(spec, TASK)
-    name = architecture_of(spec, 1)
+    check_models(spec, TASK, [f"{external}:build"])
+    name = architecture_of(spec, 1, [f"{external}:build"])
     model = build_model(name, TASK, seed=4)
     again = build_model(name, TASK, seed=4)
 
@@ -217,14 +218,14 @@ def test_external_model_by_module_and_function(external: str) -> None:
 )
 def test_rejects_invalid_external_models(external: str, spec: str, message: str) -> None:
     with pytest.raises(PbflError, match=message.replace("{}", external)) as caught:
-        check_models(spec.format(external), TASK)
+        check_models(spec.format(external), TASK, [spec.format(external)])
     assert spec.format(external) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_passes_on_what_an_external_model_refuses(external: str) -> None:
     with pytest.raises(PbflError, match=r"^I want colours$"):
-        build_model(f"{external}:says", TASK, seed=0)
+        build_model(own_code(f"{external}:says", [f"{external}:says"]), TASK, seed=0)
 
 
 def test_no_code_is_imported_unless_named(external: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +236,7 @@ def test_no_code_is_imported_unless_named(external: str, monkeypatch: pytest.Mon
     assert architectures(f"{external}:build") == (f"{external}:build",)
     build_model("cnn4", TASK, seed=0)
     with pytest.raises(PbflError, match=f"AssertionError: imported {external}"):
-        build_model(f"{external}:build", TASK, seed=0)
+        build_model(own_code(f"{external}:build", [f"{external}:build"]), TASK, seed=0)
 
 
 @pytest.mark.parametrize("name", ["cnn4", "resnet4"])

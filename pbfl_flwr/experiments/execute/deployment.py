@@ -149,7 +149,8 @@ def _check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> None:
         files = node.get("data-client", node["client-id"])
         try:
             data = own_data(node_settings.data, files if isinstance(files, int) else None)
-            check_models(node_settings.models.models, data.task(node_settings.models.feature_dim))
+            task = data.task(node_settings.models.feature_dim)
+            check_models(node_settings.models.models, task, node_settings.code)
         except PbflError as error:
             raise PbflError(f"--node {index}: {error}") from None
     if not any("data-path" in node or "model" in node for node in nodes):

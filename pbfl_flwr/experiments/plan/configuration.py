@@ -132,8 +132,9 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     pool = load_pool(settings.data)
     task = pool.task(settings.models.feature_dim)
     check_augmentation(settings.training.augmentation, task)
-    check_models(settings.models.models, task)
-    names = [architecture_of(settings.models.models, client) for client in range(clients)]
+    models, code = settings.models.models, settings.code
+    check_models(models, task, code)
+    names = [architecture_of(models, client, code) for client in range(clients)]
     method = build_method(settings)
     method.check(task, names)
     return partition

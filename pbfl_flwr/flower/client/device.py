@@ -30,7 +30,7 @@ from pbfl_flwr.flower.messages.identity import ALLOWED_ID, NAME, is_number
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.util.paths import home, run_directory
-from pbfl_flwr.util.user_code import is_external
+from pbfl_flwr.util.user_code import code_in
 
 # Keys allowed in --node-config -> the run-config key that each overrides on this device ("" for none).
 NODE_KEYS = {
@@ -39,7 +39,7 @@ NODE_KEYS = {
     "data-path": "data-dir",
     "dataset": "dataset",
     "data-client": "",
-    "allow-methods": "",
+    "allow-code": "",
     "labels": "labels",
     "label-column": "label-column",
     "input-shape": "input-shape",
@@ -155,9 +155,10 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
     folder, its files of a PFLlib folder, or the given ``dataset``; with a ``vocabulary``, texts. Its ``labels`` may be
     a file with one name per line.
 
+    Of the functions that may be imported, the run's settings name none: only ``model`` and ``allow-code`` do.
+
     Raises:
-        PbflError: if --node-config has a key or value that is not allowed, or if the run configuration names code or an
-            attack.
+        PbflError: if --node-config has a key or value that is not allowed, or if the run configuration names an attack.
     """
     if simulated(node):
         return settings
@@ -167,17 +168,6 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
         raise PbflError(
             f"attack.kind = '{settings.attack.kind}': attacks are possible in simulations only; a device never "
             "falsifies its uploads"
-        )
-    if "model" not in node and any(is_external(name) for name in architectures(settings.models.models)):
-        raise PbflError(
-            f"models = '{settings.models.models}' names code to import; a device imports only what its own "
-            "--node-config names as model"
-        )
-    allowed = [name.strip() for name in str(node.get("allow-methods", "")).split(",")]
-    if is_external(settings.run.method) and settings.run.method not in allowed:
-        raise PbflError(
-            f"method = '{settings.run.method}' names code to import; a device imports only what its own --node-config "
-            "names in allow-methods"
         )
     changed: dict[str, Scalar] = {"data-dir": "", "vocabulary": "", "download": False}
     changed |= {key: node[name] for name, key in NODE_KEYS.items() if key and name in node}
@@ -190,7 +180,8 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
             changed["dataset"] = kind_of(path, texts=vocabulary is not None)
     if Path(labels := str(node.get("labels", ""))).is_absolute():
         changed["labels"] = read_names(Path(labels))
-    changed_settings = parse({**settings.as_dict(), **changed}, SECTIONS)
+    code = code_in(node.get(key) for key in ("model", "allow-code"))
+    changed_settings = parse({**settings.as_dict(), **changed}, SECTIONS).allowing(code)
     networks = dict.fromkeys(architectures(changed_settings.models.models))
     if isinstance(node.get("client-id"), str) and len(networks) > 1:
         raise PbflError(

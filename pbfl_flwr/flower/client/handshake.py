@@ -14,13 +14,15 @@ from pbfl_flwr.flower.code_version import code_version
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.identity import digest
 from pbfl_flwr.methods import build_method
-from pbfl_flwr.models.build import build_model, check_models
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import count_parameters
 from pbfl_flwr.models.cpu_convolutions import optimize_layout
+from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.pretrained import digest as digest_of_weights
 from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.augmentation import check_augmentation
+from pbfl_flwr.util.user_code import UserCode
 
 
 def answer_handshake(message: Message, context: Context, source: ClientSource) -> Message:
@@ -58,6 +60,8 @@ def _checked_reply(message: Message, context: Context, source: ClientSource) -> 
     _dry_forward(architecture, task)
     device = choose_device(settings.training.device)
     method = build_method(settings)
+    if isinstance(architecture, UserCode):  # which the server cannot look at
+        method.check(task, [architecture])
     for name in method.auxiliary_architectures():
         digest_of_weights(name)  # raises if they are missing
     body, head = _parameters(architecture, task, settings.training.layout, settings.training.precision)
@@ -107,7 +111,7 @@ def clear_checks() -> None:
 
 @lru_cache(maxsize=64)
 def _dry_forward(architecture: str, task: Task) -> None:
-    check_models(architecture, task)
+    dry_forward(architecture, build_model(architecture, task, seed=0), task)
 
 
 @lru_cache(maxsize=64)

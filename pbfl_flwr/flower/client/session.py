@@ -171,7 +171,8 @@ def open_client(message: Message, context: Context, source: ClientSource) -> Cli
 
 def architecture_for(settings: Settings, identity: Identity) -> str:
     """Return the client's architecture; for a named client, the settings have only one."""
-    return architecture_of(settings.models.models, 0 if isinstance(identity.client, str) else identity.client)
+    number = 0 if isinstance(identity.client, str) else identity.client
+    return architecture_of(settings.models.models, number, settings.code)
 
 
 @lru_cache(maxsize=4)

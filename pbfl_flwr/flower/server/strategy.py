@@ -43,6 +43,7 @@ from pbfl_flwr.flower.server.roster import NOBODY, Roster
 from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.method import Moment, Round, resolved_moment
 from pbfl_flwr.methods import build_method
+from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.payloads.plausibility import NO_LIMITS
 from pbfl_flwr.prototypes.attacks import malicious
@@ -175,7 +176,11 @@ class MethodStrategy(Strategy):
         membership.add_joined([label for label in previous.joined if label not in recorded])
 
     def _check_roster(self, roster: Roster) -> None:
-        self.method.check(roster.task, roster.architectures)
+        models, code = self.settings.models.models, self.settings.code
+        own = {
+            name: name for name in architectures(models, code)
+        }  # of a declared name, only this one can be built
+        self.method.check(roster.task, [own.get(name, name) for name in roster.architectures])
 
     def begin(self, task: Task) -> None:
         """Set the method's initial state; :meth:`prepare` calls this, and so does a test without a grid."""

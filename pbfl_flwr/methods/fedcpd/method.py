@@ -220,7 +220,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
 def build(settings: Settings) -> FedCPD:
     """Return the method."""
     return FedCPD(
-        architectures(settings.models.models)[0],
+        architectures(settings.models.models, settings.code)[0],
         parse_section(Config, settings),
         weighting_of(settings, "samples"),
         settings.prototypes.stale,

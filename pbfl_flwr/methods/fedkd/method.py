@@ -339,7 +339,7 @@ def build(settings: Settings) -> FedKD:
     rounds = settings.run.num_server_rounds if config.schedule_rounds == "auto" else config.schedule_rounds
     return FedKD(
         config,
-        one_architecture("fedkd.auxiliary", config.auxiliary),
+        one_architecture("fedkd.auxiliary", config.auxiliary, settings.code),
         conventions_of(settings),
         scheme,
         rounds,

@@ -201,7 +201,7 @@ def build(settings: Settings) -> FedGen:
     config = parse_section(Config, settings)
     return FedGen(
         config,
-        architectures(settings.models.models)[0],
+        architectures(settings.models.models, settings.code)[0],
         Shape(config.noise_dim, config.hidden_dim),
         settings.training.batch_size,
         weighting_of(settings, "samples"),

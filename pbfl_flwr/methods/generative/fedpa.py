@@ -285,7 +285,7 @@ def build(settings: Settings) -> FedPA:
     config = parse_section(Config, settings)
     return FedPA(
         config,
-        architectures(settings.models.models)[0],
+        architectures(settings.models.models, settings.code)[0],
         Shape(config.noise_dim, config.hidden_dim, config.generator_output == "relu"),
         settings.training.batch_size,
         weighting_of(settings, "samples"),

@@ -151,24 +151,6 @@ def test_named_device_needs_one_architecture() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "node", "also"),
-    [
-        ("models", {"model": "cnn4"}, {}),
-        ("method", {"allow-methods": "os:getpid, os:getcwd"}, {"allow-methods": "os:getpid"}),
-    ],
-)
-def test_device_imports_only_what_its_own_configuration_names(
-    key: str, node: dict[str, Any], also: dict[str, Any]
-) -> None:
-    run = parse({key: "os:getcwd"}, SECTIONS)
-    for refused in ({}, also):
-        with pytest.raises(PbflError, match=f"^{key} = 'os:getcwd' names code to import"):
-            own_settings(run, {"client-id": 0, **refused})
-    allowed = own_settings(run, {"client-id": 0, **node})
-    assert (allowed.models.models, allowed.run.method)[key == "method"] in ("cnn4", "os:getcwd")
-
-
-@pytest.mark.parametrize(
     ("cuda", "visible", "chosen"),
     [(True, "", "cpu"), (True, "0", "cuda"), (True, None, "cuda"), (False, None, "cpu")],
 )
