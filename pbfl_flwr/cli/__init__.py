@@ -18,9 +18,10 @@ import typer
 from typer.core import TyperGroup
 
 from pbfl_flwr.cli import deployment, devices, experiments, tables
-from pbfl_flwr.cli.common import error_exit
+from pbfl_flwr.cli.common import OWN_PROCESS, error_exit
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.console import discard_output, document
+from pbfl_flwr.flower.deploy import private_network
 
 
 class Commands(TyperGroup):
@@ -114,9 +115,11 @@ def main() -> None:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that cannot be encoded must not end the command
         sys.stdout.reconfigure(errors="backslashreplace")
+    if private_network.inside():
+        private_network.bring_up()
     try:
         try:
-            app()
+            app(obj=OWN_PROCESS)
         finally:
             sys.stdout.flush()
     except OSError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ import click
 import typer
 
 import pbfl_flwr
+from pbfl_flwr.config import Settings
 from pbfl_flwr.config.keys import Predictor
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.console import say, screen
@@ -123,6 +125,7 @@ DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Check everything and list the state of every run, without starting any."),
 ]
+OWN_PROCESS = "own process"  # the object of a command's context if nothing else runs in its process
 INTERRUPTED_NOTE = "finished runs are kept; run the same command to continue"
 
 
@@ -170,6 +173,26 @@ def engine_for(
     refuse_older()
     resources = Resources(cpus_per_client, gpus_per_client, workers, engine, ray_address)
     return resources, checkout(app_dir) if engine == "flower" else Path()
+
+
+def own_network(runs: Iterable[Settings]) -> None:
+    """Start this command again in a network of its own, since Flower's Control API asks nobody who he is.
+
+    Where that cannot be, say in one line who can reach that API. A command that shares its process is left as it is.
+
+    Args:
+        runs: settings of the runs that will be started through Flower.
+    """
+    from pbfl_flwr.flower.deploy import private_network
+
+    if private_network.inside():
+        return
+    needs = next((need for settings in runs if (need := private_network.needs_network(settings))), "")
+    reason = f"{needs} needs the machine's" if needs else private_network.refusal()
+    if reason:
+        say(screen(), f"warning: {private_network.warning(reason)}", "yellow")
+    elif click.get_current_context().find_root().obj == OWN_PROCESS:
+        private_network.enter(sys.argv[1:])
 
 
 def checkout(app_dir: Path | None) -> Path:

@@ -16,6 +16,7 @@ from pbfl_flwr.cli.common import (
     NewRunDir,
     Resumed,
     checkout,
+    own_network,
     running,
 )
 from pbfl_flwr.errors import PbflError, writing
@@ -205,6 +206,7 @@ def local(
         )
     else:
         plan = deployment.resumed(resume, settings)
+    own_network([plan.settings])
     with writing(plan.run_dir):
         plan.run_dir.mkdir(parents=True, exist_ok=True)
     with running():

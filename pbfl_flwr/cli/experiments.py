@@ -26,6 +26,7 @@ from pbfl_flwr.cli.common import (
     WhichEngine,
     Workers,
     engine_for,
+    own_network,
     running,
 )
 from pbfl_flwr.errors import PbflError, expanded, reading
@@ -85,6 +86,8 @@ def run(
             return
     else:
         raise PbflError("--resume and --run-dir: a resumed run stays in its directory; give one of the two")
+    if engine == "flower" and not dry_run:
+        own_network([settings])
     partition = configuration.preflight(settings, resources)
     notes = configuration.config_warnings(settings, requested, partition)
     if dry_run:

@@ -28,6 +28,7 @@ from pbfl_flwr.cli.common import (
     WhichEngine,
     Workers,
     engine_for,
+    own_network,
     running,
 )
 from pbfl_flwr.errors import PbflError, expanded
@@ -168,6 +169,7 @@ def _execute(
         PbflError: if the data or a network does not fit a run, or the resources do not.
     """
     from pbfl_flwr.experiments.execute import several
+    from pbfl_flwr.experiments.plan import configuration
     from pbfl_flwr.experiments.plan.planned_runs import finished, preflight, reason_not_to_write
     from pbfl_flwr.experiments.tables import Sheet
     from pbfl_flwr.util.atomic_files import write_atomically
@@ -178,6 +180,8 @@ def _execute(
     slots = several.slots_here(parallel, resources, console)
     if dry_run:
         return COMPLETED if several.show_plan(chosen, console) else REFUSED
+    if resources.engine == "flower":
+        own_network(configuration.check(run.requested) for run in chosen)
     pending = sum(not finished(run) for run in chosen)
     say(console, f"{pending} of {len(chosen)} runs are to be run")
 

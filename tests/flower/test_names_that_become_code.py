@@ -153,7 +153,9 @@ def test_device_checks_the_head_of_its_own_code(tmp_path: Path, monkeypatch: pyt
         configuration(tmp_path, "fedgh"),
         {"client-id": 0, "state-dir": str(tmp_path), "model": "own_net:deep"},
     )
-    assert "method 'fedgh' exchanges classifiers and needs the classifier head.weight" in str(reply.error.reason)
+    assert "method 'fedgh' exchanges classifiers and needs the classifier head.weight" in str(
+        reply.error.reason
+    )
 
 
 def test_no_message_or_file_yields_a_name_of_code() -> None:

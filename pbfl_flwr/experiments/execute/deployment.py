@@ -19,6 +19,7 @@ from pbfl_flwr.experiments.execute.runner import follow_run
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.results import NODES
 from pbfl_flwr.flower.client.device import share_of_cores
+from pbfl_flwr.flower.deploy import private_network
 from pbfl_flwr.flower.deploy.local_federation import Deployment, check, complete, node_config
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.models.build import check_models
@@ -126,6 +127,7 @@ def start(app: Path, plan: Plan, console: Console) -> int:
     record = NodesRecord(nodes=[dict(node) for node in plan.nodes], secure=plan.secure)
     write_atomically(plan.run_dir / NODES, (json.dumps(record.to_json(), indent=1) + "\n").encode())
     guard = "TLS, SuperNode authentication" if plan.secure else "insecure"
+    guard += ", in a network of its own" * private_network.inside()
     deployment = Deployment(
         plan.run_dir, plan.nodes, secure=plan.secure, tell=lambda line: say(console, line, "yellow")
     )
