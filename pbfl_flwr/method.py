@@ -33,6 +33,7 @@ from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.payloads import Payload, Reveal, Serializable, Upload
 from pbfl_flwr.payloads.reveals import unprotected
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.cuda_graph import Recordings
 
 StateT = TypeVar("StateT", bound=Serializable)
 DownT = TypeVar("DownT", bound=Payload)
@@ -92,6 +93,7 @@ class Client:
         seed: the run's seed; use :meth:`generator` rather than this.
         memory: tensors that the method kept from this client's last participation; empty at first.
         name: "" unless the client has one; its seeds then depend on the name and not on who else takes part.
+        recordings: where ``cuda-graphs`` records its training steps.
     """
 
     id: int
@@ -104,6 +106,7 @@ class Client:
     seed: int = 0
     memory: Mapping[str, Tensor] = field(default_factory=dict)
     name: str = ""
+    recordings: Recordings = field(default_factory=Recordings, repr=False, compare=False)
 
     @property
     def key(self) -> int | str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -31,16 +32,17 @@ def generator(*parts: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive(*parts))
 
 
-def seed_layers(device: torch.device, *parts: int | str) -> None:
-    """Seed the generators used by layers in training (dropout), on the CPU and on this device, by :func:`derive`.
+def seed_code(device: torch.device, *parts: int | str) -> None:
+    """Seed every global generator that layers and users' code may draw from, by :func:`derive`.
 
-    Equivalent to ``torch.manual_seed``, which on a machine without a GPU formats a stack trace for each kind of GPU
-    that torch supports.
+    These are torch's on the CPU and on this device, NumPy's and Python's. For torch equivalent to
+    ``torch.manual_seed``, which on a machine without a GPU formats a stack trace for each kind of GPU that torch
+    supports.
     """
     import torch
 
     seed = derive(*parts)
-    torch.default_generator.manual_seed(seed)
+    _seed_globals(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed_all(seed)
     elif device.type == "mps":
@@ -48,13 +50,35 @@ def seed_layers(device: torch.device, *parts: int | str) -> None:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator within the context, for layers that draw their weights when they are built.
-
-    Afterwards the global random state is restored; the generators of GPUs are not touched.
-    """
+def restored(gpus: Iterable[int | torch.device] = ()) -> Iterator[None]:
+    """Restore the global random states of torch (of these GPUs, too), NumPy and Python after the context."""
+    import numpy as np
     import torch
 
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=list(gpus)):
+            yield
+    finally:
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of the CPU within the context, for code that draws weights when it is built.
+
+    These are torch's, NumPy's and Python's. Afterwards they are restored; the generators of GPUs are not touched.
+    """
+    with restored():
+        _seed_globals(seed)
         yield
+
+
+def _seed_globals(seed: int) -> None:
+    import numpy as np
+    import torch
+
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pbfl_flwr.seeds import derive, generator, seed_layers, seeded
+from pbfl_flwr.seeds import derive, generator, seed_code, seeded
 
 
 def test_seed_is_a_function_of_its_parts() -> None:
@@ -52,13 +52,13 @@ def test_seeded_restores_the_global_state_and_leaves_cards_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_seed_layers_is_torch_manual_seed() -> None:
+def test_seed_code_is_torch_manual_seed() -> None:
     torch.manual_seed(derive(1, "layers", 4))
     expected = torch.rand(5)
-    seed_layers(torch.device("cpu"), 1, "layers", 4)
+    seed_code(torch.device("cpu"), 1, "layers", 4)
     assert torch.equal(torch.rand(5), expected)
     with patch("torch.cuda.manual_seed_all") as cards:
-        seed_layers(torch.device("cpu"), 1, "layers", 4)
+        seed_code(torch.device("cpu"), 1, "layers", 4)
         assert not cards.called
-        seed_layers(torch.device("cuda"), 1, "layers", 4)
+        seed_code(torch.device("cuda"), 1, "layers", 4)
         cards.assert_called_once_with(derive(1, "layers", 4))

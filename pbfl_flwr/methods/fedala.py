@@ -101,7 +101,7 @@ class FedALA(SharedWeights):
         }
         devices = [client.device] if client.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            seeds.seed_layers(client.device, client.seed, "ala-layers", client.key, client.round)
+            seeds.seed_code(client.device, client.seed, "ala-layers", client.key, client.round)
             passes = self._learn(client, local, received, amounts, once=bool(memory))
         load_parameters(client.model, mix(local, received, amounts))
         mean = torch.cat([a.flatten() for a in amounts.values()]).mean()

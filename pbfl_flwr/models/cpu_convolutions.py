@@ -8,8 +8,7 @@ MobileNet and EfficientNet at 32x32 and the last stages of ResNets.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +69,10 @@ class FewPixelsConv2d(nn.Conv2d):
     are left out: over one pixel, all but the middle.
     """
 
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._seen: dict[tuple[int, int], tuple[Tensor, slice, slice]] = {}  # by the size of the map
+
     def forward(self, input: Tensor) -> Tensor:
         """Return (B, C_out, h', w') for (B, C_in, h, w)."""
         height, width = input.shape[-2:]
@@ -79,7 +82,9 @@ class FewPixelsConv2d(nn.Conv2d):
         if not few or not _is_ours(input):
             return super().forward(input)
         batch, channels = input.shape[:2]
-        seen, down, across = _seen(height, width, kernel, stride, int(self.padding[0]))
+        if (height, width) not in self._seen:
+            self._seen[height, width] = _seen(height, width, kernel, stride, int(self.padding[0]))
+        seen, down, across = self._seen[height, width]
         pixels = input.permute(0, 2, 3, 1).reshape(batch, height * width, channels)
         patches = (seen.to(input.dtype) @ pixels).view(batch * rows * columns, -1)
         weights = self.weight.permute(0, 2, 3, 1)[:, down, across].flatten(1)
@@ -94,6 +99,10 @@ class DepthwiseConv2d(nn.Conv2d):
     between p and q is the same for all channels, so that one small table holds it.
     """
 
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._taps: dict[tuple[int, int], tuple[Tensor, int, int]] = {}  # by the size of the map
+
     def forward(self, input: Tensor) -> Tensor:
         """Return (B, C, h', w') for (B, C, h, w)."""
         height, width = input.shape[-2:]
@@ -101,7 +110,9 @@ class DepthwiseConv2d(nn.Conv2d):
             return super().forward(input)
         batch, channels = input.shape[:2]
         (kernel, _), (stride, _) = self.kernel_size, self.stride
-        table, rows, columns = _taps(height, width, kernel, stride, int(self.padding[0]))
+        if (height, width) not in self._taps:
+            self._taps[height, width] = _taps(height, width, kernel, stride, int(self.padding[0]))
+        table, rows, columns = self._taps[height, width]
         table = table.to(input.dtype)
         weights = (table @ self.weight.flatten(1).t()).view(height * width, rows * columns, channels)
         pixels = input.permute(0, 2, 3, 1).reshape(batch, height * width, 1, channels)
@@ -151,7 +162,6 @@ def _sides(height: int, width: int, kernel: int, stride: int, padding: int) -> t
     return (height + 2 * padding - kernel) // stride + 1, (width + 2 * padding - kernel) // stride + 1
 
 
-@lru_cache(maxsize=64)
 def _seen(height: int, width: int, kernel: int, stride: int, padding: int) -> tuple[Tensor, slice, slice]:
     """Return the table of input pixels that each output pixel meets at each kernel element, and those elements.
 
@@ -173,11 +183,10 @@ def _on_the_map(side: int, outputs: int, kernel: int, stride: int, padding: int)
     return slice(used[0], used[-1] + 1) if used else slice(0, kernel)
 
 
-@lru_cache(maxsize=64)
 def _taps(height: int, width: int, kernel: int, stride: int, padding: int) -> tuple[Tensor, int, int]:
     """Return (h·w·h'·w', kernel²), one where a kernel element connects an input and an output pixel; h', w'."""
     rows, columns = _sides(height, width, kernel, stride, padding)
-    with torch.inference_mode(False):  # the cache may be filled during evaluation and used in training
+    with torch.inference_mode(False):  # the table may be made during evaluation and used in training
         pixels = torch.eye(height * width).view(height * width, 1, height, width)
         met = nn.functional.unfold(pixels, kernel, padding=padding, stride=stride)  # (h·w, kernel², h'·w')
         return met.transpose(1, 2).reshape(-1, kernel * kernel).contiguous(), rows, columns

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -48,15 +47,12 @@ def digest(name: str) -> str:
     if (file := file_of(name)) is None:
         return ""
     try:
-        at = file.stat()
-        return _hashed(file, at.st_mtime_ns, at.st_size)
+        return _hashed(file)
     except OSError as error:
         raise PbflError(_missing(name, file, error)) from None
 
 
-@lru_cache(maxsize=64)
-def _hashed(file: Path, written: int, size: int) -> str:
-    """Return the hash of a file; a process reads it once, and again if it was rewritten."""
+def _hashed(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()[:16]
 

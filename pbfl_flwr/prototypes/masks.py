@@ -8,8 +8,7 @@ matrix.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
@@ -112,7 +111,7 @@ def expand(rows: Tensor, masks: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sparsity:
-    """The dimensions that travel in a run; server and clients derive the same masks.
+    """The dimensions that travel in a run; server and clients derive the same masks, each once.
 
     Attributes:
         size: s; 0 and d mean all dimensions.
@@ -123,22 +122,27 @@ class Sparsity:
     size: int
     scheme: CpsScheme
     seed: int
+    _allocated: dict[tuple[int, int], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def masks(self, task: Task) -> Tensor | None:
-        """Return the masks (K, d) bool, None if all dimensions travel.
+        """Return the masks (K, d) bool, which must not be changed; None if all dimensions travel.
 
         Raises:
             PbflError: if there are no masks of this size.
         """
         if self.size in (0, task.feature_dim):
             return None
-        return _allocated(self, task.num_classes, task.feature_dim)[0]
+        K, d = task.num_classes, task.feature_dim
+        if (K, d) not in self._allocated:  # it takes seconds for many classes
+            self._allocated[K, d] = allocate_masks(K, d, self.size, scheme=self.scheme, seed=self.seed)
+        return self._allocated[K, d]
 
     def width(self, task: Task) -> int:
         """Return the length of a sent row; under scheme "block" it can be below s."""
-        if self.size in (0, task.feature_dim):
-            return task.feature_dim
-        return _allocated(self, task.num_classes, task.feature_dim)[1]
+        table = self.masks(task)
+        return task.feature_dim if table is None else int(table[0].sum())
 
     def compress(self, rows: Tensor, task: Task) -> Tensor:
         """Return the entries of rows that travel: (K, d) -> (K, width)."""
@@ -149,13 +153,6 @@ class Sparsity:
         """Return sent rows with zeros outside the masks: (K, width) -> (K, d)."""
         table = self.masks(task)
         return sent if table is None else expand(sent, table)
-
-
-@lru_cache(maxsize=8)
-def _allocated(wanted: Sparsity, num_classes: int, feature_dim: int) -> tuple[Tensor, int]:
-    """Return the masks and the number of ones in each; cached, since it takes seconds for many classes."""
-    table = allocate_masks(num_classes, feature_dim, wanted.size, scheme=wanted.scheme, seed=wanted.seed)
-    return table, int(table[0].sum())
 
 
 def _allocate(rows: int, columns: int, ones: int, random: Random, swaps: int) -> Masks:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +122,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """The server's aggregation rule."""
         return Combination(self.stages, self.release.settings.dense_uploads)
 
-    @property
+    @cached_property
     def sparsity(self) -> Sparsity:
         """The dimensions of a row that travel."""
         return Sparsity(self.stages.cps_dim, self.stages.cps_scheme, self.mask_seed)

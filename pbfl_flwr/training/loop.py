@@ -20,7 +20,6 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.models.contract import SplitModel, has_batch_norm, is_deterministic
 from pbfl_flwr.training.augmentation import Augmentation
-from pbfl_flwr.training.cuda_graph import graphed
 from pbfl_flwr.training.optimizers import SGD, Adam, Optimizer, ParamGroup, State, param_group
 
 Loss = Callable[..., Mapping[str, Tensor]]
@@ -147,7 +146,7 @@ def fit(
     graphs = settings.cuda_graphs and client.device.type == "cuda"
     with (
         _gradients_of(optimizer, model),
-        graphed(learn, client.device) if graphs else nullcontext(learn) as step,
+        client.recordings.graphed(learn, client.device) if graphs else nullcontext(learn) as step,
     ):
         for _ in range(settings.local_epochs if epochs is None else epochs):
             if steps == max_steps:

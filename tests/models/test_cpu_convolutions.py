@@ -157,12 +157,12 @@ def test_a_step_follows_the_gradient_in_every_layout(name: str) -> None:
 
 
 def test_a_network_that_was_scored_first_can_be_trained() -> None:
-    cpu_convolutions._taps.cache_clear()  # a process that has only scored so far
     model = optimize_layout(build_model("mobilenet-v2", TASK, 0), "channels-last").eval()
     with torch.inference_mode():
         model.features(torch.zeros(2, *TASK.input_shape))
     model.features(torch.zeros(2, *TASK.input_shape)).sum().backward()
-    assert cpu_convolutions._taps.cache_info().hits > 0
+    made = [layer._taps for layer in model.modules() if isinstance(layer, cpu_convolutions.DepthwiseConv2d)]
+    assert any(made)
 
 
 def test_reduced_precision_is_not_left_out_in_silence() -> None:

@@ -43,7 +43,6 @@ from pbfl_flwr.method import Client, Method, Moment, resolved_moment
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.prototypes.attacks import attacked
 from pbfl_flwr.runs.client_store import ClientState
-from pbfl_flwr.training.cuda_graph import clear_graphs
 from pbfl_flwr.training.evaluation import Scores, evaluate
 from pbfl_flwr.training.loop import REMEDY, Diverged
 from pbfl_flwr.util.memory import peak_memory
@@ -83,7 +82,6 @@ def forget() -> None:
     clear_checks()
     forget_data()
     wire.clear_broadcast()
-    clear_graphs()
 
 
 def _guarded(
@@ -144,7 +142,7 @@ def _train_and_save(session: ClientSession, message: Message) -> Message:
     """Train, save the state, reply."""
     method, stored, client = session.method, session.stored, session.client
     down = wire.decode_broadcast(message.content.array_records[wire.PAYLOAD], method.down, client.task)
-    seeds.seed_layers(client.device, client.seed, "layers", client.key, client.round)
+    seeds.seed_code(client.device, client.seed, "layers", client.key, client.round)
     moment, both = (
         resolved_moment(session.settings.evaluation, method),
         session.settings.evaluation.both_moments,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
 
 
-@lru_cache(maxsize=8)
 def equiangular_frame(num_classes: int, feature_dim: int, seed: int) -> Tensor:
     """Return Z (d, K) float32: unit columns with z_iᵀz_j = -1/(K-1), the largest possible equal angles.
 
@@ -27,7 +25,7 @@ def equiangular_frame(num_classes: int, feature_dim: int, seed: int) -> Tensor:
     Args:
         num_classes: K.
         feature_dim: d.
-        seed: of A; the result is cached and must not be changed.
+        seed: of A.
 
     Raises:
         PbflError: if d < K, where A cannot have K orthogonal columns.

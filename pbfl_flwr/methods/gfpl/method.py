@@ -83,6 +83,9 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     predicts: tuple[str, ...] = ("head", "etf")
     new_clients: int = 0
     name: str = "gfpl"
+    _frames: dict[tuple[int, int, int], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     state = MixtureState
     down = Mixtures
@@ -137,7 +140,10 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         """Return the projection l(ω3) from the client's memory, or its initial state, and Z."""
         d = client.task.feature_dim
         projection = projection_layer(d, client.seed, part_of(client.memory, "projection")).to(client.device)
-        return projection, equiangular_frame(client.task.num_classes, d, client.seed).to(client.device)
+        key = (client.task.num_classes, d, client.seed)
+        if key not in self._frames:
+            self._frames[key] = equiangular_frame(*key)
+        return projection, self._frames[key].to(client.device)
 
     def predictors(self, client: Client, down: Mixtures) -> dict[str, Predictor]:
         """The head; the fixed frame as well, once the client has a projection."""

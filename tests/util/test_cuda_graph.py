@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.training import cuda_graph
+from pbfl_flwr.util import cuda_graph
 
 
 class FailingGraph:
@@ -39,7 +39,7 @@ def test_failed_recording(
 
     calls: list[torch.Tensor] = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FailingGraph)
-    graphed = cuda_graph._GraphedStep(step)
+    graphed = cuda_graph.GraphedStep(step, cuda_graph.Recordings())
     for _ in range(cuda_graph.EAGER_STEPS):
         graphed(torch.ones(2))
     with pytest.raises(kind, match=message):
