@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from pbfl_flwr.config import DataSettings, Scalar, parse
 from pbfl_flwr.data import load_pool
@@ -23,8 +22,6 @@ from pbfl_flwr.flower.deploy.superlink import ENDED
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.prototypes import secure_sums as sums
-from pbfl_flwr.prototypes.stages import RULES
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import RoundRecord
@@ -262,36 +259,6 @@ def test_run_of_a_killed_superlink_resumes(place: Path) -> None:
     tensors, _ = load_tensors(run_dir / "checkpoint.safetensors")
     assert same_tensors(tensors, expected.state.to_tensors())
     assert results(RunDirectory(run_dir).round_records()) == results(expected.history)
-
-
-@pytest.mark.long
-def test_masked_sum_of_devices_is_the_sum_in_clear(place: Path) -> None:
-    """A round of three devices under SecAgg+ over gRPC with TLS and keys, but for the steps of the sum."""
-    federation = Federation(place, 3, 1)
-    run_dir = federation.run_dir
-    with Deployment(run_dir, federation.nodes) as deployment:
-        config = {**federation.config, "secure-aggregation": True, "run-dir": str(run_dir)}
-        finish(deployment, deployment.submit(ROOT, config))
-    result, _ = load_tensors(run_dir / "checkpoint.safetensors")
-    (line,) = RunDirectory(run_dir).round_records()
-    plain = federation.in_process()
-    expected = plain.state.to_tensors()
-    assert set(result) == set(expected)
-    step = sums.step(RULES["mean"].secure_range, 3)
-    for name, tensor in expected.items():
-        if name.endswith(".rows"):
-            # A sum of three is wrong by less than three steps, their mean by less than one.
-            assert float((result[name] - tensor).abs().max()) < step + 1e-6
-            assert float(tensor.abs().max()) > 0.1
-        else:
-            assert torch.equal(result[name], tensor)
-    assert line.failures == []
-    assert line.trained == [0, 1, 2]
-    assert line.accuracy == plain.history[0].accuracy
-    assert line.client_metrics == plain.history[0].client_metrics
-    # Every client sent one masked vector: 8 bytes for each of K rows of d, K presences and one count.
-    vectors = 3 * 8 * (10 * 32 + 10 + 1)
-    assert vectors <= line.bytes_up.payload < 1.2 * vectors
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Below flower/: what clients and server share is in messages/ and secagg/, and devices get no engines.
+# Below flower/: what clients and server share is in messages/, and devices get no engines.
 APART = {
     "messages": {"client", "server", "engines", "deploy"},
     "client": {"server", "engines", "deploy"},

@@ -480,16 +480,6 @@ class PrivacySettings(Group):
     client_report: Literal["full", "none"] = Field(
         "full", description="full, or none: sizes, scores, losses and timings are not sent to the server"
     )
-    secure_aggregation: bool = Field(
-        False, description="use SecAgg+: the server gets only the sum of all uploads, no single one"
-    )
-    secure_range: Positive | Auto = Field(
-        "auto",
-        description="R, entries are clipped to ±R before masking; auto: 100, for sums of features 100000",
-    )
-    secure_threshold: float = Field(
-        0.67, gt=0.5, le=1, description="share of the selected clients that must complete the protocol"
-    )
 
 
 Rate = Annotated[float, Field(ge=0, le=1)]

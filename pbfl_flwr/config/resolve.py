@@ -179,8 +179,6 @@ def _conflicts(settings: Settings) -> list[str]:
     """Return a line for every key whose value conflicts with another key."""
     run, data, training = settings.run, settings.data, settings.training
     min_clients, new_clients = f"min-clients = {run.min_clients}", f"new-clients = {run.new_clients}"
-    secure = "with secure-aggregation = true"
-    secret = settings.privacy.secure_aggregation
     silent = settings.privacy.client_report == "none"
     no_scores = "with client-report = 'none' clients report no scores"
     lines = {
@@ -196,16 +194,12 @@ def _conflicts(settings: Settings) -> list[str]:
         f"{min_clients}: with {new_clients} all clients must have joined when the run starts; must be 0": (
             run.min_clients and run.new_clients
         ),
-        f"{min_clients}: {secure} all clients must have joined when the run starts; must be 0": (
-            run.min_clients and secret
-        ),
         f"{new_clients}: must be at most {run.num_clients - 1}, since at least one of num-clients = "
         f"{run.num_clients} must take part in the rounds": run.new_clients >= run.num_clients,
         f"min-replies = {run.min_replies}: must be at most {run.trained}, the clients that train in a round "
         f"(fraction-train = {run.fraction_train:g} of {run.min_clients or run.participants})": (
             run.new_clients < run.num_clients and run.min_replies > run.trained
         ),
-        f"{new_clients}: {secure} no client may train alone; must be 0": run.new_clients and secret,
         f"{new_clients}: {no_scores}; must be 0": silent and run.new_clients,
         f"patience = {run.patience}: {no_scores}; must be 0": silent and run.patience,
         f"keep-best = true: {no_scores}; must be false": silent and run.keep_best,

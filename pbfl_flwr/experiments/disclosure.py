@@ -31,7 +31,7 @@ def disclosures(settings: Settings) -> list[Reveal]:
     method = build_method(settings)
     reveals = [*reveals, *method.reveals()]
     if any(one.what == PRESENCE.what for one in reveals):
-        dense = settings.privacy.dense_uploads or settings.privacy.secure_aggregation
+        dense = settings.privacy.dense_uploads
         reveals.append(
             traffic.SIZE.but("hidden", "every upload has a row for every class") if dense else traffic.SIZE
         )

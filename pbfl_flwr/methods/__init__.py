@@ -188,7 +188,7 @@ def check_method(settings: Settings, method: Method[Any, Any, Any]) -> None:
             "clients learn too late which round was the best; must be false (the server still keeps its state "
             "of the best round), or evaluate-moment = 'after'"
         )
-    if run.stale_weight > 0 and (settings.privacy.secure_aggregation or not method.streams()):
+    if run.stale_weight > 0 and not method.streams():
         raise PbflError(
             f"stale-weight = {run.stale_weight}: with these settings method '{method.name}' does not aggregate by a "
             "weighted sum, so late uploads cannot be weighted; must be 0 (off)"
@@ -211,7 +211,6 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
     """
     from pbfl_flwr.prototypes.attacks import check_attack
     from pbfl_flwr.prototypes.privacy import stronger_settings
-    from pbfl_flwr.prototypes.secure_sums import MOST_CLIENTS
 
     if idle := list(_without_effect(settings, method)):
         raise PbflError("\n".join(idle))
@@ -221,12 +220,6 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
             f"cannot protect; they apply to {', '.join(PROTECTED)}"
         )
     check_attack(settings, method.up)
-    trained = settings.run.trained
-    if settings.privacy.secure_aggregation and not 3 <= trained <= MOST_CLIENTS:
-        raise PbflError(
-            f"secure-aggregation = true needs at least 3 clients in a round and at most {MOST_CLIENTS}, found "
-            f"{trained} (num-clients, fraction-train)"
-        )
 
 
 def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterator[str]:

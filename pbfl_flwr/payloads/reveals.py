@@ -37,12 +37,12 @@ class Reveal:
 PRESENCE = Reveal(
     "which classes the client holds",
     "the labels sent with the rows",
-    "dense-uploads with dp-noise, or secure-aggregation",
+    "dense-uploads with dp-noise",
 )
 MEANS = Reveal(
     "class means of features",
     "the rows: the mean feature of each class; a starting point of reconstruction attacks",
-    "dp-noise, or secure-aggregation",
+    "dp-noise",
 )
 SINGLE = Reveal(
     "features of single samples",
@@ -60,7 +60,6 @@ WEIGHTS = Reveal(
 HOLDER = Reveal(
     "the prototype of a class that only one client has, to all clients",
     "the broadcast prototype of that class is this client's upload",
-    "secure-aggregation hides only from the server which client it is",
     message="broadcast",
 )
 

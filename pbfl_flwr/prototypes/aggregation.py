@@ -76,8 +76,8 @@ def ppa(
 ) -> Prototypes:
     """Return c_j = (K/n) Σ_{i in N_j} u_ij, where the clients sent u_ij = n_ij·c̄_ij.
 
-    Source: PPA, Eq. 10 and 11. The server learns no counts, only the constants K and n; the sum can be computed
-    under secure aggregation. (The norm of u_ij still hints at n_ij.) With n_j = Σ_i n_ij this is K·n_j/n times
+    Source: PPA, Eq. 10 and 11. The server learns no counts, only the constants K and n. (The norm of u_ij
+    still hints at n_ij.) With n_j = Σ_i n_ij this is K·n_j/n times
     the mean over all samples of the class: exactly that mean if classes are balanced, else scaled by the
     class's size.
 

@@ -10,12 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from pbfl_flwr.method import Round
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
-from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.aggregation import (
     aps,
     coordinate_median,
@@ -107,28 +103,6 @@ class Combination:
                 "aps-scale = 'auto' needs the number of examples n with the uploads, but none was sent"
             )
         return 0.9 * task.num_classes / num_examples
-
-    def summed(self, total: sums.Total, num_clients: int) -> Prototypes:
-        """Return the one upload for which the rule gives the same as for all uploads in a sum.
-
-        Means need no factor; nor do sums, except that PPA with a known n and APS with a known μ expect one upload in M.
-        """
-        present = total.holders > 0
-        factor: Tensor | float = 1.0
-        if self.stages.aggregation in ("mean", "aps-mean"):
-            factor = 1 / total.holders.clamp_min(1).unsqueeze(1)
-        elif self.stages.aggregation == "ppa" and not self.stages.sends_total:
-            n = self.stages.total_examples
-            factor = max(1, round(n / num_clients)) / max(1, round(n * total.clients / num_clients))
-        elif self.stages.aggregation == "aps-sum" and not self.stages.sends_total:
-            factor = 1 / max(1, total.clients)
-        n_t = total.num_examples if self.stages.sends_total else None
-        if n_t and self.stages.aggregation == "aps-mean":
-            everybody = round(n_t * num_clients / total.clients)
-            n_t = max(1, round(n_t / total.clients))  # as if the sum were one client
-            factor *= n_t * num_clients / everybody  # compensates the rounding of the n in μ
-        rows = torch.where(present[:, None], total.rows * factor, torch.zeros_like(total.rows))
-        return Prototypes(rows.to(torch.float32), present, None, n_t)
 
     def _total(self, uploads: Uploads, round_info: Round) -> int:
         """Return n_t, the number of training samples in this round's uploads."""

@@ -29,7 +29,6 @@ from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, 
 from pbfl_flwr.models.contract import has_batch_norm
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, part_of
 from pbfl_flwr.prototypes import aggregation
-from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.class_means import Collector, released_means
 from pbfl_flwr.prototypes.combination import Combination
@@ -255,16 +254,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             self.server_training,
             seeds.generator(round_info.seed, "fedtgp", round_info.number),
         )
-
-    @property
-    def bound(self) -> float:
-        """R, the range of entries under secure aggregation with this rule."""
-        bound = self.release.settings.secure_range
-        return self.stages.rule.secure_range if bound == "auto" else bound
-
-    def summed(self, total: sums.Total, num_clients: int) -> Prototypes:
-        """Return the one upload for which the rule gives the same as for all uploads in a sum."""
-        return self.combination.summed(total, num_clients)
 
     def streams(self) -> bool:
         """True for sums; medians, trimmed means and FedTGP's training need all uploads at once."""

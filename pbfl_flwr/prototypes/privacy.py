@@ -47,7 +47,6 @@ from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.payloads.reveals import COUNTS, HOLDER, MEANS, PRESENCE, SINGLE, TOTAL, Reveal
 from pbfl_flwr.prototypes.stages import RULES, scale_by_counts
 
-MASKED = "masked by SecAgg+ (its strength: docs/privacy.md); the server learns only"
 RELEASES = "releases"  # name in the client's memory of its number of noisy releases
 
 
@@ -228,7 +227,7 @@ class Release:
         if self.scaled:
             how = "not sent, but the norm of n_ij·c̄_ij reveals most of them within 10 % (docs/privacy.md)"
             how = f"{how}; {noisy}" if noisy else how
-            counts = replace(counts.but("blurred", how), hide="dp-noise, secure-aggregation, or count-bucket")
+            counts = replace(counts.but("blurred", how), hide="dp-noise, or count-bucket")
         elif not RULES[rule].counts:
             counts = counts.but("hidden", f"rule '{rule}' sends none")
         total = TOTAL if sends_total else TOTAL.but("hidden", "not part of the upload")
@@ -237,18 +236,6 @@ class Release:
             counts, total = (
                 one if one.state == "hidden" else one.but("blurred", f"{one.how}; {rounding}")
                 for one in (counts, total)
-            )
-        if keys.secure_aggregation:
-            holders, added, samples = "how many clients hold a class", "the sum of all rows", "Σ n_i"
-            presence, rows, single, counts, total = (
-                one if one.state == "hidden" else one.but("hidden", f"{MASKED} {learnt}")
-                for one, learnt in (
-                    (presence, holders),
-                    (rows, added),
-                    (single, added),
-                    (counts, samples),
-                    (total, samples),
-                )
             )
         return presence, rows, single, counts, total, HOLDER
 
@@ -283,12 +270,6 @@ def release(
             "dp-unit = 'sample' needs every sample exactly once in the class means; collect must be 'post' "
             "and drop-last other than 'always'"
         )
-    if settings.secure_aggregation and (trained or not RULES[rule].secure_range):
-        why = "the server trains on single rows" if trained else f"rule '{rule}' is not a sum of uploads"
-        rules = " or ".join(f"'{name}'" for name, entry in RULES.items() if entry.secure_range)
-        raise PbflError(
-            f"secure-aggregation = true: {why}; aggregation must be {rules}, without server training"
-        )
     if not settings.dp_noise:
         return Release(settings, RULES[rule].scaled)
     if not settings.dp_clip:
@@ -310,7 +291,7 @@ def release(
 def stronger_settings(settings: PrivacySettings) -> list[str]:
     """Return the settings stronger than the default, as ``key = value``, for methods that do not support them."""
     plain = PrivacySettings()
-    protections = ("dense_uploads", "count_bucket", "dp_clip", "dp_noise", "secure_aggregation")
+    protections = ("dense_uploads", "count_bucket", "dp_clip", "dp_noise")
     more = [key for key in protections if getattr(settings, key) != getattr(plain, key)]
     if settings.min_class_count not in ("auto", *PROTOCOLS["min-class-count"].values()):
         more.append("min_class_count")

@@ -34,7 +34,6 @@ class Rule:
         sums: whether a zero row adds nothing.
         streams: whether it reads one upload at a time.
         trains: whether it makes a difference to FedTGP's training.
-        secure_range: R of secure aggregation, the range of rows; 0: it is no sum of uploads.
     """
 
     counts: bool = False
@@ -43,16 +42,15 @@ class Rule:
     sums: bool = False
     streams: bool = True
     trains: bool = False
-    secure_range: float = 0.0
 
 
 RULES: dict[Aggregation, Rule] = {
-    "mean": Rule(trains=True, secure_range=100.0),
+    "mean": Rule(trains=True),
     "weighted": Rule(counts=True),
     "weighted-shrunk": Rule(counts=True),
-    "ppa": Rule(scaled=True, sums=True, trains=True, secure_range=1e5),
-    "aps-sum": Rule(scaled=True, aps=True, sums=True, trains=True, secure_range=1e5),
-    "aps-mean": Rule(scaled=True, aps=True, secure_range=1e5),
+    "ppa": Rule(scaled=True, sums=True, trains=True),
+    "aps-sum": Rule(scaled=True, aps=True, sums=True, trains=True),
+    "aps-mean": Rule(scaled=True, aps=True),
     "median": Rule(streams=False),
     "trimmed-mean": Rule(streams=False),
 }
@@ -121,11 +119,6 @@ def resolved(settings: Settings, named: Stages) -> Stages:
             f"norm-bound = {stages.norm_bound}: with aggregation = '{stages.aggregation}' rows are scaled by sample "
             "counts, so their norms differ between honest clients; must be a rule for means: 'mean', "
             "'weighted', 'median', ..."
-        )
-    if stages.norm_bound and settings.privacy.secure_aggregation:
-        raise PbflError(
-            f"norm-bound = {stages.norm_bound}: with secure-aggregation the server sees no single rows; allowed "
-            "is 0"
         )
     if stages.cps_dim > settings.models.feature_dim:
         raise PbflError(

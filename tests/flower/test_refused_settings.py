@@ -8,7 +8,6 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import SECTIONS, build_method
 
-SECURE: dict[str, Any] = {"secure-aggregation": True}
 BEST: dict[str, Any] = {"keep-best": True, "models": "cnn4"}
 NO_REPORT: dict[str, Any] = {"client-report": "none"}
 
@@ -18,11 +17,9 @@ NO_REPORT: dict[str, Any] = {"client-report": "none"}
     [
         ({"min-clients": 21}, "min-clients = 21: must be at most num-clients = 20"),
         ({"min-clients": 2, "new-clients": 1}, "with new-clients = 1 all clients must have joined"),
-        ({"min-clients": 2, **SECURE}, "with secure-aggregation = true all clients must have joined"),
         ({"min-clients": 2, "min-replies": 3}, r"min-replies = 3: must be at most 2, .* = 1 of 2\)"),
         ({"num-clients": 4, "new-clients": 4}, "new-clients = 4: must be at most 3, since at least one of"),
         ({"num-clients": 4, "new-clients": 2, "min-replies": 3}, "min-replies = 3: must be at most 2, the"),
-        ({"new-clients": 1, **SECURE}, "no client may train alone; must be 0"),
         ({"new-clients": 1, **NO_REPORT}, "new-clients = 1: .* clients report no scores"),
         ({"both-moments": True, **NO_REPORT}, "both-moments = true: .*; must be false"),
         ({"per-class": True, **NO_REPORT}, "^per-class = true: .* clients report no scores; must be false$"),
@@ -35,13 +32,6 @@ NO_REPORT: dict[str, Any] = {"client-report": "none"}
         ),
         ({"stale-weight": 0.5, "method": "gfpl"}, r"stale-weight = 0\.5: .* by a weighted sum, .*must be 0"),
         ({"predictor": "etf"}, "^predictor = 'etf': method 'fedproto' has no .* one of auto, head, global"),
-        ({**SECURE, "aggregation": "median"}, "rule 'median' is not a sum of uploads"),
-        ({**SECURE, "aggregation": "weighted"}, "rule 'weighted' is not a sum of uploads"),
-        ({**SECURE, "method": "fedtgp"}, "the server trains on single rows"),
-        ({**SECURE, "method": "fedgh"}, "the server trains on single rows"),
-        ({**SECURE, "method": "fedavg"}, "secure-aggregation = True: method 'fedavg' sends Weights"),
-        ({**SECURE, "num-clients": 2}, "at least 3 clients in a round"),
-        ({**SECURE, "num-clients": 10, "fraction-train": 0.2}, "at least 3 clients in a round"),
     ],
 )
 def test_rejects_settings_that_contradict_each_other(keys: dict[str, Any], reason: str) -> None:

@@ -136,7 +136,6 @@ def test_late_uploads_are_bounded_and_then_weighted() -> None:
     [
         ({"aggregation": "ppa"}, "with aggregation = 'ppa' rows are scaled by"),
         ({"method": "tinyproto"}, "with aggregation = 'aps-sum' rows are scaled by"),
-        ({"secure-aggregation": True}, "with secure-aggregation the server sees no single row"),
         ({"method": "fedgh"}, "norm-bound = 2.0: method 'fedgh' has no such stage; must be 0.0, the default"),
         ({"method": "fedavg", "models": "cnn4"}, "method 'fedavg' has no such stage"),
     ],

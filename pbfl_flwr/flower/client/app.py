@@ -67,7 +67,7 @@ def make_client_app(data: DataSource | None = None, settings: Settings | None = 
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return _guarded(_train_or_mask, message, context, source)
+        return _guarded(_train, message, context, source)
 
     @app.evaluate()
     def score(message: Message, context: Context) -> Message:
@@ -107,15 +107,6 @@ def _guarded(
             clear_networks()
     release_gpu_memory()  # only now: the exception, which referenced tensors, has been released
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
-
-
-def _train_or_mask(message: Message, context: Context, source: ClientSource) -> Message:
-    """Train for a message of our strategy, or of Flower's workflow for secure aggregation."""
-    if source.settings_of(context).privacy.secure_aggregation:
-        from pbfl_flwr.flower.secagg.client import train_masked  # loads Flower's older interface
-
-        return train_masked(message, context, source, _train)
-    return _train(message, context, source)
 
 
 def _train(message: Message, context: Context, source: ClientSource) -> Message:

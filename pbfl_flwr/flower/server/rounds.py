@@ -235,11 +235,10 @@ def _mean(values: list[float | None], weights: list[int]) -> float | None:
 
 
 def upload_warnings(exchange: Exchange) -> list[str]:
-    """Return warnings about the clients that trained: classes held back, no training steps, clipped entries."""
+    """Return warnings about the clients that trained: classes held back, no training steps."""
     metrics = {client: exchange.reports[client].metrics or {} for client in exchange.trained}
     withheld = [reported.get("held-back", 0) for reported in metrics.values()]
     idle = [client for client, reported in metrics.items() if reported.get("idle")]
-    clipped = sum(reported.get("secure-clipped", 0) for reported in metrics.values())
     warnings = []
     if any(withheld):
         warnings.append(
@@ -251,8 +250,6 @@ def upload_warnings(exchange: Exchange) -> list[str]:
             f"made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client "
             f"{', '.join(map(str, idle))}"
         )
-    if clipped:
-        warnings.append(f"{clipped:.0f} entries of uploads were clipped to ±secure-range")
     return warnings
 
 

@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
@@ -60,9 +60,6 @@ from pbfl_flwr.runs.records import ClientsRecord, NewClientsRecord, RoundRecord,
 from pbfl_flwr.sinks import check
 from pbfl_flwr.task import Task
 
-if TYPE_CHECKING:
-    from pbfl_flwr.flower.secagg.server import SecureRounds
-
 MAX_REPEATS = 3  # of one round, because nodes became unreachable during it
 REPEATED = "round repeated because too many nodes were unreachable"
 
@@ -97,11 +94,6 @@ class MethodStrategy(Strategy):
         self.primary_predictor = self.method.primary_predictor if predictor == "auto" else predictor
         self.task: Task | None = None
         self.membership: Membership | None = None
-        self._secure: SecureRounds | None = None
-        if settings.privacy.secure_aggregation:
-            from pbfl_flwr.flower.secagg.server import SecureRounds
-
-            self._secure = SecureRounds(settings, self.method)
         self._recorder = Recorder(self.run, settings, self.primary_predictor) if self.run else None
         self._participations: dict[int, int] = {}  # client -> rounds trained in, as last reported
         self._num_rounds = settings.run.num_server_rounds
@@ -272,7 +264,7 @@ class MethodStrategy(Strategy):
                 break
             except stopping.NodesUnreachable as error:
                 repeats += 1
-                if repeats > MAX_REPEATS or self._secure is not None:  # a SecAgg+ mask is valid for one sum
+                if repeats > MAX_REPEATS:
                     raise
                 log(WARNING, "%s. Waiting up to %.0f s for nodes", error, run.join_timeout)
                 target = max(len(exchange.phase.messages), run.min_replies)
@@ -310,8 +302,6 @@ class MethodStrategy(Strategy):
     def _exchange(self, grid: Grid, plan: RoundPlan, timeout: float, state: Serializable) -> Exchange:
         """Broadcast a state in the messages of a plan and read the replies. The timeout is in seconds."""
         phase = self._messages(plan, state)
-        if self._secure is not None:  # SecAgg+ has no late replies
-            return self._noted(self._secure.exchange(grid, phase, timeout, self._rules(plan), state))
         replies = list(grid.send_and_receive([message for message, _ in phase.messages], timeout=timeout))
         self._clients.overdue.collect(grid)
         return self._read(phase, replies, state)
@@ -341,10 +331,7 @@ class MethodStrategy(Strategy):
         overdue = self._clients.overdue
         late = overdue.received if phase.training and not phase.plan.new_clients else []
         overdue.add(phase.unanswered(replies))
-        return self._noted(read(replies, phase, self._rules(phase.plan), state, late))
-
-    def _noted(self, exchange: Exchange) -> Exchange:
-        """Remember and log who failed."""
+        exchange = read(replies, phase, self._rules(phase.plan), state, late)
         self._clients.failed = frozenset(exchange.failures)
         recorder.log_exchange(exchange)
         return exchange
@@ -508,13 +495,7 @@ class MethodStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return training messages for the sampled clients and evaluation messages for (some of) the others.
-
-        Raises:
-            PbflError: with secure aggregation, whose protocol needs :meth:`start`.
-        """
-        if self._secure is not None:
-            raise PbflError("secure-aggregation = true: the run must be started by MethodStrategy.start")
+        """Return training messages for the sampled clients and evaluation messages for (some of) the others."""
         if self.membership is None:
             self.prepare(grid)
         self._phase = self._messages(self._plan(grid, server_round), self.state)

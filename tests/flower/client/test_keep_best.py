@@ -74,12 +74,6 @@ def test_keeps_state_of_the_best_round(links: bool, tmp_path: Path) -> None:
     assert short.directory.result() != long.directory.result()
 
 
-def test_keeps_best_under_secure_aggregation(tmp_path: Path) -> None:
-    fed = run(tmp_path, 3, best=1, secure_aggregation=True)
-    assert [set(kept_best(store(fed, client))) for client in CLIENTS] == [{1}] * 5
-    assert read_state(of_round(store(fed, 0), 1)).card.round == 1
-
-
 @pytest.fixture(scope="module")
 def best_of_three(tmp_path_factory: pytest.TempPathFactory) -> Federation:
     """A run of three rounds of which the first was the best, to be looked at only."""

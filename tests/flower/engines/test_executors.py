@@ -11,13 +11,14 @@ from queue import SimpleQueue
 
 import pytest
 import torch
-from flwr.app import Context, Error, Message
+from flwr.app import ConfigRecord, Context, Error, Message
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.flower.engines import executors
 from pbfl_flwr.flower.engines.channel import channel
 from pbfl_flwr.flower.engines.executors import DIED, ProcessWorker, WorkerPool, WorkerSpec
-from pbfl_flwr.flower.engines.grid import LocalGrid, run_immediately
+from pbfl_flwr.flower.engines.grid import Handler, LocalGrid, run_immediately
+from pbfl_flwr.flower.messages import wire
 from tests.flower.engines.test_grid import KEYS, ask, echo, said
 
 
@@ -73,6 +74,40 @@ def test_first_worker_ignores_sigterm_from_its_start() -> None:
     assert subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False, timeout=100).returncode == 0
 
 
+class InThread(ProcessWorker):
+    """A worker that is a thread of this process, behind the same channel."""
+
+    alive = True
+
+    def __init__(self, answer: Handler, gpu: str = "") -> None:
+        super().__init__(WorkerSpec(1, gpu, Path("log")))
+        self._answer, self.started = answer, 0
+
+    def start(self) -> None:
+        self.started += 1
+        self.spent = False
+        self._channel, child_end = channel()
+        threading.Thread(target=executors._handle_all, args=(child_end, self._answer), daemon=True).start()
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_client_finds_what_it_kept_in_flowers_context(workers: int) -> None:
+    """Whichever worker runs it the next time, and whether that is this process or another."""
+
+    def count(message: Message, context: Context) -> Message:
+        calls = context.state.config_records.setdefault("kept", ConfigRecord({"calls": 0}))
+        calls["calls"] = int(str(calls["calls"])) + 1
+        return Message(wire.content(config=ConfigRecord({"client": calls["calls"]})), reply_to=message)
+
+    with WorkerPool([InThread(count) for _ in range(workers)]) as pool:
+        for handle in (count, pool.handle):
+            grid = LocalGrid(handle, run_immediately, {}, 2)
+            assert said(grid.send_and_receive(ask(grid, [0, 1, 0, 0]))) == [1, 1, 2, 3]
+
+
 def test_incomplete_pool_leaves_no_worker(tmp_path: Path) -> None:
     ended: list[object] = []
 
@@ -110,24 +145,11 @@ def test_worker_with_a_broken_gpu_is_replaced(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", wait_for_card)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
-    started: list[ProcessWorker] = []
-
-    class InThread(ProcessWorker):
-        alive = True
-
-        def start(self) -> None:
-            started.append(self)
-            self.spent = False
-            self._channel, child_end = channel()
-            threading.Thread(target=executors._handle_all, args=(child_end, answer), daemon=True).start()
-
-        def kill(self) -> None:
-            pass
-
-    with WorkerPool([InThread(WorkerSpec(1, "0", Path("log")))]) as workers:
+    worker = InThread(answer, "0")
+    with WorkerPool([worker]) as workers:
         grid = LocalGrid(workers.handle, run_immediately, {}, 1)
         replies = grid.send_and_receive(ask(grid, [0]))
-        replaced = len(started) - 1
+        replaced = worker.started - 1
     assert [reply.has_error() for reply in replies] == [fails]
     assert replaced == int(fails and broken)
     assert given_back == [1] * (fails and not broken)

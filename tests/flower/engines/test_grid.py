@@ -188,15 +188,6 @@ def test_gives_up_a_pending_message_when_its_client_is_asked_again() -> None:
     assert given_up == [list(grid.get_node_ids())[1]]
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_secure_aggregation_completes_its_stages(workers: int, tmp_path: Path) -> None:
-    """What a client keeps from stage to stage is in Flower's context, whichever process runs it."""
-    keys = {**KEYS, "num-server-rounds": 1, "secure-aggregation": True}
-    federate(tmp_path / "run", keys, 3, Resources(workers=workers))
-    (record,) = RunDirectory(tmp_path / "run").round_records()
-    assert (record.trained, record.failures) == ([0, 1, 2], [])
-
-
 def test_failing_client_releases_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

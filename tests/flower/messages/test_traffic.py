@@ -60,7 +60,7 @@ def test_a_payload_alone_is_all_that_the_application_sends() -> None:
 MB = 2**20
 
 
-# As SecAgg+ sends.
+# As Flower's own protocols and mods may send.
 PROTOCOL = ConfigRecord({"stage": "share-keys", "masked": [b"x" * 3 * MB, b"y" * 1000], "ratio": 0.5})
 
 

@@ -164,16 +164,3 @@ def test_run_of_devices_resumes_only_with_the_same_devices(tmp_path: Path) -> No
     with pytest.raises(PbflError, match=r"client c: .* has architecture = cnn2, it had cnn4"):
         run(tmp_path, other, **again).run()
     assert run(tmp_path, nodes, **again).run().strategy.done == 2
-
-
-def test_secure_aggregation_with_names(tmp_path: Path) -> None:
-    nodes = sites(tmp_path, "north", "south", 2)
-    keys: dict[str, Any] = {"num_server_rounds": 1, "aggregation": "ppa"}
-    plain = run(tmp_path, nodes, "plain", **keys).run().strategy
-    secure = run(tmp_path, nodes, "secure", **keys, secure_aggregation=True).run().strategy
-    (line,) = secure.history
-    assert (line.trained, line.failures) == ([0, 1, 2], [])
-    assert line.accuracy == plain.history[0].accuracy
-    torch.testing.assert_close(
-        secure.state.combined.values, plain.state.combined.values, atol=0.01, rtol=0.001
-    )

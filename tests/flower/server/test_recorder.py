@@ -317,7 +317,7 @@ def test_server_app_writes_error_file_only_into_empty_directory(
     assert not (tmp_path / "run-2").exists()
     refused("aggregation = 'average': must be ", **{"aggregation": "average", "run-dir": str(run)})
     assert (run / ERROR).read_text().startswith("aggregation = 'average': must be 'auto', ")
-    keys: dict[str, Scalar] = {"method": "fedavg", "secure-aggregation": True, "run-dir": str(run)}
+    keys: dict[str, Scalar] = {"method": "fedavg", "dp-clip": 1.0, "run-dir": str(run)}
     refused("sends Weights, which", **keys)
     assert "sends Weights, which" in (run / ERROR).read_text()
     with pytest.raises(

@@ -274,12 +274,6 @@ def test_loop_of_flower_over_the_hooks_gives_the_same_bits(tmp_path: Path) -> No
     assert hooks.directory.round_records() == hooks.strategy.history
 
 
-def test_hooks_refuse_secure_aggregation(tmp_path: Path) -> None:
-    fed = federation(tmp_path, secure_aggregation=True)
-    with pytest.raises(PbflError, match=r"must be started by MethodStrategy\.start"):
-        fed.strategy.configure_train(1, ArrayRecord(), ConfigRecord(), fed.grid)
-
-
 def test_failure_policy_stop_ends_the_run_at_the_first_failure(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"on_disk": True, "num_server_rounds": 3}
     run = federation(tmp_path / "a", faults={(3, 2): raises}, failure_policy="stop", **keys)

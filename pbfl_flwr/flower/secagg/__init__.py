@@ -1,1 +1,0 @@
-"""Secure aggregation: Flower's SecAgg+ around a round."""
