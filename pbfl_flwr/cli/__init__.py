@@ -59,7 +59,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": deployment.doctor,
     "app": deployment.app,
     "check-data": devices.check_data,
-    "vocabulary": devices.vocabulary,
     "weights": devices.weights,
     "export": devices.export,
     "predict": devices.predict,

@@ -1,4 +1,4 @@
-"""``pbfl check-data``, ``vocabulary``, ``weights``, ``export`` and ``predict``: a device's data and models."""
+"""``pbfl check-data``, ``weights``, ``export`` and ``predict``: a device's data and models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ InputShape = Annotated[
     str,
     typer.Option("--input-shape", help="E.g. 3,64,64: images are resized to it, rows of a table reshaped."),
 ]
-TextColumn = Annotated[str, typer.Option("--text-column", help="Column of a table with the texts.")]
 Code = Annotated[
     str,
     typer.Option("--model", help="Code that may be imported for the model: my_package.module:function."),
@@ -46,10 +45,6 @@ def check_data(
     labels: Labels = "",
     label_column: LabelColumn = "",
     input_shape: InputShape = "",
-    text_column: TextColumn = "",
-    vocabulary: Annotated[
-        Path | None, typer.Option("--vocabulary", help="For texts: the file with one token per line.")
-    ] = None,
     files: Annotated[
         int | None,
         typer.Option("--data-client", min=0, help="For a PFLlib folder: the client whose files to read."),
@@ -71,11 +66,9 @@ def check_data(
         "labels": labels,
         "label-column": label_column,
         "input-shape": input_shape,
-        "text-column": text_column,
     }
     inspection, refused = None, None
     try:
-        more["vocabulary"] = str(expanded(vocabulary).absolute()) if vocabulary else ""
         settings = settings_for(path, **{key.replace("-", "_"): value for key, value in more.items()})
         inspection = inspect(settings, files)
         if model:
@@ -116,36 +109,6 @@ def _node_config(keys: Mapping[str, str]) -> str:
         written.append(f"{key}={quoted}")
     text = " ".join(written)
     return "--node-config " + (shlex.quote(text) if set(text) & set(SHELLS_OWN) else f'"{text}"')
-
-
-def vocabulary(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILES...", help="CSV, TSV or Parquet with texts; .txt with one text per line."
-        ),
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", click_type=NON_EMPTY_PATH, metavar="FILE", help="A new file.")
-    ],
-    most: Annotated[
-        int, typer.Option("--most", min=5, help="Maximum number of tokens, including four special ones.")
-    ] = 32_000,
-    text_column: TextColumn = "",
-) -> None:
-    """Write the vocabulary that devices with texts share: the most frequent tokens of public texts."""
-    from itertools import chain
-
-    from pbfl_flwr.data.own import tokens
-    from pbfl_flwr.data.own.texts import texts_of
-    from pbfl_flwr.util.atomic_files import write_atomically
-
-    if out.exists():
-        raise PbflError(f"--out {out} already exists; must be a new file")
-    words = tokens.vocabulary(chain.from_iterable(texts_of(file, text_column) for file in files), most)
-    with writing(out):
-        write_atomically(out, "".join(f"{word}\n" for word in words).encode())
-    say(screen(), f"{out}: {len(words)} tokens; give every device a copy (vocabulary='...' in --node-config)")
 
 
 def weights(
@@ -257,7 +220,7 @@ def predict(
     model_dir: Annotated[Path, typer.Argument(metavar="EXPORTED", help="Directory written by pbfl export.")],
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILES...", help="Images, folders of images, .npz, CSV, Parquet, .txt."),
+        typer.Argument(metavar="FILES...", help="Images, folders of images, .npz, CSV, Parquet."),
     ],
     by: Annotated[
         str, typer.Option("--by", help="head, or nearest prototype: global, global-local, local.")
@@ -266,13 +229,12 @@ def predict(
         Literal["table", "csv", "json"], typer.Option("--format", help="Output format.")
     ] = "table",
     model: Code = "",
-    text_column: TextColumn = "",
 ) -> None:
-    """Print class and probability of every image, row or line of text."""
+    """Print class and probability of every image or row."""
     from pbfl_flwr.serving.exported import open_exported
     from pbfl_flwr.serving.predict import predict as ask
     from pbfl_flwr.serving.predict import written
 
     exported = open_exported(expanded(model_dir), model)
-    predictions = list(ask(exported, files, by, text_column))
+    predictions = list(ask(exported, files, by))
     document(written(predictions, exported.card.labels, form))

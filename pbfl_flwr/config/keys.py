@@ -224,10 +224,6 @@ class DataSettings(Group):
         "",
         description="shape of an input, e.g. '3,64,64': images of a folder are resized to it, rows of a table reshaped",
     )
-    text_column: str = Field("", description="dataset text: column of the table with the text; empty: 'text'")
-    vocabulary: AbsolutePath = Field(
-        "", description="dataset text: vocabulary file with one token per line, the same for all clients"
-    )
 
     @property
     def classes(self) -> tuple[str, ...]:

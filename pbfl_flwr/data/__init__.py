@@ -28,11 +28,6 @@ def load_pool(settings: DataSettings) -> Pool:
         close = difflib.get_close_matches(settings.dataset, DATASETS, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"must be one of {', '.join(DATASETS)}"
         raise PbflError(f"unknown dataset '{settings.dataset}'; {hint}")
-    if settings.vocabulary and settings.dataset not in ("text", "flwr-datasets"):
-        raise PbflError(
-            f"vocabulary = '{settings.vocabulary}': dataset '{settings.dataset}' does not use one; allowed with "
-            "dataset = 'text' or 'flwr-datasets'"
-        )
     return _fitting(DATASETS[settings.dataset].load(settings), settings)
 
 

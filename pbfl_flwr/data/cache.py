@@ -28,13 +28,10 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.locks import Lock
 from pbfl_flwr.util.paths import home
 
-FORMAT = 7
+FORMAT = 8
 """Incremented when the stored content changes, so that older entries are not read."""
 
-DECODING = (
-    *("data_dir", "labels", "label_column", "input_shape", "text_column", "vocabulary"),
-    *("partitioner", "partitioner_settings"),
-)
+DECODING = ("data_dir", "labels", "label_column", "input_shape", "partitioner", "partitioner_settings")
 """The settings that a decoder may read in addition to its files."""
 
 
@@ -124,7 +121,7 @@ def _write(pool: Pool, folder: Path) -> None:
         values = getattr(pool, column)
         if values is not None:
             np.save(folder / f"{column}.npy", values)
-    keys = ("label_names", "num_train", "notes", "columns", "vocabulary")
+    keys = ("label_names", "num_train", "notes", "columns", "vocabulary_size")
     meta = {key: getattr(pool, key) for key in keys}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     for file in folder.iterdir():  # a power cut must not leave an entry without its content
@@ -145,7 +142,7 @@ def _open(entry: Path) -> Pool:
             in_train=_column(entry / "in_train.npy"),
             notes=tuple(meta["notes"]),
             columns=tuple(meta["columns"]),
-            vocabulary=tuple(meta["vocabulary"]),
+            vocabulary_size=meta["vocabulary_size"],
         )
         columns = (pool.inputs, pool.labels, pool.owner, pool.in_train)
         if len({len(column) for column in columns if column is not None}) > 1:

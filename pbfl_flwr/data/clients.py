@@ -78,7 +78,7 @@ class ClientData:
         shift: (C, 1, 1, ...) float32.
         validation: training samples held out to select a round by; None if there are none.
         columns: feature names, if the source has names.
-        vocabulary: for text, the tokens in the order of their ids.
+        vocabulary_size: V if inputs are token ids 0..V-1; 0 if they are numbers.
     """
 
     train: Shard
@@ -89,7 +89,7 @@ class ClientData:
     shift: Tensor
     validation: Shard | None = None
     columns: tuple[str, ...] = ()
-    vocabulary: tuple[str, ...] = ()
+    vocabulary_size: int = 0
 
     def check(self) -> None:
         """Check the invariants above; for data that an app supplies.
@@ -110,15 +110,15 @@ class ClientData:
             shard.check(name, self.num_classes)
             if (shape := tuple(shard.inputs.shape[1:])) != self.input_shape:
                 raise PbflError(f"inputs of {name} have shape {shape}, those of train {self.input_shape}")
-            if self.vocabulary and (dtype := shard.inputs.dtype) not in (torch.int32, torch.int64):
+            if self.vocabulary_size and (dtype := shard.inputs.dtype) not in (torch.int32, torch.int64):
                 raise PbflError(f"token ids of {name} are {dtype}: must be torch.int32 or torch.int64")
-            if self.vocabulary and shard.inputs.numel():
+            if self.vocabulary_size and shard.inputs.numel():
                 # On a GPU an id out of range makes CUDA unusable for the whole process.
                 least, most = int(shard.inputs.min()), int(shard.inputs.max())
-                if not 0 <= least <= most < len(self.vocabulary):
+                if not 0 <= least <= most < self.vocabulary_size:
                     raise PbflError(
                         f"token ids of {name} range from {least} to {most}: must be 0 to "
-                        f"{len(self.vocabulary) - 1}, the indices of vocabulary"
+                        f"{self.vocabulary_size - 1} (vocabulary_size - 1)"
                     )
 
     @property
@@ -128,7 +128,7 @@ class ClientData:
 
     def task(self, feature_dim: int) -> Task:
         """Return this client's task, with d features."""
-        return Task(self.num_classes, feature_dim, self.input_shape, len(self.vocabulary))
+        return Task(self.num_classes, feature_dim, self.input_shape, self.vocabulary_size)
 
     def on(self, device: torch.device) -> ClientData:
         """Return the same data in a device's own memory, so that batches need no transfer."""
@@ -152,7 +152,7 @@ class ClientData:
 
     def prepare(self, batch_inputs: Tensor) -> Tensor:
         """Return a batch as model input: float32, normalised, on the batch's own device; token ids are unchanged."""
-        if self.vocabulary:
+        if self.vocabulary_size:
             return batch_inputs
         device = batch_inputs.device
         return batch_inputs.float() * self.scale.to(device) + self.shift.to(device)
@@ -181,7 +181,7 @@ def materialise(pool: Pool, split: Split, validation_share: float = 0.0, seed: i
         shift=shift,
         validation=_shard(pool, held_out) if len(held_out) else None,
         columns=pool.columns,
-        vocabulary=pool.vocabulary,
+        vocabulary_size=pool.vocabulary_size,
     )
 
 

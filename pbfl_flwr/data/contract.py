@@ -33,7 +33,7 @@ class Pool:
             files fix the clients and their split.
         notes: messages of the loader for the user (e.g. resized images), one per line.
         columns: feature names in order, if the source has names.
-        vocabulary: for text, the tokens in the order of their ids; ids are fed unchanged.
+        vocabulary_size: V if inputs are token ids 0..V-1, which are fed unchanged; 0 if they are numbers.
     """
 
     inputs: NDArray[Any]
@@ -44,7 +44,7 @@ class Pool:
     in_train: NDArray[np.bool_] | None = None
     notes: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
-    vocabulary: tuple[str, ...] = ()
+    vocabulary_size: int = 0
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class Pool:
 
     def task(self, feature_dim: int) -> Task:
         """Return the task of clients with these samples, with d features."""
-        return Task(self.num_classes, feature_dim, self.input_shape, len(self.vocabulary))
+        return Task(self.num_classes, feature_dim, self.input_shape, self.vocabulary_size)
 
     @property
     def num_classes(self) -> int:

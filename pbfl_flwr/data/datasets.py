@@ -17,7 +17,6 @@ from pbfl_flwr.data.own.image_folder import image_folder
 from pbfl_flwr.data.own.npz import har, npz
 from pbfl_flwr.data.own.pflib import pflib
 from pbfl_flwr.data.own.table import table
-from pbfl_flwr.data.own.texts import text
 from pbfl_flwr.data.sources.ag_news import ag_news
 from pbfl_flwr.data.sources.cifar import cifar10, cifar100
 from pbfl_flwr.data.sources.digits import digits
@@ -54,7 +53,6 @@ DATASETS: dict[str, Dataset] = {
     "image-folder": Dataset(image_folder, "images in data-dir/train/<class> and test/<class>, or data-dir/<class>"),
     "npz": Dataset(npz, "arrays x, y and optionally client; data-dir is the .npz file"),
     "table": Dataset(table, "features and a class column in a CSV or Parquet file; data-dir is the file"),
-    "text": Dataset(text, "texts and classes in a CSV or Parquet file, as token ids; data-dir is the file"),
     "flwr-datasets": Dataset(flwr_datasets, "Hugging Face's format, Flower's partitioners; folder or hf://<id>"),
     "pflib": Dataset(pflib, "a PFLlib/HtFLlib dataset folder with its own clients and splits; data-dir is the folder"),
 }  # fmt: skip
@@ -62,14 +60,14 @@ DATASETS: dict[str, Dataset] = {
 _DATASET_OF_SUFFIX = {".npz": "npz", **dict.fromkeys(SUFFIXES, "table")}
 
 
-def kind_of(path: Path, *, texts: bool = False) -> str:
-    """Return the dataset that reads a path, by its suffix or content; ``texts``: read tables as text.
+def kind_of(path: Path) -> str:
+    """Return the dataset that reads a path, by its suffix or content.
 
     Raises:
         PbflError: if it is a file of an unsupported kind.
     """
     if dataset := _DATASET_OF_SUFFIX.get(path.suffix.lower()):
-        return "text" if texts and dataset == "table" else dataset
+        return dataset
     if path.exists() and not path.is_dir():
         raise PbflError(
             f"{path} is not a known kind of data; must be {', '.join(_DATASET_OF_SUFFIX)}, a folder of images, or a "

@@ -45,8 +45,8 @@ def validate(pool: Pool, name: str) -> None:
         (each for each in pool.label_names if each.encode(errors="replace").decode() != each), None
     ):
         raise PbflError(f"dataset '{name}': the name of the class {odd!a} is not UTF-8; rename it")
-    if pool.vocabulary:
-        low, high, size = int(pool.inputs.min()), int(pool.inputs.max()), len(pool.vocabulary)
+    if size := pool.vocabulary_size:
+        low, high = int(pool.inputs.min()), int(pool.inputs.max())
         if low < 0 or high >= size:
             raise PbflError(f"dataset '{name}' has token ids {low} to {high}; must be 0..{size - 1}")
     if pool.inputs.dtype == np.float32:

@@ -264,7 +264,7 @@ class ClientRecord(Record):
         simulated: whether it is one of the simulation's virtual nodes.
         configured_data: whether it uses the configured dataset and partition, not its own data or an app's.
         task, labels: K, d, input shape and the class names.
-        columns: hash of the feature names or, for text, of the vocabulary; empty if there are no names.
+        columns: hash of the feature names; empty if there are no names.
         architecture, parameters: its network, and the number of (body, head) parameters.
         device: on which it trains.
         num_train, num_test: numbers of samples.

@@ -21,9 +21,8 @@ class Card(BaseModel):
         num_classes, feature_dim, input_shape: K, d and the shape of one input.
         labels: names of the K classes.
         columns: names of the features, for tabular data.
-        vocabulary: for text: the tokens; a token's index is its id.
-        text_column: for text in a table: the column that was configured, else "".
-        images: True for uint8 images; otherwise inputs are token ids if there is a vocabulary, else float32.
+        vocabulary_size: V if inputs are token ids 0..V-1, else 0.
+        images: True for uint8 images; otherwise inputs are token ids if V > 0, else float32.
         scale, shift: one number per channel (the first axis): the network's input is x·scale + shift.
         unit_features: whether the head expects features of unit length.
     """
@@ -40,8 +39,7 @@ class Card(BaseModel):
     input_shape: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, max_length=MAX_AXES)
     labels: tuple[str, ...]
     columns: tuple[str, ...]
-    vocabulary: tuple[str, ...] = ()
-    text_column: str = ""
+    vocabulary_size: int = Field(default=0, ge=0, le=10**6)
     images: bool
     scale: tuple[float, ...]
     shift: tuple[float, ...]
@@ -62,7 +60,7 @@ class Card(BaseModel):
     @property
     def task(self) -> Task:
         """K, d and the shape of an input."""
-        return Task(self.num_classes, self.feature_dim, self.input_shape, len(self.vocabulary))
+        return Task(self.num_classes, self.feature_dim, self.input_shape, self.vocabulary_size)
 
 
 def fault(error: ValidationError) -> str:

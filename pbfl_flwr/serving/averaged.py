@@ -30,7 +30,7 @@ from pbfl_flwr.serving.states import SavedModel, read_state, state_file, states_
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import is_external
 
-SAME = ("labels", "columns", "vocabulary", "input_shape", "images", "scale", "shift")
+SAME = ("labels", "columns", "vocabulary_size", "input_shape", "images", "scale", "shift")
 
 
 def averaged(

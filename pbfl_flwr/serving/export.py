@@ -75,7 +75,7 @@ def has_onnx() -> bool:
 
 
 def _programs(served: Served, card: Card, directory: Path) -> None:
-    example = torch.zeros(2, *card.input_shape, dtype=torch.int64 if card.vocabulary else torch.float32)
+    example = torch.zeros(2, *card.input_shape, dtype=torch.int64 if card.vocabulary_size else torch.float32)
     batch = {"inputs": {0: torch.export.Dim("batch", min=1)}}
     with warnings.catch_warnings():  # from torch's own code
         warnings.simplefilter("ignore")

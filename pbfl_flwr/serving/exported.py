@@ -63,7 +63,7 @@ class Exported:
         if by != HEAD and by not in self.prototypes:
             raise PbflError(f"--by {by}: this model has {', '.join([HEAD, *self.prototypes])}")
         predictor = Nearest(*self.prototypes[by]) if by != HEAD else None
-        batches, dtype = [], np.int64 if self.card.vocabulary else np.float32
+        batches, dtype = [], np.int64 if self.card.vocabulary_size else np.float32
         for start in range(0, len(inputs), BATCH):
             batch = torch.from_numpy(np.ascontiguousarray(inputs[start : start + BATCH], dtype=dtype))
             logits, features = self.served(batch)

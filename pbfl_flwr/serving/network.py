@@ -29,7 +29,7 @@ class Served(nn.Module):
         super().__init__()
         self.model = model
         self.unit_features = card.unit_features
-        self.reads_tokens = bool(card.vocabulary)
+        self.reads_tokens = bool(card.vocabulary_size)
         shape = (card.input_shape[0], *(1 for _ in card.input_shape[1:]))
         self.register_buffer("scale", torch.tensor(card.scale).reshape(shape))
         self.register_buffer("shift", torch.tensor(card.shift).reshape(shape))

@@ -1,4 +1,4 @@
-"""Apply an exported model to files: images, arrays, tables, texts."""
+"""Apply an exported model to files: images, arrays, tables."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from pbfl_flwr.data.own import tokens
 from pbfl_flwr.data.own.columns import CLIENT, LABEL, SUFFIXES
 from pbfl_flwr.data.own.image_folder import one_image
 from pbfl_flwr.data.own.npz import read_arrays
 from pbfl_flwr.data.own.table import features
-from pbfl_flwr.data.own.texts import LINES, texts_of
 from pbfl_flwr.data.sources.files import files_under
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.runs.saved_model import Card
@@ -38,27 +36,19 @@ class Prediction:
     probabilities: tuple[float, ...]
 
 
-def predict(
-    model: Exported, files: Sequence[Path], by: str = HEAD, text_column: str = ""
-) -> Iterator[Prediction]:
+def predict(model: Exported, files: Sequence[Path], by: str = HEAD) -> Iterator[Prediction]:
     """Yield a prediction for every image and every row, in the order of the files.
 
     Args:
         model: see :func:`pbfl_flwr.serving.exported.open_exported`.
-        files: images, folders of images, ``.npz`` files with ``x``, CSV or Parquet files, ``.txt``, one text per line.
+        files: images, folders of images, ``.npz`` files with ``x``, CSV or Parquet files.
         by: see :meth:`pbfl_flwr.serving.exported.Exported.probabilities`.
-        text_column: for tables of texts, the column with the texts; by default the one used in training.
 
     Raises:
-        PbflError: for a file that cannot be read or does not fit the model's input, or a column of texts for a model
-            that reads none.
+        PbflError: for a file that cannot be read or does not fit the model's input.
     """
-    card, labels = model.card, model.card.labels
-    if text_column:
-        if not card.vocabulary:
-            raise PbflError(f"text-column = '{text_column}': this model does not take texts")
-        card = card.model_copy(update={"text_column": text_column})
-    for file, first, inputs in _inputs(card, files):
+    labels = model.card.labels
+    for file, first, inputs in _inputs(model.card, files):
         for row, row_probabilities in enumerate(model.probabilities(inputs, by), start=first):
             best = int(row_probabilities.argmax())
             yield Prediction(
@@ -83,10 +73,8 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
             yield str(path), 1, _arrays(card, path)
         elif suffix in SUFFIXES:
             yield str(path), 1, _rows(card, path)
-        elif suffix == LINES:
-            yield str(path), 1, _texts(card, path)
         else:
-            formats = f"images, .npz, {', '.join(SUFFIXES)}, {LINES}, and folders of images"
+            formats = f"images, .npz, {', '.join(SUFFIXES)}, and folders of images"
             raise PbflError(f"{path}: must be one of {formats}")
 
 
@@ -98,7 +86,7 @@ def _is_image(path: Path, folder: Path) -> bool:
 
 def _image(card: Card, path: Path) -> NDArray[Any]:
     if not card.images or len(card.input_shape) != 3 or card.input_shape[0] not in (1, 3):
-        kind = "images" if card.images else "token ids" if card.vocabulary else "numbers"
+        kind = "images" if card.images else "token ids" if card.vocabulary_size else "numbers"
         raise PbflError(f"{path} is an image, but this model takes {kind} of shape {card.input_shape}")
     return one_image(path, card.input_shape[0], (card.input_shape[2], card.input_shape[1]))[None]
 
@@ -107,36 +95,24 @@ def _arrays(card: Card, path: Path) -> NDArray[Any]:
     x = read_arrays(path, "predict", ("x",))["x"]
     if card.images and x.ndim == 3 and card.input_shape[0] == 1:
         x = x[:, None]
-    kinds = "u" if card.images else "iu" if card.vocabulary else "biuf"
+    kinds = "u" if card.images else "iu" if card.vocabulary_size else "biuf"
     if x.shape[1:] != card.input_shape or x.dtype.kind not in kinds or (card.images and x.dtype != np.uint8):
-        kind = "uint8" if card.images else "token ids" if card.vocabulary else "numbers"
+        kind = "uint8" if card.images else "token ids" if card.vocabulary_size else "numbers"
         raise PbflError(
             f"{path}: x is {x.dtype} {x.shape}, this model takes {kind} {('N', *card.input_shape)}"
         )
     if not np.isfinite(x).all():
         raise PbflError(f"{path}: x holds NaN or infinity; must be finite numbers")
-    if card.vocabulary and len(x) and not (x.min() >= 0 and x.max() < len(card.vocabulary)):
-        raise PbflError(f"{path}: x holds {x.min()} to {x.max()}; must be ids 0..{len(card.vocabulary) - 1}")
+    if card.vocabulary_size and len(x) and not (x.min() >= 0 and x.max() < card.vocabulary_size):
+        raise PbflError(f"{path}: x holds {x.min()} to {x.max()}; must be ids 0..{card.vocabulary_size - 1}")
     return x
-
-
-def _texts(card: Card, path: Path) -> NDArray[Any]:
-    """Return the token ids of a file's lines, or of a table's text column."""
-    if not card.vocabulary or len(card.input_shape) != 1:
-        raise PbflError(
-            f"{path} is text, but this model takes no texts; its inputs have shape {card.input_shape}"
-        )
-    texts = list(texts_of(path, card.text_column))
-    ids = np.empty((len(texts), *card.input_shape), np.int32)
-    tokens.encode(texts, card.vocabulary, ids)
-    return ids
 
 
 def _rows(card: Card, path: Path) -> NDArray[Any]:
     if card.images:
         raise PbflError(f"{path} is a table, but this model takes images of shape {card.input_shape}")
-    if card.vocabulary:
-        return _texts(card, path)
+    if card.vocabulary_size:
+        raise PbflError(f"{path} is a table, but this model takes token ids of shape {card.input_shape}")
     values = features(path, card.columns or None, without=(LABEL, CLIENT))
     if values.shape[1] != math.prod(card.input_shape):
         raise PbflError(

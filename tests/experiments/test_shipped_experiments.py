@@ -106,18 +106,18 @@ def distinct() -> list[tuple[str, Keys]]:
 def noise(settings: Settings, client: int) -> ClientData:
     """Twelve training and four test samples of three classes, as the configured dataset's."""
     shape, classes, _, _ = SETS[settings.data.dataset]
-    words = tuple(f"word {j}" for j in range(40)) if settings.data.dataset in TOKENS else ()
+    words = 40 if settings.data.dataset in TOKENS else 0
     generator = torch.Generator().manual_seed(client)
 
     def shard(size: int) -> Shard:
-        most, kind = (len(words), torch.int32) if words else (256, torch.uint8)
+        most, kind = (words, torch.int32) if words else (256, torch.uint8)
         inputs = torch.randint(0, most, (size, *shape), dtype=kind, generator=generator)
         return Shard(inputs, (torch.arange(size) % 3 + 2 * client) % classes)
 
     names = tuple(str(k) for k in range(classes))
     scale = torch.full((shape[0], *(1 for _ in shape[1:])), 1 / 127.5)
     shift = -torch.ones(scale.shape)
-    return ClientData(shard(12), shard(4), classes, names, scale, shift, vocabulary=words)
+    return ClientData(shard(12), shard(4), classes, names, scale, shift, vocabulary_size=words)
 
 
 def test_every_key_of_every_run_is_allowed() -> None:

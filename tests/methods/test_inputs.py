@@ -13,7 +13,7 @@ from pbfl_flwr.methods import METHODS
 from tests.flower.inprocess import federation, needs_one_architecture
 from tests.methods.test_on_a_card import alike
 
-WORDS = tuple(f"word {j}" for j in range(40))
+WORDS = 40
 MORE: dict[str, dict[str, Any]] = {"tinyproto": {"cps-dim": 4}, "gfpl": {"gfpl.start": 1, "gfpl.interval": 1}}
 MAPS = {"texts": "fasttext", "windows": "har-resnet"}  # what FedCPD distils; a sequence's states are no maps
 ONE = {"texts": "lstm", "windows": "har-gru"}
@@ -28,13 +28,15 @@ def of_labels(settings: Settings, client: int, kind: str) -> ClientData:
     def shard(size: int) -> Shard:
         y = (torch.arange(size) % 3 + client) % 4
         if kind == "texts":
-            return Shard(torch.randint(0, len(WORDS), (size, 30), dtype=torch.int32, generator=generator), y)
+            return Shard(torch.randint(0, WORDS, (size, 30), dtype=torch.int32, generator=generator), y)
         return Shard(torch.randn(size, 3, 40, generator=generator) + y[:, None, None], y)
 
     scale = (30,) if kind == "texts" else (3, 1)
-    words = WORDS if kind == "texts" else ()
+    words = WORDS if kind == "texts" else 0
     labels = tuple("abcd")
-    return ClientData(shard(12), shard(4), 4, labels, torch.ones(scale), torch.zeros(scale), vocabulary=words)
+    return ClientData(
+        shard(12), shard(4), 4, labels, torch.ones(scale), torch.zeros(scale), vocabulary_size=words
+    )
 
 
 def texts(settings: Settings, client: int) -> ClientData:

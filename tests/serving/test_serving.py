@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import ClientData, Shard, own_data
-from pbfl_flwr.data.own import tokens
 from pbfl_flwr.data.own.inspection import settings_for
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import build_method
@@ -336,8 +335,6 @@ def test_what_does_not_fit_is_one_line(
     for model, file, message in cases:
         with pytest.raises(PbflError, match=message):
             list(predict(model, [file]))
-    with pytest.raises(PbflError, match="text-column = 'said': this model does not take texts"):
-        list(predict(garden, [flowers.place / "iris.csv"], text_column="said"))
 
 
 def test_nothing_is_unpickled_and_damage_is_found(
@@ -557,12 +554,11 @@ def test_of_a_model_that_began_pretrained_the_weights_it_began_with_are_not_aske
 # Texts ------------------------------------------------------------------------------------------------------
 
 
-def test_run_json_and_the_card_have_the_vocabulary(texts: Ran) -> None:
+def test_run_json_and_the_card_have_the_size_of_the_vocabulary(texts: Ran) -> None:
     members = json.loads((texts.place / "run/run.json").read_text())["clients"]
     card = texts.kept("north").card
-    assert [m["task"]["vocabulary_size"] for m in members] == [len(card.vocabulary)] * 2
-    assert card.vocabulary[:4] == ("<pad>", "<cls>", "<unk>", "<eos>")
-    assert {"treaty", "coach", "the", "."} <= set(card.vocabulary)
+    assert [m["task"]["vocabulary_size"] for m in members] == [card.vocabulary_size] * 2
+    assert card.vocabulary_size == 4 + len({*" ".join(TOPICS).split(), "the", "."})
 
 
 @pytest.mark.parametrize(
@@ -593,63 +589,30 @@ def test_every_network_for_texts_becomes_a_program(texts: Ran, name: str, tmp_pa
             np.testing.assert_allclose(result, wanted.numpy(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_text_a_line(name: str, exported: dict[str, Path], tmp_path: Path) -> None:
-    model = open_exported(exported[name])
-    (tmp_path / "a.txt").write_text("\n".join(TOPICS) + "\n")
-    result = list(predict(model, [tmp_path / "a.txt"], "local"))
-    assert [one.row for one in result] == [1, 2, 3, 4]
-    (tmp_path / "a.csv").write_text("label,text\n" + "".join(f'?,"{text}"\n' for text in TOPICS))
-    again = list(predict(model, [tmp_path / "a.csv"], "local"))
-    assert [(one.row, one.label) for one in again] == [(one.row, one.label) for one in result]
-    (tmp_path / "b.txt").write_text("one\u2028text\x0cof\x85four words\r\nanother\n", encoding="utf-8")
-    assert [one.row for one in predict(model, [tmp_path / "b.txt"])] == [1, 2]
-    if name == "north":  # TextCNN's dropout of 0.8 takes longer than three rounds
-        assert [one.label for one in result] == ["World", "Sports", "Business", "Sci/Tech"]
+def test_token_ids_of_an_array(texts: Ran, exported: dict[str, Path], tmp_path: Path) -> None:
+    test = texts.data["north"].test
+    np.savez(tmp_path / "ids.npz", x=test.inputs.numpy())
+    result = list(predict(open_exported(exported["north"]), [tmp_path / "ids.npz"]))
+    assert [one.row for one in result] == list(range(1, len(test) + 1))
+    names = texts.data["north"].label_names
+    correct = sum(one.label == names[y] for one, y in zip(result, test.labels.tolist(), strict=True))
+    assert correct == texts.correct("north")["head"]
 
 
 def test_other_files_are_refused_in_a_line(exported: dict[str, Path], tmp_path: Path) -> None:
     model = open_exported(exported["north"])
-    beyond = len(model.card.vocabulary)
+    beyond = model.card.vocabulary_size
     np.savez(tmp_path / "beyond.npz", x=np.full((2, 200), beyond))
     np.savez(tmp_path / "numbers.npz", x=np.zeros((2, 200)))
     (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "t.txt").write_text("treaty\n")
     for file, message in (
         ("beyond.npz", f"x holds {beyond} to {beyond}; must be ids 0..{beyond - 1}"),
         ("numbers.npz", "this model takes token ids"),
-        ("t.csv", "has no column 'text' with texts; it has a, b"),
+        ("t.csv", r"is a table, but this model takes token ids of shape \(200,\)"),
+        ("t.txt", "must be one of images"),
     ):
         with pytest.raises(PbflError, match=message):
             list(predict(model, [tmp_path / file]))
     np.savez(tmp_path / "ids.npz", x=np.ones((2, 200), int))
     assert len(list(predict(model, [tmp_path / "ids.npz"]))) == 2
-
-
-def test_texts_are_found_in_the_column_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
-    words = {word for topic in TOPICS for word in topic.split()}
-    (tmp_path / "words.txt").write_text("\n".join([*tokens.SPECIALS, *sorted(words)]) + "\n")
-    rows = [f"{topic},{topic[::-1]},{number}" for number, topic in enumerate(TOPICS) for _ in range(4)]
-    (tmp_path / "t.csv").write_text("\n".join(["body,title,label", *rows]) + "\n")
-    node = {
-        "client-id": "north", "data-path": str(tmp_path / "t.csv"), "vocabulary": str(tmp_path / "words.txt"),
-        "text-column": "body", "input-shape": "8", "model": "fasttext", "state-dir": str(tmp_path / "state"),
-    }  # fmt: skip
-    options: dict[str, Any] = {"num_server_rounds": 1, "feature_dim": 16}
-    federation(
-        tmp_path, data=None, on_disk=True, node_configs=[node], partitions=[0], num_clients=1, **options
-    ).run()
-    out = tmp_path / "out"
-
-    assert call("export", tmp_path / "state", "--out", out)[0] == 0
-    assert open_exported(out).card.text_column == "body"
-    code, bodies = call("predict", out, tmp_path / "t.csv", "--format", "csv")
-    assert (code, len(bodies.splitlines())) == (0, 17)
-    code, titles = call("predict", out, tmp_path / "t.csv", "--format", "csv", "--text-column", "title")
-    answers = {line.split(",")[-1] for line in titles.splitlines()[1:]}
-    assert (code, len(answers)) == (0, 1)  # none of their words is known
-    code, message = call("predict", out, tmp_path / "t.csv", "--text-column", "other")
-    assert (code, "has no column 'other' with texts" in " ".join(message.split())) == (2, True)
-    assert call("predict", out, tmp_path / "t.csv", "--format", "csv", "--text-column", "body") == (0, bodies)

@@ -1,1 +1,1 @@
-"""A device's own data: image folders, archives, tables, texts, HtFLlib directories."""
+"""A device's own data: image folders, archives, tables, HtFLlib directories."""

@@ -5,7 +5,7 @@ data-dir is a folder written by ``save_to_disk`` (``flwr-datasets create`` write
 training part, ``test`` the official test part; a dataset without splits has only samples.
 
 Classes are in ``label-column``, by default ``label``, else in the only column of type ``ClassLabel``. Inputs are the
-column of images, else texts if a vocabulary is set, else the only column of arrays, else all columns of numbers.
+column of images, else the only column of arrays, else all columns of numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pbfl_flwr.data.labels import numbered_classes
 from pbfl_flwr.data.own.columns import CLIENT, LABEL, row_names, shown
 from pbfl_flwr.data.own.image_folder import image_size
 from pbfl_flwr.data.own.images import decode_images
-from pbfl_flwr.data.own.texts import encoded, text_cells, text_column, vocabulary_file
 from pbfl_flwr.data.sources.files import files_under, given_path
 from pbfl_flwr.errors import PbflError
 
@@ -50,11 +49,9 @@ def flwr_datasets(settings: DataSettings) -> Pool:
             "dataset 'flwr-datasets' needs flwr-datasets: pip install 'pbfl-flwr[flwr-datasets]'"
         ) from error
     where = settings.data_dir
-    files = [vocabulary_file(settings)] if settings.vocabulary else []
+    files: list[Path] = []
     if not where.startswith(HUB):
-        files += files_under(
-            given_path(settings, "a folder written by save_to_disk, or hf://<id on the hub>")
-        )
+        files = files_under(given_path(settings, "a folder written by save_to_disk, or hf://<id on the hub>"))
     elif not settings.download:
         raise PbflError(f"data-dir = '{where}' is on the hub; set download=true, or name a local copy")
 
@@ -89,17 +86,8 @@ def _decode(settings: DataSettings, allocate: Allocate) -> Pool:
         owner = row_names(clients, settings.data_dir)[1]
     label = _label_column(train, settings)
     classes, labels = _labels(parts, label, settings)
-    inputs, more, columns, words = _inputs(parts, label, settings, allocate)
-    return Pool(
-        inputs,
-        labels,
-        classes,
-        len(train),
-        owner,
-        notes=(*notes, *more),
-        columns=columns,
-        vocabulary=words,
-    )
+    inputs, more, columns = _inputs(parts, label, settings, allocate)
+    return Pool(inputs, labels, classes, len(train), owner, notes=(*notes, *more), columns=columns)
 
 
 def _splits(settings: DataSettings) -> tuple[Dataset, Dataset | None]:
@@ -176,8 +164,8 @@ def _labels(parts: Sequence[Dataset], column: str, settings: DataSettings) -> tu
 
 def _inputs(
     parts: Sequence[Dataset], label: str, settings: DataSettings, allocate: Allocate
-) -> tuple[NDArray[Any], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the inputs (N, ...), notes, the names of features, and the vocabulary."""
+) -> tuple[NDArray[Any], tuple[str, ...], tuple[str, ...]]:
+    """Return the inputs (N, ...), notes, and the names of features."""
     from datasets import Image, Value
 
     features, where = parts[0].features, settings.data_dir
@@ -188,12 +176,7 @@ def _inputs(
         samples = ((row[images[0]], 0) for part in parts for row in part.select_columns(images))
         total = sum(map(len, parts))
         inputs, _, notes = decode_images(samples, total, allocate, side, Path(where), channels)
-        return inputs, notes, (), ()
-    if settings.vocabulary:
-        column = text_column(where, list(others), settings.text_column)
-        texts = [text for part in parts for text in text_cells(part[column], column, where)]
-        inputs, words, note = encoded(texts, settings, allocate)
-        return inputs, (note,), (), words
+        return inputs, notes, ()
     arrays = [name for name, feature in others.items() if not isinstance(feature, Value)]
     if len(images) > 1 or len(arrays) > 1:
         raise PbflError(f"{where} has several columns of inputs: {', '.join(images or arrays)}; must be one")
@@ -209,10 +192,10 @@ def _inputs(
         ]
     except (TypeError, ValueError) as error:
         raise PbflError(
-            f"{where}, columns {shown(names)}: must be numbers, arrays of one shape, an image, or texts with "
-            f"vocabulary ({_line(error)})"
+            f"{where}, columns {shown(names)}: must be numbers, arrays of one shape, or an image "
+            f"({_line(error)})"
         ) from error
-    return (columns[0], (), (), ()) if arrays else (np.stack(columns, axis=1), (), tuple(names), ())
+    return (columns[0], (), ()) if arrays else (np.stack(columns, axis=1), (), tuple(names))
 
 
 def _channels(rows: Dataset, column: str) -> int:

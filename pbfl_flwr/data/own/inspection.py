@@ -32,7 +32,7 @@ class Inspection:
         samples, input_shape, dtype: of all inputs.
         minimum, maximum: of all stored values.
         columns: feature names, for tables.
-        vocabulary_size: V for text, else 0.
+        vocabulary_size: V if the values are token ids, else 0.
         labels: class names.
         train, test: samples of each class in a device's train/test split.
         notes: messages of the loader.
@@ -90,7 +90,7 @@ def settings_for(path: Path, **keys: str | float) -> DataSettings:
     Args:
         path: data-path of the device.
         keys: ``dataset``, ``labels`` (names, or a file with one name per line), ``label_column``, ``input_shape``,
-            ``text_column``, ``vocabulary``, ``train_share``; empty ones are ignored.
+            ``train_share``; empty ones are ignored.
 
     Raises:
         PbflError: if a value is not allowed, or the path is a file of an unsupported kind.
@@ -99,9 +99,7 @@ def settings_for(path: Path, **keys: str | float) -> DataSettings:
     if (file := names_file(str(values.get("labels", "")))) is not None:
         values["labels"] = read_names(file)
     place = expanded(path).absolute()
-    if vocabulary := values.get("vocabulary"):
-        values["vocabulary"] = str(expanded(str(vocabulary)).absolute())
-    values.setdefault("dataset", kind_of(place, texts=bool(vocabulary)))
+    values.setdefault("dataset", kind_of(place))
     return parse({**values, "data-dir": str(place), "partition": "iid"}).data
 
 
@@ -129,7 +127,7 @@ def inspect(settings: DataSettings, files: int | None = None) -> Inspection:
         float(low.min()),
         float(high.max()),
         pool.columns,
-        len(pool.vocabulary),
+        pool.vocabulary_size,
         pool.label_names,
         tuple(train.tolist()),
         tuple(test.tolist()),

@@ -117,7 +117,7 @@ def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
     Raises:
         PbflError: if the folder holds a dataset already, or inputs are text, which those tools store differently.
     """
-    if pool.vocabulary:
+    if pool.vocabulary_size:
         raise PbflError("PFLlib folders cannot be written for texts; must be a dataset of numbers or images")
     if any((path / name).exists() for name in ("config.json", *PARTS)):
         raise PbflError(f"{path} already holds a dataset; export-path must be a new folder")

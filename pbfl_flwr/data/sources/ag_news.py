@@ -18,7 +18,7 @@ import numpy as np
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
-from pbfl_flwr.data.own import tokens
+from pbfl_flwr.data.sources import tokens
 from pbfl_flwr.data.sources.files import check_memory, data_root, missing
 from pbfl_flwr.errors import PbflError
 
@@ -50,7 +50,7 @@ def ag_news(settings: DataSettings) -> Pool:
         words = tokens.vocabulary(texts, MAX_TOKENS)
         inputs = allocate((len(texts), LENGTH), np.int32)
         tokens.encode(texts, words, inputs)
-        return Pool(inputs, labels, LABELS, num_train=len(parts[0]), vocabulary=words)
+        return Pool(inputs, labels, LABELS, num_train=len(parts[0]), vocabulary_size=len(words))
 
     return cached(settings, paths, decode)
 

@@ -43,8 +43,6 @@ NODE_KEYS = {
     "labels": "labels",
     "label-column": "label-column",
     "input-shape": "input-shape",
-    "text-column": "text-column",
-    "vocabulary": "vocabulary",
     "model": "models",
     "batch-size": "batch-size",
     "device": "device",
@@ -152,8 +150,7 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
     """Return the settings of this client: the run's, with the overrides of its node configuration.
 
     A device with a ``data-path`` uses all data there as its own: an ``.npz``, ``.csv`` or ``.parquet`` file, an image
-    folder, its files of a PFLlib folder, or the given ``dataset``; with a ``vocabulary``, texts. Its ``labels`` may be
-    a file with one name per line.
+    folder, its files of a PFLlib folder, or the given ``dataset``. Its ``labels`` may be a file with one name per line.
 
     Of the functions that may be imported, the run's settings name none: only ``model`` and ``allow-code`` do.
 
@@ -169,15 +166,13 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
             f"attack.kind = '{settings.attack.kind}': attacks are possible in simulations only; a device never "
             "falsifies its uploads"
         )
-    changed: dict[str, Scalar] = {"data-dir": "", "vocabulary": "", "download": False}
+    changed: dict[str, Scalar] = {"data-dir": "", "download": False}
     changed |= {key: node[name] for name, key in NODE_KEYS.items() if key and name in node}
-    if (vocabulary := _own_path(node, "vocabulary")) is not None:
-        changed["vocabulary"] = str(vocabulary)
     if (path := _own_path(node, "data-path")) is not None:
         changed["data-dir"] = str(path)
         changed["partition"] = "iid"  # for a single client: all data is its own
         if "dataset" not in node:
-            changed["dataset"] = kind_of(path, texts=vocabulary is not None)
+            changed["dataset"] = kind_of(path)
     if Path(labels := str(node.get("labels", ""))).is_absolute():
         changed["labels"] = read_names(Path(labels))
     code = code_in(node.get(key) for key in ("model", "allow-code"))

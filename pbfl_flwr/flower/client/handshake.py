@@ -76,7 +76,7 @@ def _checked_reply(message: Message, context: Context, source: ClientSource) -> 
             "input-shape": list(task.input_shape),
             "vocabulary-size": task.vocabulary_size,
             "labels": list(data.label_names),
-            "columns": digest(data.columns or data.vocabulary),
+            "columns": digest(data.columns),
             "code-version": code_version(),
             "architecture": architecture,
             "weights": digest_of_weights(architecture),

@@ -25,7 +25,7 @@ from pbfl_flwr.flower.flower_version import has_one_port
 from pbfl_flwr.util.atomic_files import NODE
 
 KEY_VALUE = re.compile(r"""\s*([^\s=]+)=('[^']*'|"[^"]*"|\S+)(?=\s|$)""")
-PATHS = ("data-path", "state-dir", "vocabulary", "labels")  # labels: names themselves, or a file of them
+PATHS = ("data-path", "state-dir", "labels")  # labels: names themselves, or a file of them
 
 
 def superlink_options(fleet_address: str, certificates: Path | None) -> list[str]:

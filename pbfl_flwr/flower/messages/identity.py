@@ -30,7 +30,7 @@ def is_number(client: object) -> bool:
 
 
 def digest(names: Sequence[str]) -> str:
-    """Return a short hash of an ordered list of names (of features or classes, or tokens); empty for an empty list."""
+    """Return a short hash of an ordered list of names (of features or classes); empty for an empty list."""
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16] if names else ""
 
 
@@ -50,7 +50,7 @@ def check_identity(config: ConfigRecord, client: int | str, data: ClientData) ->
     """
     if IDENTITY not in config:
         return
-    columns = digest(data.columns or data.vocabulary)
+    columns = digest(data.columns)
     declared, current = (
         str(config[IDENTITY]).split("\n"),
         declared_identity(client, data.task(1), data.label_names, columns).split("\n"),
@@ -60,8 +60,7 @@ def check_identity(config: ConfigRecord, client: int | str, data: ClientData) ->
         f"client-id = {client!r} in --node-config: in this run the node is client {declared[0]}; start it with that id",
         f"its data are {current[1]}, but were {declared[1]} when it joined this run; restore them",
         f"the classes of its data are {classes}, but were others when it joined this run; restore them",
-        "the columns or words of its data have other names, or another order, than when it joined this run; restore "
-        "them",
+        "the columns of its data have other names, or another order, than when it joined this run; restore them",
     )
     for reason, before, after in zip(reasons, declared, current, strict=True):
         if before != after:

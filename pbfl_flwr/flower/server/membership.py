@@ -325,7 +325,7 @@ def _check_agreement(members: Mapping[int, ClientRecord], client: ClientRecord) 
     """Check that a client is compatible with those of a run.
 
     Raises:
-        PbflError: if its number is used, or if it differs in K, d, input shape, class names, columns or vocabulary.
+        PbflError: if its number is used, or if it differs in K, d, V, input shape, class names or columns.
     """
     if (other := members.get(client.client)) is not None:
         raise PbflError(
@@ -351,8 +351,7 @@ def _check_agreement(members: Mapping[int, ClientRecord], client: ClientRecord) 
         return
     first = next((member for member in members.values() if member.columns), client)
     if client.columns != first.columns:
-        what = "words of the vocabulary" if first.task.vocabulary_size else "feature columns"
         raise PbflError(
-            f"clients disagree on {what}: those of client {first.label} and {client.label} differ in name or order; "
-            "pbfl check-data prints them"
+            f"clients disagree on feature columns: those of client {first.label} and {client.label} differ in name or "
+            "order; pbfl check-data prints them"
         )

@@ -124,14 +124,6 @@ def test_arrays_keep_their_shape(tmp_path: Path) -> None:
     assert np.array_equal(load_pool(settings(tmp_path / "w")).inputs, windows)
 
 
-def test_texts_become_token_ids(tmp_path: Path) -> None:
-    words = tmp_path / "words.txt"
-    words.write_text("<pad>\n<cls>\n<unk>\n<eos>\ngood\nbad\n")
-    datasets.Dataset.from_dict({"text": ["good", "bad day"], "label": [1, 0]}).save_to_disk(tmp_path / "t")
-    pool = load_pool(settings(tmp_path / "t", vocabulary=str(words), input_shape="6"))
-    assert (pool.inputs.shape, str(pool.inputs.dtype), pool.vocabulary[4]) == ((2, 6), "int32", "good")
-
-
 def test_bad_input_gives_one_line(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(PbflError, match=r"label-column = 'kind': .* it has image, label, writer"):
         load_pool(settings(saved, label_column="kind"))
@@ -144,6 +136,9 @@ def test_bad_input_gives_one_line(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(PbflError, match="cannot be read"):
         load_pool(settings(tmp_path / "nothing"))
+    datasets.Dataset.from_dict({"said": ["good", "bad day"], "label": [1, 0]}).save_to_disk(tmp_path / "t")
+    with pytest.raises(PbflError, match="columns said: must be numbers, arrays of one shape, or an image"):
+        load_pool(settings(tmp_path / "t"))
     with pytest.raises(PbflError, match="is on the hub; set download=true"):
         load_pool(settings("hf://someone/something"))
     with pytest.raises(PbflError, match="needs dataset = 'flwr-datasets' and partition = 'natural'"):

@@ -10,7 +10,6 @@ import pytest
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.data.own.table import features
-from pbfl_flwr.data.own.texts import texts_of
 from pbfl_flwr.errors import PbflError
 
 
@@ -131,7 +130,6 @@ def test_columns_are_found_by_name_for_prediction(tmp_path: Path) -> None:
         features(path, ["a", "c"])
     one = write(tmp_path, "a\n3\n4\n")  # no class is needed
     assert features(one, ["a"]).tolist() == features(one, None).tolist() == [[3.0], [4.0]]
-    assert list(texts_of(write(tmp_path, "text\nhi ho\n"))) == ["hi ho"]
     with pytest.raises(PbflError, match="has no feature column; it has label"):
         features(write(tmp_path, "label\nx\n"), None, without=("label",))
     with pytest.raises(PbflError, match="has no columns; they are separated by"):

@@ -10,7 +10,7 @@ import torch
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import check_data, client_data, export_pfl_directory, load_pool
-from pbfl_flwr.data.own import tokens
+from pbfl_flwr.data.sources import tokens
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
 from tests.small_runs import pbfl
@@ -19,6 +19,12 @@ TRAIN = """"3","Wall St. Bears","Short-sellers (band) of ""cynics"", seeing gree
 "4","Bears","It's a bug;<br />a bug"
 """
 TEST = '"1","Bears","seeing"\n"2","Goal! Goal?","a goal"\n'
+TEXTS = (
+    'Wall St. Bears Short-sellers (band) of "cynics", seeing green.',
+    "Bears It's a bug;<br />a bug",
+    "Bears seeing",
+    "Goal! Goal? a goal",
+)
 
 
 def settings(path: Path, **keys: Any) -> DataSettings:
@@ -66,8 +72,10 @@ def test_both_files_make_one_pool(tmp_path: Path, folder: str, header: str) -> N
     assert pool.inputs.dtype == np.int32
     assert (pool.labels.tolist(), pool.label_names[0]) == ([2, 3, 0, 1], "World")
     # bears and goal 3 times, a 3; bug, seeing twice, ... by their text
-    assert pool.vocabulary[4:9] == ("a", "bears", "goal", ".", "bug")
-    words = [[pool.vocabulary[j] for j in row[row > 0]] for row in pool.inputs]
+    vocabulary = tokens.vocabulary(TEXTS, 100)
+    assert vocabulary[4:9] == ("a", "bears", "goal", ".", "bug")
+    assert pool.vocabulary_size == len(vocabulary) == 25
+    words = [[vocabulary[j] for j in row[row > 0]] for row in pool.inputs]
     assert words[0][:6] == ["<cls>", "wall", "st", ".", "bears", "short-sellers"]
     assert words[0][6:] == ["(", "band", ")", "of", "cynics", ",", "seeing", "green", "."]
     assert words[1] == ["<cls>", "bears", "it", "'", "s", "a", "bug", "a", "bug"]
@@ -76,7 +84,8 @@ def test_both_files_make_one_pool(tmp_path: Path, folder: str, header: str) -> N
 def test_the_vocabulary_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["pbfl_flwr.data.sources.ag_news"], "MAX_TOKENS", 6)
     pool = load_pool(settings(write(tmp_path)))
-    assert pool.vocabulary == (*tokens.SPECIALS, "a", "bears")
+    assert tokens.vocabulary(TEXTS, 6) == (*tokens.SPECIALS, "a", "bears")
+    assert (pool.vocabulary_size, int(pool.inputs.max())) == (6, 5)
     assert pool.inputs[2, :4].tolist() == [1, 5, 2, 0]  # "Bears seeing"
 
 
@@ -86,16 +95,16 @@ def test_ids_stay_ids_on_their_way_to_a_network(tmp_path: Path) -> None:
     assert data.train.inputs.dtype == torch.int32
     assert data.prepare(data.train.inputs) is data.train.inputs
     task = data.task(16)
-    assert (task.input_shape, task.vocabulary_size, task.num_classes) == ((200,), len(data.vocabulary), 4)
+    assert (task.input_shape, task.vocabulary_size, task.num_classes) == ((200,), data.vocabulary_size, 4)
     again = load_pool(keys)  # from the cache
-    assert again.vocabulary == data.vocabulary
+    assert again.vocabulary_size == data.vocabulary_size == 25
     assert again.task(16) == task
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     pool = load_pool(settings(write(tmp_path)))
-    pool.inputs[1, 2] = len(pool.vocabulary)
-    with pytest.raises(PbflError, match=f"token ids 0 to {len(pool.vocabulary)}; must be 0"):
+    pool.inputs[1, 2] = pool.vocabulary_size
+    with pytest.raises(PbflError, match=f"token ids 0 to {pool.vocabulary_size}; must be 0"):
         validate(pool, "ag-news")
 
 

@@ -58,7 +58,7 @@ def test_nodes_get_ids_directories_and_absolute_paths(
     Path("names.txt").touch()
     result = deployment.complete(
         [
-            {"data-path": "a.npz", "labels": "a,b", "vocabulary": "v.txt"},
+            {"data-path": "a.npz", "labels": "a,b"},
             {"client-id": 5, "state-dir": "s", "labels": "names.txt"},
         ],
         3,
@@ -70,7 +70,6 @@ def test_nodes_get_ids_directories_and_absolute_paths(
             "state-dir": str(tmp_path / "run" / "node-0"),
             "data-path": str(tmp_path / "a.npz"),
             "labels": "a,b",
-            "vocabulary": str(tmp_path / "v.txt"),
         },
         {"client-id": 5, "state-dir": str(tmp_path / "s"), "labels": str(tmp_path / "names.txt")},
         {"client-id": 2, "state-dir": str(tmp_path / "run" / "node-2")},

@@ -169,10 +169,10 @@ NAN = torch.tensor([[0.0] * 3, [float("nan")] * 3])
         ({"inputs": NAN}, "inputs of train hold numbers that are not finite"),
         ({"inputs": torch.zeros(2, 4)}, r"inputs of test have shape \(3,\), those of train \(4,\)"),
         (
-            {"vocabulary": ("", "a"), "inputs": torch.tensor([[0, 1, 1], [1, 2, 0]])},
+            {"vocabulary_size": 2, "inputs": torch.tensor([[0, 1, 1], [1, 2, 0]])},
             "range from 0 to 2: must be 0",
         ),
-        ({"vocabulary": ("", "a")}, "token ids of train are torch.float32: must be torch.int32 or"),
+        ({"vocabulary_size": 2}, "token ids of train are torch.float32: must be torch.int32 or"),
         ({"inputs": torch.tensor(1.0)}, "inputs of train are a single number"),
         ({"label_names": ("a",)}, "label_names has 1 names: must be one for each of 2 classes"),
     ],
@@ -184,8 +184,8 @@ def test_rejects_invalid_data_of_the_app_before_training(
         good = Shard(torch.zeros(2, 3), torch.tensor([0, 1]))
         names = change.get("label_names", ("a", "b"))
         train = Shard(change.get("inputs", good.inputs), change.get("labels", good.labels))
-        words = change.get("vocabulary", ())
-        return ClientData(train, good, 2, names, torch.ones(1), torch.zeros(1), vocabulary=words)
+        size = change.get("vocabulary_size", 0)
+        return ClientData(train, good, 2, names, torch.ones(1), torch.zeros(1), vocabulary_size=size)
 
     strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
     with pytest.raises(PbflError, match=f"1 of 1 clients: the data from the app's data function: .*{says}"):

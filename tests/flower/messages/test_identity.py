@@ -60,7 +60,7 @@ def test_changed_identity_or_data_fails_the_device_only(tmp_path: Path) -> None:
         "its data are 3 classes of inputs 1x17x17, but were 3 classes of inputs 1x16x16"
     )
     assert reasons[3].startswith("client-id = 'z' in --node-config: in this run the node is client d;")
-    assert reasons[4].startswith("the columns or words of its data have other names, or another order")
+    assert reasons[4].startswith("the columns of its data have other names, or another order")
     assert reasons[5].startswith("client-id = 0 in --node-config: in this run the node is client 5;")
     assert reasons[6].startswith(f"dataset 'npz': {tmp_path / 'gone.npz'} does not exist;")
     assert reasons[7].startswith("dataset 'npz' holds NaN or infinity, first in row 0")
