@@ -1,5 +1,6 @@
 """Seeds are functions of their parts and leave global random states alone."""
 
+import random
 from typing import Any
 from unittest.mock import patch
 
@@ -50,6 +51,24 @@ def test_seeded_restores_the_global_state_and_leaves_cards_alone() -> None:
     seed_cards.assert_not_called()
     assert torch.equal(first, torch.rand(3, generator=torch.Generator().manual_seed(5)))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_all_generators_are_seeded_and_restored() -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), np.random.rand(), float(torch.rand(1))
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    undisturbed = draws()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    with seeded(derive(5, "x")):
+        first = draws()
+    assert draws() == undisturbed
+    with pytest.raises(ValueError, match="of a mod"), seeded(derive(5, "x")):
+        raise ValueError(f"of a mod, {draws()}")
+    with seeded(derive(5, "x")):
+        assert draws() == first
+    with seeded(derive(5, "y")):
+        assert not set(draws()) & set(first)
 
 
 def test_seed_code_is_torch_manual_seed() -> None:

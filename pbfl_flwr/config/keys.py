@@ -19,6 +19,7 @@ from pbfl_flwr.config.parsing import (
     Labels,
     NamedValues,
     Shape,
+    UserFunctions,
     class_names,
     comma_list,
 )
@@ -140,6 +141,10 @@ class RunSettings(Group):
         "", description="directory in which clients store model and state; empty: <run-dir>/clients"
     )
     resume: bool = Field(False, description="continue after the last round stored in run-dir")
+    mods: UserFunctions = Field(
+        "",
+        description="Flower mods around the clients: a comma list of my_package.module:function, the outermost first",
+    )
     sinks: str = Field(
         "",
         description="where metrics go in addition to the JSONL: a comma list of tensorboard, wandb, mlflow and "

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from pbfl_flwr.task import MAX_AXES
+from pbfl_flwr.util.user_code import is_external
 
 Scalar = bool | int | float | str
 """A value of the run configuration, as in Flower."""
@@ -167,4 +168,11 @@ Labels = Annotated[
     str, _text(_is_labels, f"empty, or 2 to {MAX_CLASSES} different names, separated by commas")
 ]
 NamedValues = Annotated[str, _text(_is_named_values, "")]
+UserFunctions = Annotated[
+    str,
+    _text(
+        lambda text: all(map(is_external, comma_list(text))) and bool(comma_list(text)),
+        "empty, or a comma list of my_package.module:function",
+    ),
+]
 Shape = Annotated[str, _text(_is_shape, f"empty, or 1 to {MAX_AXES} whole numbers from 1, e.g. '3,64,64'")]

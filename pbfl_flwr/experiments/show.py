@@ -101,6 +101,7 @@ def settings_line(about: RunRecord, num_rounds: int) -> str:
         models = ", ".join(dict.fromkeys(client.architecture for client in about.clients))
     malicious = about.malicious
     attack = f"; {AttackSettings.from_flat(config).notice(malicious)}" if malicious else ""
+    mods = f"; mods {config['mods']}" if config.get("mods") else ""
     clients = f"{config['num-clients']} clients"
     if new := config.get("new-clients", 0):
         clients += f" ({new} of them new after the last round)"
@@ -108,7 +109,7 @@ def settings_line(about: RunRecord, num_rounds: int) -> str:
         f"{config['method']} on {data}, {clients}, "
         f"models {models}, d = {config['feature-dim']}, {num_rounds} round{'' if num_rounds == 1 else 's'}, "
         f"protocol {config['protocol']}, seed {config['seed']}, scored {about.moment} local training"
-        f"{attack}"
+        f"{attack}{mods}"
     )
 
 

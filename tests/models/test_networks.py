@@ -11,8 +11,15 @@ from torch import nn
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.user_code import own_code
 
 TASK = Task(4, 64, (3, 32, 32))
+
+
+def own(name: str) -> str:
+    """A network of the file, as a configuration names it."""
+    spec = f"networks:{name}"
+    return own_code(spec, [spec])
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +32,7 @@ def test_a_network_of_torchvision_gives_the_features_before_its_classifier() -> 
     from torchvision.models import mobilenet_v3_small
 
     wide = Task(4, 576, (3, 32, 32))
-    model = build_model("networks:mobilenet_v3", wide, 0)
+    model = build_model(own("mobilenet_v3"), wide, 0)
     dry_forward("mobilenet_v3", model, wide)
     net = mobilenet_v3_small().eval()
     own = {name: tensor for name, tensor in net.state_dict().items() if name.startswith("features.")}
@@ -50,4 +57,4 @@ def test_a_network_of_timm_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
             return net
 
     monkeypatch.setitem(sys.modules, "timm", Timm)
-    dry_forward("ghostnet", build_model("networks:ghostnet", TASK, 0), TASK)
+    dry_forward("ghostnet", build_model(own("ghostnet"), TASK, 0), TASK)

@@ -117,17 +117,19 @@ def check(requested: RequestedKeys) -> Settings:
 
 
 def preflight(settings: Settings, resources: Resources) -> Partition:
-    """Load and partition the data, try every architecture on it, and return the partition.
+    """Import the mods, load and partition the data, try every architecture on it, and return the partition.
 
     Raises:
         PbflError: one line on what does not fit.
     """
+    from pbfl_flwr.flower.client.mods import configured_mods
     from pbfl_flwr.models.build import check_models
     from pbfl_flwr.training.augmentation import check_augmentation
 
     clients = settings.run.num_clients
     _check_resources(settings, resources)
     check_sinks(settings.run.sinks)
+    configured_mods(settings)
     partition = check_data(settings.data, clients)
     pool = load_pool(settings.data)
     task = pool.task(settings.models.feature_dim)

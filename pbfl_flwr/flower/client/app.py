@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 
 from flwr.app import Context, Error, Message, MetricRecord
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch.random import fork_rng
 
 from pbfl_flwr import seeds
@@ -26,7 +27,8 @@ from pbfl_flwr.data import forget_data
 from pbfl_flwr.errors import PbflError, format_exception, is_out_of_memory
 from pbfl_flwr.flower.client import fault_injection
 from pbfl_flwr.flower.client.device import peak_gpu_memory, release_gpu_memory
-from pbfl_flwr.flower.client.handshake import answer_handshake, clear_checks
+from pbfl_flwr.flower.client.handshake import answer_handshake, clear_checks, reason_of
+from pbfl_flwr.flower.client.mods import call_with_mods, checked_mods
 from pbfl_flwr.flower.client.saving import state_after_round
 from pbfl_flwr.flower.client.session import (
     ClientSession,
@@ -50,28 +52,38 @@ from pbfl_flwr.util.memory import peak_memory
 CLIENT_FAULT = 2  # Flower's code for "the ClientApp raised an exception"
 
 
-def make_client_app(data: DataSource | None = None, settings: Settings | None = None) -> ClientApp:
+def make_client_app(
+    data: DataSource | None = None, settings: Settings | None = None, mods: Sequence[Mod] = ()
+) -> ClientApp:
     """Return the ClientApp of every method.
 
     Args:
         data: returns a client's data; by default the configured dataset and partition.
         settings: for apps that do not declare this project's run-config keys: the settings of their strategy
             (``TinyProto(...).settings``). By default the run configuration is used.
+        mods: Flower mods around the clients, the outermost first; the configured ``mods`` are inside them.
+
+    Raises:
+        PbflError: if one of the mods cannot be called.
     """
-    source = ClientSource(data or configured_data, settings)
-    app = ClientApp()
+    source, given = ClientSource(data or configured_data, settings), checked_mods(mods)
+
+    def surrounded(message: Message, context: Context, handler: ClientAppCallable) -> Message:
+        return call_with_mods(given, source.settings_of(context), message, context, handler)
+
+    app = ClientApp(mods=[_guarded, surrounded])
 
     @app.query()
     def handshake(message: Message, context: Context) -> Message:
-        return _guarded(answer_handshake, message, context, source)
+        return answer_handshake(message, context, source)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return _guarded(_train, message, context, source)
+        return _train(message, context, source)
 
     @app.evaluate()
     def score(message: Message, context: Context) -> Message:
-        return _guarded(_evaluate, message, context, source)
+        return _evaluate(message, context, source)
 
     return app
 
@@ -84,17 +96,12 @@ def forget() -> None:
     wire.clear_broadcast()
 
 
-def _guarded(
-    handler: Callable[[Message, Context, ClientSource], Message],
-    message: Message,
-    context: Context,
-    source: ClientSource,
-) -> Message:
+def _guarded(message: Message, context: Context, handler: ClientAppCallable) -> Message:
     """Return the handler's reply, or an error reply with a one-line reason."""
     try:
-        return handler(message, context, source)
+        return handler(message, context)
     except PbflError as error:
-        reason = str(error)
+        reason = reason_of(error, message, context)
     except BdbQuit:
         reason = (
             "a breakpoint() was quit with q, or has no terminal here; with one worker (--engine processes --workers "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Context, Message, MessageType
 
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
@@ -29,26 +29,8 @@ def answer_handshake(message: Message, context: Context, source: ClientSource) -
     """Return the reply to a handshake, after a dry run of the client's network on inputs of its data's shape.
 
     Raises:
-        PbflError: if a check fails; on a device it contains the client-id, which the server does not know yet.
+        PbflError: if a check fails.
     """
-    try:
-        return _checked_reply(message, context, source)
-    except PbflError as error:
-        client_id, reason = context.node_config.get("client-id"), str(error)
-        if client_id is not None and f"client-id = {client_id!r}" not in reason:
-            reason = f"client-id = {client_id!r}: {reason}"
-        server_code_version = str(
-            message.content.config_records[wire.CONFIG].get("code-version", code_version())
-        )
-        if server_code_version != code_version():  # a possible cause
-            reason += (
-                f"; this device runs pbfl-flwr {code_version()}, the server {server_code_version}: install the "
-                "same one"
-            )
-        raise PbflError(reason) from None
-
-
-def _checked_reply(message: Message, context: Context, source: ClientSource) -> Message:
     settings = source.settings_of(context)
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
     data = source.data_of(settings, identity)
@@ -66,8 +48,15 @@ def _checked_reply(message: Message, context: Context, source: ClientSource) -> 
         digest_of_weights(name)  # raises if they are missing
     body, head = _parameters(architecture, task, settings.training.layout, settings.training.precision)
     full = settings.privacy.client_report == "full"
+    texts = {
+        "columns": digest(data.columns),
+        "weights": digest_of_weights(architecture),
+    }
     properties = ConfigRecord(
         {
+            **{
+                key: text for key, text in texts.items() if text
+            },  # Flower cannot count the bytes of empty ones
             "client": identity.client,
             "simulated": identity.simulated,
             "configured-data": source.data is configured_data and not identity.own_data,
@@ -76,10 +65,8 @@ def _checked_reply(message: Message, context: Context, source: ClientSource) -> 
             "input-shape": list(task.input_shape),
             "vocabulary-size": task.vocabulary_size,
             "labels": list(data.label_names),
-            "columns": digest(data.columns),
             "code-version": code_version(),
             "architecture": architecture,
-            "weights": digest_of_weights(architecture),
             "parameters": [body, head],
             "device": str(device),
             "num-train": len(data.train.labels) if full else 0,
@@ -87,6 +74,26 @@ def _checked_reply(message: Message, context: Context, source: ClientSource) -> 
         }
     )
     return Message(wire.content(config=properties), reply_to=message)
+
+
+def reason_of(error: PbflError, message: Message, context: Context) -> str:
+    """Return why a message cannot be answered.
+
+    In the handshake the reason of a device contains its client-id, which the server does not know yet.
+    """
+    reason = str(error)
+    if message.metadata.message_type != MessageType.QUERY:
+        return reason
+    client_id = context.node_config.get("client-id")
+    if client_id is not None and f"client-id = {client_id!r}" not in reason:
+        reason = f"client-id = {client_id!r}: {reason}"
+    server_code_version = str(message.content.config_records[wire.CONFIG].get("code-version", code_version()))
+    if server_code_version != code_version():  # a possible cause
+        reason += (
+            f"; this device runs pbfl-flwr {code_version()}, the server {server_code_version}: install the same "
+            "one"
+        )
+    return reason
 
 
 def _check(data: object) -> None:

@@ -103,21 +103,30 @@ def decode(record: ArrayRecord, payload: type[P], task: Task, again: bool = Fals
     Raises:
         RejectedPayload: if the bytes are not a safetensors file, or not valid for the payload's type.
     """
+    tensors = decode_tensors(record, again)
+    if again and issubclass(payload, Prototypes):
+        return payload.accepted(tensors, task)
+    return payload.from_tensors(tensors, task)
+
+
+def decode_tensors(record: ArrayRecord, again: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a payload of any type, by name; see :func:`decode`.
+
+    Raises:
+        RejectedPayload: if the bytes are not a safetensors file.
+    """
     arrays = list(record.values())
     if len(arrays) > 1:
         raise RejectedPayload(f"{len(arrays)} arrays, expected one")
     if not arrays:
-        return payload.from_tensors({}, task)
+        return {}
     if not again:
         _check(arrays[0])
     try:
         tensors = tensors_in(arrays[0].data)
     except MALFORMED as error:
         raise RejectedPayload(f"not a safetensors payload: {' '.join(str(error).split())[:200]}") from None
-    plain = _dequantised(tensors)
-    if again and issubclass(payload, Prototypes):
-        return payload.accepted(plain, task)
-    return payload.from_tensors(plain, task)
+    return _dequantised(tensors)
 
 
 def decode_broadcast(record: ArrayRecord, payload: type[P], task: Task) -> P:
