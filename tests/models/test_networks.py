@@ -16,7 +16,7 @@ from pbfl_flwr.util.user_code import own_code
 TASK = Task(4, 64, (3, 32, 32))
 
 
-def own(name: str) -> str:
+def named_here(name: str) -> str:
     """A network of the file, as a configuration names it."""
     spec = f"networks:{name}"
     return own_code(spec, [spec])
@@ -32,7 +32,7 @@ def test_a_network_of_torchvision_gives_the_features_before_its_classifier() -> 
     from torchvision.models import mobilenet_v3_small
 
     wide = Task(4, 576, (3, 32, 32))
-    model = build_model(own("mobilenet_v3"), wide, 0)
+    model = build_model(named_here("mobilenet_v3"), wide, 0)
     dry_forward("mobilenet_v3", model, wide)
     net = mobilenet_v3_small().eval()
     own = {name: tensor for name, tensor in net.state_dict().items() if name.startswith("features.")}
@@ -57,4 +57,4 @@ def test_a_network_of_timm_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
             return net
 
     monkeypatch.setitem(sys.modules, "timm", Timm)
-    dry_forward("ghostnet", build_model(own("ghostnet"), TASK, 0), TASK)
+    dry_forward("ghostnet", build_model(named_here("ghostnet"), TASK, 0), TASK)
