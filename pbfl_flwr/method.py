@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
@@ -57,7 +57,6 @@ class Round:
         num_clients: M, all clients that have joined so far, whether or not they answered. If devices join a running
             federation (``min-clients``), ids may be larger.
         seed: the run's seed.
-        stale_weights: client -> s_i < 1, factor of an upload that arrived after its round; see :meth:`Method.streams`.
         expected: number of clients the configuration is for, including those that may still join; None means M.
     """
 
@@ -65,17 +64,12 @@ class Round:
     task: Task
     num_clients: int
     seed: int = 0
-    stale_weights: Mapping[int, float] = field(default_factory=dict)
     expected: int | None = None
 
     @property
     def configured_clients(self) -> int:
         """Number of clients for settings that depend on it, regardless of how many have joined."""
         return self.expected or self.num_clients
-
-    def stale_weights_of(self, uploads: Iterable[int]) -> list[float] | None:
-        """Return s_i of every upload, 1 for those that arrived in time; None if all did."""
-        return [self.stale_weights.get(client, 1.0) for client in uploads] if self.stale_weights else None
 
 
 @dataclass(frozen=True)
@@ -201,11 +195,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """
 
     def streams(self) -> bool:
-        """Whether :meth:`aggregate` is a sum over the uploads, weighted by ``round_info.stale_weights``.
-
-        Such a method reads one upload at a time, so that only a few are in memory, and it can give late uploads a
-        smaller weight (``stale-weight``).
-        """
+        """Whether :meth:`aggregate` reads one upload at a time, so that only a few are in memory."""
         return False
 
     def install(self, client: Client, down: DownT) -> None:

@@ -102,12 +102,6 @@ class RunSettings(Group):
         "continue",
         description="if a client fails: continue with the others, or stop the run with an error that names it",
     )
-    stale_weight: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="w, an upload that arrives a rounds late is weighted by w^a; 0: late uploads are ignored",
-    )
     max_upload_mb: int = Field(
         256,
         ge=1,

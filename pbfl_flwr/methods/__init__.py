@@ -188,11 +188,6 @@ def check_method(settings: Settings, method: Method[Any, Any, Any]) -> None:
             "clients learn too late which round was the best; must be false (the server still keeps its state "
             "of the best round), or evaluate-moment = 'after'"
         )
-    if run.stale_weight > 0 and not method.streams():
-        raise PbflError(
-            f"stale-weight = {run.stale_weight}: with these settings method '{method.name}' does not aggregate by a "
-            "weighted sum, so late uploads cannot be weighted; must be 0 (off)"
-        )
 
 
 def _built(settings: Settings) -> Method[Any, Any, Any]:

@@ -82,26 +82,18 @@ def load_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     copy_into(dict(model.named_parameters()), tensors)
 
 
-def average(
-    state: Weights,
-    uploads: Mapping[int, Weights],
-    weighting: Weighting,
-    stale_weights: Mapping[int, float] | None = None,
-) -> Weights:
+def average(state: Weights, uploads: Mapping[int, Weights], weighting: Weighting) -> Weights:
     """Return Σ_i (n_i/Σn)·w_i, or the unweighted mean; the state itself if the total weight is 0.
 
     Args:
         state: gives the tensors' names and shapes.
         uploads: by client; each is read once.
         weighting: by n_i, or uniform.
-        stale_weights: client -> s_i, a factor on the upload's weight; 1 for clients that are not in it.
     """
     sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.tensors.items()}
     total = 0.0
-    for i, upload in uploads.items():
-        weight = float(upload.num_examples if weighting == "samples" else 1) * (stale_weights or {}).get(
-            i, 1.0
-        )
+    for upload in uploads.values():
+        weight = float(upload.num_examples if weighting == "samples" else 1)
         total += weight
         for name, tensor in upload.tensors.items():
             sums[name].add_(tensor, alpha=weight)

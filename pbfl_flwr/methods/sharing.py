@@ -165,7 +165,7 @@ class AveragedWeights(Method[Weights, Weights, Weights]):
 
     def aggregate(self, state: Weights, uploads: Mapping[int, Weights], round_info: Round) -> Weights:
         """Average the uploads."""
-        return average(state, uploads, self.weighting, round_info.stale_weights)
+        return average(state, uploads, self.weighting)
 
     def streams(self) -> bool:
         """True: it is a weighted sum."""

@@ -3,8 +3,7 @@
 Every rule takes the uploads of one round, dense (K, width) with ``present``, and returns the global
 prototypes c_j in float32 (sums are in float64). A class that nobody sent is a zero row with ``present``
 False; N_j is the set of clients that sent class j. The sums need O(K·width) memory for any number of clients,
-so uploads may come from a generator; the robust rules need all uploads at once. With ``stale_weights``
-upload i has the weight s_i <= 1, as if a fraction s_i of a client had sent it, if it arrived after its own round.
+so uploads may come from a generator; the robust rules need all uploads at once.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import repeat
 from typing import Literal
 
 import torch
@@ -23,8 +21,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Prototypes
 
 
-def mean(uploads: Iterable[Prototypes], stale_weights: Iterable[float] | None = None) -> Prototypes:
-    """Return c_j = (1/|N_j|) Σ_{i in N_j} c̄_ij; with stale weights Σ s_i·c̄_ij / Σ s_i.
+def mean(uploads: Iterable[Prototypes]) -> Prototypes:
+    """Return c_j = (1/|N_j|) Σ_{i in N_j} c̄_ij.
 
     Source: CPS paper, Eq. 4; ProtoNorm, Eq. 7; TinyProto, Eq. 9; all published code. The server learns no
     counts, only which classes a client holds.
@@ -32,7 +30,7 @@ def mean(uploads: Iterable[Prototypes], stale_weights: Iterable[float] | None = 
     Raises:
         ValueError: if there is no upload or the shapes differ.
     """
-    return _Sum.of(uploads, stale_weights).mean()
+    return _Sum.of(uploads).mean()
 
 
 def mean_and_holders(uploads: Iterable[Prototypes]) -> tuple[Prototypes, Tensor]:
@@ -41,7 +39,7 @@ def mean_and_holders(uploads: Iterable[Prototypes]) -> tuple[Prototypes, Tensor]
     return total.mean(), total.holders
 
 
-def weighted(uploads: Iterable[Prototypes], stale_weights: Iterable[float] | None = None) -> Prototypes:
+def weighted(uploads: Iterable[Prototypes]) -> Prototypes:
     """Return c_j = Σ_{i in N_j} (n_ij / Σ_i n_ij) c̄_ij, the mean over all samples of the class.
 
     Source: the intention of FedProto (Tan et al. 2022); CPS paper, Eq. 9 without its factor 1/|N_j|. The server
@@ -50,12 +48,10 @@ def weighted(uploads: Iterable[Prototypes], stale_weights: Iterable[float] | Non
     Raises:
         ValueError: if an upload has no counts, or the count 0 for a class that it holds.
     """
-    return _Sum.of(uploads, stale_weights, by_counts=True).mean()
+    return _Sum.of(uploads, by_counts=True).mean()
 
 
-def weighted_shrunk(
-    uploads: Iterable[Prototypes], stale_weights: Iterable[float] | None = None
-) -> Prototypes:
+def weighted_shrunk(uploads: Iterable[Prototypes]) -> Prototypes:
     """Return c_j = (1/|N_j|) Σ_{i in N_j} (n_ij / Σ_i n_ij) c̄_ij, exactly as printed.
 
     Source: CPS paper, Eq. 9; ProtoNorm, Eq. 3; TinyProto, Eq. 4. Weights that already sum to one are divided
@@ -64,7 +60,7 @@ def weighted_shrunk(
     Raises:
         ValueError: if an upload has no counts, or the count 0 for a class that it holds.
     """
-    total = _Sum.of(uploads, stale_weights, by_counts=True)
+    total = _Sum.of(uploads, by_counts=True)
     return total.result(total.rows / (total.weights * total.holders.clamp_min(1)).unsqueeze(1))
 
 
@@ -72,7 +68,6 @@ def ppa(
     uploads: Iterable[Prototypes],
     num_classes: int,
     num_examples: float | None = None,
-    stale_weights: Iterable[float] | None = None,
 ) -> Prototypes:
     """Return c_j = (K/n) Σ_{i in N_j} u_ij, where the clients sent u_ij = n_ij·c̄_ij.
 
@@ -86,13 +81,12 @@ def ppa(
         num_classes: K.
         num_examples: n, samples of all clients in this sum, or its expectation; None means the sum of the
             uploads' n_i, at least 1.
-        stale_weights: s_i; see the module.
 
     Raises:
         PbflError: if n is not positive.
     """
-    total = _Sum.of(uploads, stale_weights)
-    n = max(1.0, total.examples) if num_examples is None else num_examples
+    total = _Sum.of(uploads)
+    n = max(1, total.examples) if num_examples is None else num_examples
     if not n > 0:
         raise PbflError(f"PPA divides by the number of examples, which is {n}; it must be positive")
     return total.result(total.rows * (num_classes / n))
@@ -102,7 +96,6 @@ def aps(
     uploads: Iterable[Prototypes],
     scale: float,
     form: Literal["sum", "mean"] = "sum",
-    stale_weights: Iterable[float] | None = None,
 ) -> Prototypes:
     """Return APS's global prototypes of count-scaled uploads u_ij = n_ij·c̄_ij.
 
@@ -116,16 +109,15 @@ def aps(
         uploads: count-scaled local prototypes.
         scale: μ > 0.
         form: "sum" or "mean".
-        stale_weights: s_i; see the module.
 
     Raises:
         PbflError: if μ is not positive and finite.
     """
     if not (scale > 0 and math.isfinite(scale)):
         raise PbflError(f"aps-scale is {scale}; it must be positive and finite")
-    total = _Sum.of(uploads, stale_weights)
+    total = _Sum.of(uploads)
     rows = total.rows if form == "sum" else total.mean_rows()
-    n_t = max(1, round(total.examples)) if total.brings_examples else None
+    n_t = max(1, total.examples) if total.brings_examples else None
     return replace(total.result(rows * scale), num_examples=n_t)
 
 
@@ -199,65 +191,54 @@ def keep_stale(
 
 
 class _Sum:
-    """Σ_i w_ij·c̄_ij, Σ_i w_ij, |N_j| and Σ_i s_i·n_i in float64, one upload at a time; w_ij = s_i, or s_i·n_ij."""
+    """Σ_i w_ij·c̄_ij, Σ_i w_ij and |N_j|, in float64, and Σ_i n_i, one upload at a time; w_ij = 1, or n_ij."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.rows = torch.zeros(shape, dtype=torch.float64)
         self.weights = torch.zeros(shape[0], dtype=torch.float64)
         self.holders = torch.zeros(shape[0], dtype=torch.int64)
-        self.whole, self.whole_weight = 0, 0.0  # number of uploads with all classes, and Σ s_i if unweighted
-        self.examples = 0.0
+        self.whole = 0  # number of uploads with all classes
+        self.examples = 0
         self.brings_examples = False
         self._all = torch.ones(shape[0], dtype=torch.bool)
         self._values = torch.empty(shape, dtype=torch.float64)  # buffer for one upload
 
     @classmethod
-    def of(
-        cls,
-        uploads: Iterable[Prototypes],
-        stale_weights: Iterable[float] | None = None,
-        by_counts: bool = False,
-    ) -> _Sum:
+    def of(cls, uploads: Iterable[Prototypes], by_counts: bool = False) -> _Sum:
         total: _Sum | None = None
-        pairs = (
-            zip(uploads, repeat(1.0), strict=False)
-            if stale_weights is None
-            else zip(uploads, stale_weights, strict=True)
-        )
-        for index, (upload, factor) in enumerate(pairs):
+        for index, upload in enumerate(uploads):
             if total is None:
                 total = cls(upload.values.shape)
             _check_shape(upload, total.rows.shape)
             whole = torch.equal(upload.present.cpu(), total._all)
             counts = _counts(upload, index, whole) if by_counts else None
             if whole:
-                total._add_whole(upload, factor, counts)
+                total._add_whole(upload, counts)
             else:
-                total._add(upload, factor, counts)
+                total._add(upload, counts)
             if upload.num_examples is not None:
-                total.examples += factor * upload.num_examples
+                total.examples += upload.num_examples
                 total.brings_examples = True
         if total is None:
             raise ValueError("no uploads to aggregate")
-        total.weights += total.whole_weight
         total.holders += total.whole
+        if not by_counts:
+            total.weights = total.holders.to(torch.float64)
         return total
 
-    def _add_whole(self, upload: Prototypes, factor: float, counts: Tensor | None) -> None:
+    def _add_whole(self, upload: Prototypes, counts: Tensor | None) -> None:
         """Add an upload that has all classes, without indexing; holders are added at the end."""
         self.whole += 1
         values = self._values.copy_(upload.values)
         if counts is None:
-            self.rows.add_(values, alpha=factor)
-            self.whole_weight += factor
+            self.rows.add_(values)
         else:
-            weights = counts if factor == 1 else counts * factor
-            self.rows.addcmul_(values, weights.unsqueeze(1))
-            self.weights += weights
+            self.rows.addcmul_(values, counts.unsqueeze(1))
+            self.weights += counts
 
-    def _add(self, upload: Prototypes, factor: float, counts: Tensor | None) -> None:
+    def _add(self, upload: Prototypes, counts: Tensor | None) -> None:
         present, values = upload.present.cpu(), upload.values.cpu()
-        weights = present.to(torch.float64) * factor
+        weights = present.to(torch.float64)
         if counts is not None:
             weights *= counts
         labels = present.nonzero().flatten()

@@ -48,28 +48,25 @@ class Combination:
 
     def _rule(self, uploads: Uploads, round_info: Round) -> Prototypes:
         K, rule, sent = round_info.task.num_classes, self.stages.aggregation, uploads.values()
-        stale_weights = round_info.stale_weights_of(uploads)
         if rule == "mean":
-            return mean(sent, stale_weights)
+            return mean(sent)
         if rule == "weighted":
-            return weighted(sent, stale_weights)
+            return weighted(sent)
         if rule == "weighted-shrunk":
-            return weighted_shrunk(sent, stale_weights)
+            return weighted_shrunk(sent)
         if rule == "median":
             return coordinate_median(sent)
         if rule == "trimmed-mean":
             return trimmed_mean(sent, self.stages.trim_share)
         if rule == "ppa":
             total = None if self.stages.sends_total else self._expected_total(uploads, round_info)
-            return ppa(sent, K, total, stale_weights)
+            return ppa(sent, K, total)
         if rule == "aps-mean":
-            combined = aps(sent, 1.0, "mean", stale_weights)  # μ is applied by the client
+            combined = aps(sent, 1.0, "mean")  # μ is applied by the client
             # A mean over holders does not grow with the number of answers, so μ is based on the samples of all clients.
-            everybody = round(
-                (combined.num_examples or 0) * round_info.num_clients / self._answered(uploads, round_info)
-            )
+            everybody = round((combined.num_examples or 0) * round_info.num_clients / len(uploads))
             return replace(combined, num_examples=everybody or None)
-        return aps(sent, self._whole(uploads, round_info), "sum", stale_weights)
+        return aps(sent, self._whole(uploads, round_info), "sum")
 
     def at_scale_of(self, n_t: int | None, previous: Prototypes) -> Prototypes:
         """Rescale earlier sums over n samples to n_t samples, since clients multiply all rows by 0.9·K/n_t."""
@@ -111,17 +108,8 @@ class Combination:
         return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
 
     def _expected_total(self, uploads: Uploads, round_info: Round) -> int:
-        answered = self._answered(uploads, round_info)
-        return max(1, round(self.stages.total_examples * answered / round_info.configured_clients))
+        return max(1, round(self.stages.total_examples * len(uploads) / round_info.configured_clients))
 
     def _whole(self, uploads: Uploads, round_info: Round) -> float:
         """Return the factor n/n_t from this round's sum to one over all clients, for a numeric μ: M / answers."""
-        return (
-            1.0
-            if self.stages.aps_scale == "auto"
-            else round_info.configured_clients / self._answered(uploads, round_info)
-        )
-
-    @staticmethod
-    def _answered(uploads: Uploads, round_info: Round) -> float:
-        return sum(round_info.stale_weights_of(uploads) or [1.0] * len(uploads))
+        return 1.0 if self.stages.aps_scale == "auto" else round_info.configured_clients / len(uploads)

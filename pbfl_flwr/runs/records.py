@@ -90,15 +90,6 @@ class Failure(Record):
         return self.name or str(self.client)
 
 
-class LateUpload(Record):
-    """An upload of an earlier round: client, that round, its weight, and the reason if the weight is 0."""
-
-    client: int
-    round: int
-    weight: float
-    reason: str
-
-
 class Bytes(Record):
     """Bytes of messages.
 
@@ -159,11 +150,10 @@ class RoundRecord(Scores):
         client_metrics: of the method, mean over the clients that trained, weighted by training samples.
         server_metrics: of the method.
         trained: clients whose uploads of this round were aggregated.
-        late: uploads of earlier rounds.
         ages: rounds since each class was last uploaded (K entries), -1 if never; None if uploads are not by class.
         warnings: for the user.
         failures: the clients that did not complete their task.
-        bytes_up, bytes_down: summed over clients.
+        bytes_up, bytes_down: summed over clients; up includes replies to earlier rounds, which came too late.
         scalars: likewise.
         seconds: see :class:`Seconds`.
         peak_mb: largest resident memory of a client process.
@@ -179,7 +169,6 @@ class RoundRecord(Scores):
     client_metrics: dict[str, float | None]
     server_metrics: dict[str, float | None]
     trained: list[int]
-    late: list[LateUpload] = []
     ages: list[int] | None = None
     warnings: list[str]
     failures: list[Failure]

@@ -26,11 +26,6 @@ NO_REPORT: dict[str, Any] = {"client-report": "none"}
         ({"auc": True, **NO_REPORT}, "^auc = true: .* clients report no scores; must be false$"),
         ({**BEST, **NO_REPORT}, "keep-best = true: with client-report = 'none' clients report no scores"),
         ({**BEST, "method": "fedavg"}, "keep-best = true: .* method 'fedavg' scores clients before"),
-        (
-            {"stale-weight": 0.5, "method": "fedtgp"},
-            r"stale-weight = 0\.5: .* by a weighted sum, .*must be 0",
-        ),
-        ({"stale-weight": 0.5, "method": "gfpl"}, r"stale-weight = 0\.5: .* by a weighted sum, .*must be 0"),
         ({"predictor": "etf"}, "^predictor = 'etf': method 'fedproto' has no .* one of auto, head, global"),
     ],
 )

@@ -61,14 +61,9 @@ class Aggregation:
 class Recorder(MethodStrategy):
     """Keeps what goes through ``aggregate_fit``."""
 
-    def aggregate_fit(
-        self,
-        server_round: int,
-        uploads: Mapping[int, Payload],
-        stale_weights: Mapping[int, float] | None = None,
-    ) -> Any:
+    def aggregate_fit(self, server_round: int, uploads: Mapping[int, Payload]) -> Any:
         state, before = self.state, copies((self.state, uploads))
-        result = super().aggregate_fit(server_round, uploads, stale_weights)
+        result = super().aggregate_fit(server_round, uploads)
         assert self.task is not None
         round_info = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
         seen = Aggregation(state, dict(uploads), round_info, before, copies((state, uploads)), result)

@@ -58,7 +58,7 @@ def test_ppa_of_a_single_sample_or_of_none():
     assert aggregation.ppa([alone], 4, 1).values[2].tolist() == [12, -4]  # K/n = 4/1
     assert aggregation.ppa([alone], 4).values[2].tolist() == [12, -4]  # no n_i came: n counts as 1
     two = replace(alone, num_examples=2)
-    assert aggregation.ppa([two, two], 4, None, [1.0, 0.5]).values[2].tolist() == [6, -2]  # 1.5·4·(3, -1)/3
+    assert aggregation.ppa([two, two], 4).values[2].tolist() == [6, -2]  # 2·4·(3, -1)/4
 
 
 def random_uploads(seed, clients, share=0.6, classes=5, width=3):

@@ -124,13 +124,6 @@ def test_uploads_are_decoded_one_at_a_time() -> None:
     assert torch.equal(state.broadcast.values, aggregate(SENT, norm_bound=1.5)[0])
 
 
-def test_late_uploads_are_bounded_and_then_weighted() -> None:
-    result = method(norm_bound=1.0)
-    state = result.aggregate(result.init(TASK, 0), SENT, Round(1, TASK, 8, stale_weights={7: 0.5}))
-    # 5, 10, 10 with weights 1, 1, 0.5: 20/2.5
-    torch.testing.assert_close(state.broadcast.values[0], 8 * torch.tensor([0.6, 0.8]))
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -2,16 +2,16 @@
 
 ::
 
-    plan (client -> "train" or "evaluate") -> Phase (messages) -> grid -> replies, late ones -> read -> Exchange
+    plan (client -> "train" or "evaluate") -> Phase (messages) -> grid -> replies -> read -> Exchange
 
 A client handles one message at a time: one with an overdue reply gets no new message until it has replied or
-MAX_OVERDUE_ROUNDS rounds have passed. Flower stores late replies until they are fetched.
+MAX_OVERDUE_ROUNDS rounds have passed. Flower stores late replies until they are fetched; then they are discarded.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -100,7 +100,7 @@ class Phase:
         """Return the messages that have no reply yet, by message id."""
         answered = {reply.metadata.reply_to_message_id for reply in replies}
         return {
-            message.metadata.message_id: OverdueReply(client, self.number, client in self.training)
+            message.metadata.message_id: OverdueReply(client, self.number)
             for message, client in self.messages
             if message.metadata.message_id not in answered
         }
@@ -152,35 +152,27 @@ def phase_of(
 
 @dataclass(frozen=True)
 class OverdueReply:
-    """A reply that missed its deadline: its client and round, and whether the message was for training."""
+    """A reply that missed its deadline: its client and round."""
 
     client: int
     round: int
-    training: bool
-
-
-LateReply = tuple[OverdueReply, Message]
 
 
 class OverdueReplies:
-    """Overdue replies: those still outstanding, and those received late and not yet part of a recorded round."""
+    """Overdue replies that are still outstanding."""
 
     def __init__(self) -> None:
         self._awaited: dict[str, OverdueReply] = {}  # by the id of the message they answer
-        self._received: list[LateReply] = []
 
     def add(self, unanswered: Mapping[str, OverdueReply]) -> None:
         """Add the messages, by id, that had no reply at the deadline."""
         self._awaited |= unanswered
 
-    def collect(self, grid: Grid) -> None:
-        """Fetch the replies that have arrived."""
-        if not self._awaited:
-            return
-        for reply in grid.pull_messages(list(self._awaited)):
-            overdue = self._awaited.pop(reply.metadata.reply_to_message_id, None)
-            if overdue is not None:
-                self._received.append((overdue, reply))
+    def collect(self, grid: Grid) -> list[tuple[OverdueReply, Message]]:
+        """Fetch the replies that have arrived, which are no longer outstanding."""
+        replies = list(grid.pull_messages(list(self._awaited))) if self._awaited else []
+        answered = [(self._awaited.pop(reply.metadata.reply_to_message_id, None), reply) for reply in replies]
+        return [(overdue, reply) for overdue, reply in answered if overdue is not None]
 
     def outstanding(self, server_round: int) -> dict[int, int]:
         """Return client -> round of its outstanding reply; drops replies overdue for MAX_OVERDUE_ROUNDS or more."""
@@ -196,13 +188,3 @@ class OverdueReplies:
         self._awaited = {
             message_id: overdue for message_id, overdue in self._awaited.items() if overdue.client != client
         }
-
-    @property
-    def received(self) -> list[LateReply]:
-        """The replies received late, newest round first."""
-        return sorted(self._received, key=lambda late: (-late[0].round, late[0].client))
-
-    def recorded(self, late: Collection[LateReply]) -> None:
-        """Drop late replies that are now part of a round's record."""
-        identities = {id(reply) for _, reply in late}
-        self._received = [item for item in self._received if id(item[1]) not in identities]

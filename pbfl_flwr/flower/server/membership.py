@@ -18,12 +18,14 @@ from flwr.serverapp import Grid
 from pbfl_flwr.config import RunSettings
 from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.code_version import differing_code_versions
-from pbfl_flwr.flower.server.exchange import LateReply, OverdueReplies
+from pbfl_flwr.flower.messages.traffic import NO_BYTES
+from pbfl_flwr.flower.server.exchange import OverdueReplies
 from pbfl_flwr.flower.server.grid import OnWait, ignore
 from pbfl_flwr.flower.server.handshake import refusals, send_handshake, wait_for_nodes
+from pbfl_flwr.flower.server.replies import size_of
 from pbfl_flwr.flower.server.roster import NO_NODE, NOBODY, Roster, other_weights
 from pbfl_flwr.runs.directory import RunRefused
-from pbfl_flwr.runs.records import ClientRecord
+from pbfl_flwr.runs.records import Bytes, ClientRecord
 
 RECONNECT_TIMEOUT = 60.0  # seconds at most, for the handshake of a node that connects during a run
 NOT_CONNECTED = "its node is not connected"
@@ -40,8 +42,8 @@ RosterCheck = Callable[[Roster], None]
 class Membership:
     """The clients of a run from round to round: their nodes, overdue replies, and what a round's record says of them.
 
-    ``warnings`` and ``joined`` collect until :meth:`recorded` says that the record of a round holds them, so a repeated
-    round loses nothing.
+    ``warnings``, ``joined`` and ``late_bytes`` collect until :meth:`recorded` says that the record of a round holds
+    them, so a repeated round loses nothing.
 
     Attributes:
         run: number of clients, timeouts, whether devices may join.
@@ -53,6 +55,7 @@ class Membership:
         failed: clients that failed in the last exchange; they may have reconnected as new nodes.
         warnings: for the user, not yet in a record.
         joined: labels of the clients that have joined, not yet in a record.
+        late_bytes: of replies that came after the deadline of their round, not yet in a record.
     """
 
     run: RunSettings
@@ -64,6 +67,7 @@ class Membership:
     failed: frozenset[int] = frozenset()
     warnings: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
+    late_bytes: Bytes = NO_BYTES
     _refusals: set[str] = field(default_factory=set)  # reasons that are already in a warning
     # Refused node -> (pause in rounds after the next refusal, round from which it is asked again).
     _refused_nodes: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -237,7 +241,7 @@ class Membership:
         To avoid querying the nodes in every round, it looks only after a round with failures, while a client has been
         missing since the run was resumed, while others may join, or if ``check`` is set.
         """
-        self.overdue.collect(grid)
+        self.collect_overdue(grid)
         missing = any(client.node == NO_NODE for client in self.roster.clients.values())
         if not (self.failed or missing or self._may_join or check):
             return {}
@@ -296,10 +300,21 @@ class Membership:
         self.warnings += [f"client {label} has joined the run" for label in labels]
         self.joined += labels
 
-    def recorded(self, late: Collection[LateReply]) -> None:
-        """Forget the warnings, the joined clients and these late replies, which now stand in a round's record."""
-        self.warnings, self.joined = [], []
-        self.overdue.recorded(late)
+    def collect_overdue(self, grid: Grid) -> None:
+        """Fetch, name and discard the replies that came after the deadline of their round; clients then are free."""
+        for overdue, reply in self.overdue.collect(grid):
+            if reply.has_error():
+                continue  # the client's failure stands in the record of that round
+            label = self.roster.clients[overdue.client].label
+            self.warnings.append(
+                f"client {label}: its reply to round {overdue.round} came too late and is discarded"
+            )
+            size = size_of(reply)
+            self.late_bytes += size if isinstance(size, Bytes) else NO_BYTES
+
+    def recorded(self) -> None:
+        """Forget the warnings, joined clients and bytes of late replies, which now stand in a round's record."""
+        self.warnings, self.joined, self.late_bytes = [], [], NO_BYTES
 
     def _warn_of_refused(self, reasons: Collection[str]) -> None:
         """Add a warning for each reason why new nodes were refused that has not been in one before."""

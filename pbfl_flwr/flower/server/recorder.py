@@ -251,12 +251,8 @@ def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int
 
 
 def log_exchange(exchange: Exchange) -> None:
-    """Log the late uploads and the failures of an exchange."""
+    """Log the failures of an exchange."""
     phase = exchange.phase
-    for client, late in exchange.late.items():
-        result = late.reason or f"counts {late.weight:.3g}"
-        label = phase.client_label(client)
-        log(INFO, "round %s: client %s, upload of round %s: %s", phase.number, label, late.round, result)
     for client, reason in exchange.failures.items():
         log(WARNING, "round %s: client %s failed: %s", phase.number, phase.client_label(client), reason)
 

@@ -14,13 +14,13 @@ from pbfl_flwr.errors import LONGEST, format_exception, printable
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, Requested, requested
 from pbfl_flwr.flower.messages.traffic import NO_BYTES, weigh
-from pbfl_flwr.flower.server.exchange import LateReply, OverdueReply, Phase
+from pbfl_flwr.flower.server.exchange import Phase
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, RejectedPayload, Serializable, Upload
 from pbfl_flwr.payloads.contract import Sizes
 from pbfl_flwr.payloads.plausibility import Plausibility
 from pbfl_flwr.prototypes.pipeline import Pipeline
-from pbfl_flwr.runs.records import Bytes, LateUpload
+from pbfl_flwr.runs.records import Bytes
 from pbfl_flwr.task import Task
 
 
@@ -50,36 +50,27 @@ class Exchange:
     Attributes:
         phase: the messages sent.
         replies: as received, in any order.
-        late_replies: to earlier phases, which were read with them.
         uploads: client -> upload to aggregate.
         reports: of the clients that completed their task.
         failures: client -> reason, for the others.
-        late: uploads of earlier rounds, including those of weight 0.
-        up: bytes received, including rejected and late replies.
+        up: bytes received, including rejected replies.
         scalars_up: numbers that carry information.
-        classes: class -> age in rounds of its latest upload, 0 for one of this round; None if uploads are not by class.
+        classes: those that were uploaded; None if uploads are not by class.
     """
 
     phase: Phase
     replies: Sequence[Message] = ()
-    late_replies: Sequence[LateReply] = ()
     uploads: Mapping[int, Payload] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
-    late: dict[int, LateUpload] = field(default_factory=dict)
     up: dict[int, Bytes] = field(default_factory=dict)
     scalars_up: int = 0
-    classes: dict[int, int] | None = None
+    classes: frozenset[int] | None = None
 
     @property
     def trained(self) -> list[int]:
         """The clients that trained in this round and whose uploads are aggregated."""
         return sorted(self.phase.training.intersection(self.reports))
-
-    @property
-    def stale_weights(self) -> dict[int, float]:
-        """Client -> weight of its late upload."""
-        return {client: self.late[client].weight for client in self.uploads if client not in self.reports}
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,6 @@ class ReplyRules:
     Attributes:
         method, task: decode and validate uploads.
         max_bytes: larger replies are rejected without decoding.
-        stale_weight: an upload of an earlier round gets the weight stale_weight^age; 0 excludes it.
         requested: what reports must hold.
         plausibility: limits of the uploads' sizes.
     """
@@ -97,7 +87,6 @@ class ReplyRules:
     method: Method[Any, Any, Any]
     task: Task
     max_bytes: int
-    stale_weight: float
     requested: Requested
     plausibility: Plausibility
 
@@ -109,7 +98,7 @@ class ReplyRules:
         exact = privacy.client_report == "full" and privacy.count_bucket == "off"
         limits = Plausibility(run.max_size_ratio, scaled, exact and not method.counts_draws)
         wanted = requested(settings.evaluation, task)
-        return cls(method, task, run.max_upload_mb * 2**20, run.stale_weight, wanted, limits)
+        return cls(method, task, run.max_upload_mb * 2**20, wanted, limits)
 
 
 @dataclass(frozen=True)
@@ -118,7 +107,6 @@ class _Accepted:
 
     encoded: ArrayRecord
     payload: Payload | None
-    age: int
     scalars: int
     classes: list[int] | None
     sizes: Sizes
@@ -127,7 +115,7 @@ class _Accepted:
 
 @dataclass
 class _Intake:
-    """Decodes and validates replies, and sorts them into uploads to aggregate, failures, and late uploads."""
+    """Decodes and validates replies, and sorts them into uploads to aggregate and failures."""
 
     exchange: Exchange  # the result so far
     rules: ReplyRules
@@ -135,7 +123,7 @@ class _Intake:
     _accepted: dict[int, _Accepted] = field(default_factory=dict)
 
     def add(self, client: int, reply: Message, size: Bytes | Exception) -> None:
-        """Add a reply that arrived in time; it may hold the client's upload of an earlier round."""
+        """Add a client's reply, unless it is invalid or holds the client's upload of another round."""
         exchange, number = self.exchange, self.exchange.phase.number
         try:
             report, upload = self._decode(client, reply, size, client in self.exchange.phase.training)
@@ -143,29 +131,12 @@ class _Intake:
             exchange.failures[client] = f"upload rejected: {rejection_reason(error)}"
             return
         uploaded = report.round or number
-        if upload is None or uploaded == number:
-            exchange.reports[client] = report
-            if upload is not None:
-                self._accept(client, reply, report, upload, 0)
-        elif self.rules.stale_weight == 0 or uploaded > number:
+        if upload is not None and uploaded != number:
             exchange.failures[client] = f"sent its upload of round {uploaded} instead of round {number}"
-        else:
-            self._accept_late(client, reply, report, upload, uploaded)
-
-    def add_late(self, overdue: OverdueReply, reply: Message) -> None:
-        """Add a reply that arrived after the deadline of its round."""
-        client = overdue.client
-        try:
-            report, upload = self._decode(client, reply, _size(reply), True)
-        except Exception as error:  # trust boundary, as above
-            self._set_late(client, overdue.round, 0.0, f"upload rejected: {rejection_reason(error)}")
             return
-        uploaded = report.round or overdue.round
-        if uploaded > overdue.round:
-            reason = f"sent its upload of round {uploaded} instead of round {overdue.round}"
-            self._set_late(client, overdue.round, 0.0, reason)
-        else:
-            self._accept_late(client, reply, report, upload, uploaded)
+        exchange.reports[client] = report
+        if upload is not None:
+            self._accept(client, reply, report, upload)
 
     def close(self) -> None:
         """Drop implausible uploads; set the exchange's uploads in ascending client order."""
@@ -174,8 +145,7 @@ class _Intake:
         for upload in uploads.values():
             exchange.scalars_up += upload.scalars
             if upload.classes is not None:
-                ages = exchange.classes = exchange.classes or {}
-                ages.update({label: min(upload.age, ages.get(label, upload.age)) for label in upload.classes})
+                exchange.classes = (exchange.classes or frozenset()).union(upload.classes)
         if self.rules.method.streams():
             records = {client: upload.encoded for client, upload in uploads.items()}
             exchange.uploads = Uploads(records, self.rules.method.up, self.rules.task)
@@ -187,14 +157,8 @@ class _Intake:
         sizes = {client: upload.sizes for client, upload in accepted.items()}
         reported = {client: upload.reported for client, upload in accepted.items()}
         for client, fault in self.rules.plausibility.implausible(sizes, reported).items():
-            reason = f"upload rejected: {fault}"
-            if accepted.pop(client).age:
-                exchange.late[client] = exchange.late[client].model_copy(
-                    update={"weight": 0.0, "reason": reason}
-                )
-            else:
-                del exchange.reports[client]
-                exchange.failures[client] = reason
+            del accepted[client], exchange.reports[client]
+            exchange.failures[client] = f"upload rejected: {fault}"
 
     def _decode(
         self, client: int, reply: Message, size: Bytes | Exception, training: bool
@@ -215,36 +179,18 @@ class _Intake:
             self.rules.method.validate(upload, self.state, self.rules.task)
         return report, upload
 
-    def _accept(self, client: int, reply: Message, report: Report, upload: Upload, age: int) -> None:
+    def _accept(self, client: int, reply: Message, report: Report, upload: Upload) -> None:
         self._accepted[client] = _Accepted(
             wire.payload_in(reply.content),
             None if self.rules.method.streams() else upload,
-            age,
             upload.scalars(),
             upload.classes(self.rules.task),
             upload.sizes(),
             report.num_train,
         )
 
-    def _accept_late(
-        self, client: int, reply: Message, report: Report, upload: Upload | None, server_round: int
-    ) -> None:
-        age = self.exchange.phase.number - server_round
-        if client in self.exchange.reports or client in self.exchange.late:
-            self._set_late(client, server_round, 0.0, "a newer one arrived")
-        elif self.rules.stale_weight == 0:
-            self._set_late(client, server_round, 0.0, "stale-weight is 0")
-        else:
-            self._set_late(client, server_round, self.rules.stale_weight**age, "")
-            if upload is not None:
-                self._accept(client, reply, report, upload, age)
 
-    def _set_late(self, client: int, server_round: int, weight: float, reason: str) -> None:
-        late = LateUpload(client=client, round=server_round, weight=weight, reason=reason)
-        self.exchange.late.setdefault(client, late)
-
-
-def _size(reply: Message) -> Bytes | Exception:
+def size_of(reply: Message) -> Bytes | Exception:
     """Return the size of a reply, or why it cannot be determined."""
     try:
         return weigh(reply)
@@ -264,19 +210,17 @@ def read(
     phase: Phase,
     rules: ReplyRules,
     state: Serializable,
-    late: Sequence[LateReply] = (),
 ) -> Exchange:
     """Decode and validate every reply; an invalid one only affects its own client.
 
-    An upload of an earlier round, in a late reply or sent again instead of training, is weighted by its age, unless the
-    client also sent one of this round. ``state`` is the one that was broadcast; late replies come newest first.
+    ``state`` is the one that was broadcast.
     """
-    exchange = Exchange(phase, replies, late)
+    exchange = Exchange(phase, replies)
     intake = _Intake(exchange, rules, state)
     failures = exchange.failures
     by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
     # All sizes are determined before decoding starts: alternating between both tasks is slower (instruction cache).
-    sizes = {client: _size(reply) for client, reply in by_client.items()}
+    sizes = {client: size_of(reply) for client, reply in by_client.items()}
     for _, client in phase.messages:
         reply = by_client.get(client)
         if reply is None:
@@ -286,9 +230,6 @@ def read(
         else:
             intake.add(client, reply, sizes[client])
     failures |= phase.plan.absent
-    for overdue, reply in late:
-        if overdue.training and not reply.has_error():
-            intake.add_late(overdue, reply)
     intake.close()
     return exchange
 

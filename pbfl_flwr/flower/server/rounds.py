@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +12,13 @@ import numpy as np
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
-from pbfl_flwr.flower.server.exchange import LateReply
 from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.method import Moment
 from pbfl_flwr.payloads import Serializable
 from pbfl_flwr.runs.directory import finite
 from pbfl_flwr.runs.records import (
     Accuracy,
+    Bytes,
     ClientsRecord,
     Failure,
     FinalScores,
@@ -38,13 +38,11 @@ class FinishedRound:
         record: its line of rounds.jsonl.
         clients: its line of clients.jsonl.
         state: of the server after aggregation.
-        late: late replies that are part of it.
     """
 
     record: RoundRecord
     clients: ClientsRecord
     state: Serializable
-    late: Sequence[LateReply] = ()
 
 
 # Scores over clients ----------------------------------------------------------------------------------------
@@ -115,7 +113,7 @@ def scores(exchange: Exchange) -> Scores:
 
 
 def updated_ages(
-    ages: Sequence[int] | None, classes: Mapping[int, int] | None, num_classes: int
+    ages: Sequence[int] | None, classes: Collection[int] | None, num_classes: int
 ) -> list[int] | None:
     """Return the rounds since each class was last uploaded, -1 if it never was.
 
@@ -124,9 +122,9 @@ def updated_ages(
     """
     if classes is None and ages is None:
         return None
-    uploaded = classes or {}
+    uploaded = classes or ()
     return [
-        uploaded.get(label, age + 1 if age >= 0 else -1)
+        0 if label in uploaded else age + 1 if age >= 0 else -1
         for label, age in enumerate(ages or [-1] * num_classes)
     ]
 
@@ -141,10 +139,12 @@ def round_fields(
     aggregated: float,
     total: float,
     final: Exchange | None = None,
+    late: Bytes = NO_BYTES,
 ) -> dict[str, Any]:
     """Return the fields of a RoundRecord, except warnings, ages of classes and joined clients.
 
-    ``aggregated`` and ``total`` are seconds; ``final`` is the scoring after the last training, if there was one.
+    ``aggregated`` and ``total`` are seconds; ``final`` is the scoring after the last training, if there was one;
+    ``late`` are the bytes of replies to earlier rounds.
     """
     phase = exchange.phase
     trained = [exchange.reports[client] for client in exchange.trained]
@@ -163,9 +163,8 @@ def round_fields(
         },
         "server_metrics": finite(server_metrics),
         "trained": exchange.trained,
-        "late": [exchange.late[client] for client in sorted(exchange.late)],
         "failures": failures(exchange),
-        "bytes_up": sum(exchange.up.values(), NO_BYTES),
+        "bytes_up": sum(exchange.up.values(), late),
         "bytes_down": sum(phase.down.values(), NO_BYTES),
         "scalars": Scalars(up=exchange.scalars_up, down=phase.scalars_down),
         "seconds": Seconds(

@@ -4,7 +4,7 @@
 
     start -> handshake -> for every round:
              plan       who trains, who is only scored, who is absent
-             exchange   messages -> grid -> replies, late replies
+             exchange   messages -> grid -> replies; one to an earlier round is named and discarded
              read       decode and validate; a bad reply costs its own client only
              check      too few replies, a lost worker: ends the run, or the round is repeated; nothing has changed yet
              aggregate  aggregate_fit(server_round, uploads)
@@ -303,7 +303,7 @@ class MethodStrategy(Strategy):
         """Broadcast a state in the messages of a plan and read the replies. The timeout is in seconds."""
         phase = self._messages(plan, state)
         replies = list(grid.send_and_receive([message for message, _ in phase.messages], timeout=timeout))
-        self._clients.overdue.collect(grid)
+        self._clients.collect_overdue(grid)
         return self._read(phase, replies, state)
 
     def _messages(self, plan: RoundPlan, state: Serializable) -> Phase:
@@ -324,14 +324,12 @@ class MethodStrategy(Strategy):
 
     def _rules(self, plan: RoundPlan) -> ReplyRules:
         rules = ReplyRules.of(self.settings, self.method, self._task)
-        return replace(rules, stale_weight=0.0, plausibility=NO_LIMITS) if plan.new_clients else rules
+        return replace(rules, plausibility=NO_LIMITS) if plan.new_clients else rules
 
     def _read(self, phase: Phase, replies: list[Message], state: Serializable) -> Exchange:
         """Decode and validate replies, and remember which clients failed or are late."""
-        overdue = self._clients.overdue
-        late = overdue.received if phase.training and not phase.plan.new_clients else []
-        overdue.add(phase.unanswered(replies))
-        exchange = read(replies, phase, self._rules(phase.plan), state, late)
+        self._clients.overdue.add(phase.unanswered(replies))
+        exchange = read(replies, phase, self._rules(phase.plan), state)
         self._clients.failed = frozenset(exchange.failures)
         recorder.log_exchange(exchange)
         return exchange
@@ -342,25 +340,19 @@ class MethodStrategy(Strategy):
             raise RuntimeError("begin(task) or prepare(grid) comes first")
         return self.task
 
-    def aggregate_fit(
-        self,
-        server_round: int,
-        uploads: Mapping[int, Payload],
-        stale_weights: Mapping[int, float] | None = None,
-    ) -> Any:
+    def aggregate_fit(self, server_round: int, uploads: Mapping[int, Payload]) -> Any:
         """Run the method's server half on typed uploads and return the new state; the strategy's is unchanged.
 
         Args:
             server_round: from 1.
             uploads: client id -> upload, already validated.
-            stale_weights: client id -> weight of a late upload; 1 for all others.
 
         Raises:
             RunEnded: if the aggregate is not finite.
         """
         run = self.settings.run
         M = len(self.participants.clients) if self.membership else run.participants
-        round_info = Round(server_round, self._task, M, run.seed, dict(stale_weights or {}), run.participants)
+        round_info = Round(server_round, self._task, M, run.seed, run.participants)
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
         state = self.method.aggregate(self.state, uploads, round_info)
@@ -379,9 +371,7 @@ class MethodStrategy(Strategy):
         """
         run, number, members = self.settings.run, exchange.phase.number, self._clients
         aggregating = time.perf_counter()
-        # A subclass may override aggregate_fit without the parameter for late uploads.
-        stale_weights = (exchange.stale_weights,) if exchange.stale_weights else ()
-        state = self.aggregate_fit(number, exchange.uploads, *stale_weights)
+        state = self.aggregate_fit(number, exchange.uploads)
         aggregated = time.perf_counter() - aggregating
 
         scores = rounds.scores(exchange)
@@ -406,13 +396,14 @@ class MethodStrategy(Strategy):
         if ends_early:
             warnings.append(early_stop_warning(by_round, self.moment, run.patience))
         total = time.perf_counter() - started
+        metrics, late = self.method.report(state), members.late_bytes
         record = RoundRecord(
-            **rounds.round_fields(exchange, self.moment, self.method.report(state), aggregated, total, final),
+            **rounds.round_fields(exchange, self.moment, metrics, aggregated, total, final, late),
             warnings=[*warnings, *members.warnings, *(self._recorder.warnings() if self._recorder else [])],
             ages=ages,
             joined=list(members.joined),
         )
-        return FinishedRound(record, rounds.clients_record(exchange, final), state, exchange.late_replies)
+        return FinishedRound(record, rounds.clients_record(exchange, final), state)
 
     def _final_scoring(self, grid: Grid, number: int, state: Serializable, timeout: float) -> Exchange:
         """Score all clients with the final state."""
@@ -435,7 +426,7 @@ class MethodStrategy(Strategy):
         self.state, self.done = finished.state, record.round
         self.history.append(record)
         self._count_participations(finished.clients)
-        self._clients.recorded(finished.late)
+        self._clients.recorded()
         recorder.log_record(record, self.primary_predictor, self._last_round)
         return record
 
@@ -478,8 +469,7 @@ class MethodStrategy(Strategy):
             stopping.need_success(result, run)
             return result
 
-        trained, overdue = exchange("train"), self._clients.overdue
-        overdue.recorded(overdue.received)  # late uploads of the run's last round are discarded
+        trained = exchange("train")
         last = self.moment == "before" and number == after + run.new_client_rounds
         final = exchange("evaluate") if last else None
         server_metrics, total = self.method.report(self.state), time.perf_counter() - started

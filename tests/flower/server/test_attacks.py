@@ -26,14 +26,9 @@ ATTACK: dict[str, Any] = {"attack.kind": "sign-flip", "attack.share": 0.4}
 class Recorder(MethodStrategy):
     """Keeps every round's uploads."""
 
-    def aggregate_fit(
-        self,
-        server_round: int,
-        uploads: Mapping[int, Payload],
-        stale_weights: Mapping[int, float] | None = None,
-    ) -> Any:
+    def aggregate_fit(self, server_round: int, uploads: Mapping[int, Payload]) -> Any:
         self.seen = {**getattr(self, "seen", {}), server_round: dict(uploads)}
-        return super().aggregate_fit(server_round, uploads, stale_weights)
+        return super().aggregate_fit(server_round, uploads)
 
 
 def uploads(directory: Path, **keys: Any) -> tuple[dict[int, dict[int, Prototypes]], tuple[int, ...]]:
@@ -58,7 +53,7 @@ def test_only_malicious_clients_falsify_uploads(
 
 def test_repeated_falsified_reply_is_the_same(tmp_path: Path) -> None:
     """The reply that is kept for a repeated question is the one that was sent."""
-    keys: dict[str, Any] = {**ATTACK, "stale_weight": 1.0, "num_server_rounds": 1}
+    keys: dict[str, Any] = {**ATTACK, "num_server_rounds": 1}
     run = federation(tmp_path, strategy=Recorder, on_disk=True, **keys)
     run.run()
     strategy = run.strategy

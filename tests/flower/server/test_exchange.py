@@ -3,8 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,8 +18,8 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import LONGEST
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.server.exchange import MAX_OVERDUE_ROUNDS, OverdueReplies, OverdueReply
-from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.flower.server.exchange import MAX_OVERDUE_ROUNDS
+from pbfl_flwr.flower.server.strategy import REPEATED, MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.pipeline import Pipeline
@@ -29,9 +27,7 @@ from pbfl_flwr.task import Task
 from tests.flower.inprocess import (
     InProcessGrid,
     delayed,
-    federation,
     flower_error,
-    injected,
     numbers,
     plain,
     reply_of,
@@ -243,51 +239,64 @@ def asked(grid: InProcessGrid, server_round: int) -> list[int]:
     return [client for client, number, kind in grid.asked if (number, kind) == (server_round, "train")]
 
 
-def test_late_reply_does_not_count_in_a_later_round(caplog: pytest.LogCaptureFixture) -> None:
+DISCARDED = "client 2: its reply to round 1 came too late and is discarded"
+
+
+def test_late_reply_does_not_count_in_a_later_round() -> None:
     strategy, grid = straggling({(2, 1): arrives_after(0)}, 2)
     assert asked(grid, 1) == asked(grid, 2) == [0, 1, 2]
     first, second = strategy.history
     assert first.trained == [0, 1]
     assert first.failures[0].client == 2
-    assert plain(second.late) == [{"client": 2, "round": 1, "weight": 0.0, "reason": "a newer one arrived"}]
+    assert second.warnings == [DISCARDED]
     assert second.trained == [0, 1, 2]
     assert float(strategy.state.broadcast.values[0, 0]) == 20.0  # (10 + 20 + 30)/3
 
 
-def test_client_with_overdue_reply_is_not_asked() -> None:
+def test_client_with_overdue_reply_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
     strategy, grid = straggling({(2, 1): arrives_after(1)}, 3)
     assert [asked(grid, number) for number in (1, 2, 3)] == [[0, 1, 2], [0, 1], [0, 1, 2]]
     second = strategy.history[1]
     assert plain(second.failures) == [{"client": 2, "reason": "still busy with round 1"}]
-    assert plain(second.late) == [{"client": 2, "round": 1, "weight": 0.0, "reason": "stale-weight is 0"}]
+    assert second.warnings == [DISCARDED]
+    assert f"round 2: {DISCARDED}" in caplog.messages
     assert second.ages == [0, -1, -1, -1], "its class is not among the others'"
     assert float(strategy.state.broadcast.values[0, 0]) == 200.0  # (100 + 200 + 300)/3
 
 
-def test_late_replies_are_collected_newest_first() -> None:
-    owed = {str(n): OverdueReply(*late, True) for n, late in enumerate([(0, 1), (2, 2), (1, 2)])}
-    replies = [SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=question)) for question in owed]
-    grid: Any = SimpleNamespace(pull_messages=lambda ids: replies)
-    late = OverdueReplies()
-    late.add(owed)
-    late.collect(grid)
-    assert [(overdue.round, overdue.client) for overdue, _ in late.received] == [(2, 1), (2, 2), (1, 0)]
-    late.recorded(late.received)
-    assert late.received == []
+def test_bytes_of_a_late_reply_are_counted() -> None:
+    """They were sent, although the upload is discarded."""
+    in_time, _ = straggling({}, 2)
+    late, _ = straggling({(2, 1): arrives_after(1)}, 2)
+    assert late.history[0].bytes_up.payload < in_time.history[0].bytes_up.payload
+    assert late.history[1].bytes_up.payload == in_time.history[1].bytes_up.payload
 
 
-@pytest.mark.parametrize(("rounds_late", "weight"), [(1, 0.5), (2, 0.25)])
-def test_stale_weight_discounts_late_uploads(rounds_late: int, weight: float) -> None:
-    strategy, _ = straggling({(2, 1): arrives_after(rounds_late)}, 1 + rounds_late, stale_weight=0.5)
-    line = strategy.history[-1]
-    assert plain(line.late) == [{"client": 2, "round": 1, "weight": weight, "reason": ""}]
-    assert line.trained == [0, 1]
-    a, b = 10.0**rounds_late, 2 * 10.0**rounds_late
-    expected = (a + b + weight * 3) / (2 + weight)
-    torch.testing.assert_close(strategy.state.broadcast.values[0], torch.full((6,), expected))
-    assert float(strategy.state.broadcast.values[3, 0]) == 3.0  # the only one that holds the class
-    assert line.ages == [0, -1, -1, rounds_late]
-    assert line.accuracy["head"].clients == 2  # its scores are of another round
+@pytest.mark.parametrize("error", [False, True])
+def test_late_rubbish_is_discarded_too(error: bool) -> None:
+    """The reply to round 1 comes in round 2: not a payload, without a report; or an error, which is not named again."""
+
+    def answer(client: int, server_round: int) -> RecordDict | Message:
+        if (client, server_round) != (2, 1):
+            return reply_of(rows_of({0: 1.0}), Report(10, 4, server_round, round=server_round))
+        question = Message(RecordDict(), dst_node_id=102, message_type="train")
+        return flower_error("no", 8)(question, lambda: question) if error else RecordDict()
+
+    strategy, grid = straggling({(2, 1): arrives_after(1)}, 3, answer)
+    assert strategy.history[1].warnings == ([] if error else [DISCARDED])
+    assert asked(grid, 3) == strategy.history[2].trained == [0, 1, 2]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_upload_of_another_round_is_rejected(number: int) -> None:
+    def answer(client: int, server_round: int) -> RecordDict:
+        sent = number if (client, server_round) == (2, 2) else server_round
+        return reply_of(rows_of({0: 1.0}), Report(10, 4, server_round, {"head": 2}, 0.5, round=sent))
+
+    strategy, _ = straggling({}, 3, answer)
+    reason = f"sent its upload of round {number} instead of round 2"
+    assert plain(strategy.history[1].failures) == [{"client": 2, "reason": reason}]
+    assert [record.trained for record in strategy.history] == [[0, 1, 2], [0, 1], [0, 1, 2]]
 
 
 def test_silent_client_is_asked_again_after_some_rounds() -> None:
@@ -297,7 +306,7 @@ def test_silent_client_is_asked_again_after_some_rounds() -> None:
     assert strategy.history[-1].trained == [0, 1, 2]
 
 
-def test_late_reply_counts_in_a_repeated_round() -> None:
+def test_late_reply_is_named_in_the_record_of_a_repeated_round() -> None:
     """Client 2's answer to round 1 comes in the first try of round 2, in which the server loses the others."""
     lost = 2
 
@@ -311,48 +320,12 @@ def test_late_reply_counts_in_a_repeated_round() -> None:
         return reply_of(rows_of({0: 10.0 ** (server_round - 1)}), report)
 
     late = {(2, 1): arrives_after(1), (2, 2): math.inf}
-    strategy, grid = straggling(late, 2, answer, stale_weight=0.5)
+    strategy, grid = straggling(late, 2, answer)
     assert (asked(grid, 1), asked(grid, 2)) == ([0, 1, 2], [0, 1, 0, 1, 2])
     line = strategy.history[1]
     assert line.trained == [0, 1]
-    assert plain(line.late) == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
-    assert float(strategy.state.broadcast.values[0, 0]) == pytest.approx((10 + 10 + 0.5) / 2.5)
-
-
-@pytest.mark.parametrize(
-    ("number", "weight", "reason"),
-    [
-        (1, 0.25, ""),
-        (2, 0.5, ""),
-        (3, 0.0, "sent its upload of round 3 instead of round 2"),
-        (0, 0.0, "upload rejected: not a safetensors payload: "),
-    ],
-)
-def test_age_of_late_reply_is_that_of_its_upload(number: int, weight: float, reason: str) -> None:
-    """The reply to round 2 comes in round 3, with the upload of this or another round, or with rubbish."""
-
-    def answer(client: int, server_round: int) -> RecordDict:
-        is_late = (client, server_round) == (2, 2)
-        report = Report(10, 4, server_round, {"head": 2}, 0.5, round=number if is_late else server_round)
-        content = reply_of(rows_of({0: 1.0}), report)
-        if is_late and not number:
-            content["p"] = wire.with_checksum(b"rubbish")
-        return content
-
-    strategy, _ = straggling({(2, 2): arrives_after(1)}, 3, answer, stale_weight=0.5)
-    (item,) = strategy.history[2].late
-    assert (item.client, item.round, item.weight) == (2, min(number or 2, 2), weight)
-    assert item.reason.startswith(reason)
-    assert bool(item.reason) == bool(reason)
-
-
-def test_injected_stale_upload_counts_with_stale_weight(tmp_path: Path) -> None:
-    with injected("stale", {(2, 2)}):
-        run = federation(tmp_path, stale_weight=0.5).run()
-    second = run.strategy.history[1]
-    assert plain(second.late) == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
-    assert second.failures == []
-    assert second.trained == [0, 1, 3, 4]
+    assert sorted(line.warnings) == [DISCARDED, REPEATED]
+    assert float(strategy.state.broadcast.values[0, 0]) == 10.0
 
 
 def test_warns_once_of_class_not_sent_for_ten_rounds() -> None:

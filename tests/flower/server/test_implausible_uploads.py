@@ -20,7 +20,6 @@ from pbfl_flwr.payloads import MAX_MAGNITUDE, Sizes
 from tests.flower.inprocess import (
     KINDS,
     Answer,
-    Delayed,
     Fault,
     InProcessGrid,
     copies,
@@ -71,21 +70,6 @@ def test_enormous_upload_costs_its_own_client_only(tmp_path: Path, method: str) 
 def test_honest_upload_after_several_epochs_is_accepted(tmp_path: Path, method: str) -> None:
     strategy = federation(tmp_path, method, local_epochs=3, num_server_rounds=1).run().strategy
     assert strategy.history[0].failures == []
-
-
-def test_enormous_late_upload_has_no_weight(tmp_path: Path) -> None:
-    def late_and_replaced(message: Message, answer: Answer) -> Delayed:
-        return Delayed(replaced(message, answer), 15.0)
-
-    keys: dict[str, Any] = {"stale_weight": 0.5, "round_timeout": 10.0}
-    attacked = federation(tmp_path / "a", faults={(2, 1): late_and_replaced}, **keys)
-    attacked.grid.seconds = 6.0  # of every other reply
-    attacked.run()
-    without = federation(tmp_path / "b", faults={(2, 1): silent, (2, 2): silent}, **keys).run()
-    (upload,) = attacked.strategy.history[1].late
-    assert (upload.client, upload.weight) == (2, 0.0)
-    assert "max-size-ratio" in upload.reason
-    assert same_tensors(copies(attacked.strategy.state), copies(without.strategy.state))
 
 
 def absurd(tensors: dict[str, Tensor], rng: random.Random) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ def exchange() -> Exchange:
     phase = Phase([], plan, down, 12, 0.0, malicious=frozenset({3}))
     uploads = dict.fromkeys((0, 1, 3), Prototypes.empty(2, 2))
     up = {0: size(2, 20, 200), 1: size(3, 30, 300), 3: NO_BYTES, 2: size(0, 1, 1)}
-    return Exchange(phase, [], [], uploads, reports, {4: "gone"}, up=up, scalars_up=7)
+    return Exchange(phase, [], uploads, reports, {4: "gone"}, up=up, scalars_up=7)
 
 
 @pytest.mark.parametrize(("moment", "scored"), [("after", 5), ("before", 4)])
@@ -101,13 +101,12 @@ def test_missing_figures_are_none() -> None:
     done = replace(exchange(), uploads={}, reports={2: Report(9, 0)}, failures={}, up={2: NO_BYTES})
     record = RoundRecord(**round_fields(done, "after", {}, 0.0, 1.0), warnings=[])
     assert (record.test_loss, record.client_metrics, record.accuracy) == (None, {}, {})
-    assert not {"validation", "other_accuracy", "late", "ages", "final"} & set(record.to_json())
+    assert not {"validation", "other_accuracy", "ages", "final"} & set(record.to_json())
 
 
 def test_class_ages_by_hand() -> None:
-    assert updated_ages(None, {1: 0}, 3) == [-1, 0, -1]
-    assert updated_ages([-1, 0, 4], {0: 0}, 3) == [0, 1, 5]
-    assert updated_ages([2, 0, 4], {0: 1}, 3) == [1, 1, 5]  # the latest upload of class 0 was a round late
+    assert updated_ages(None, {1}, 3) == [-1, 0, -1]
+    assert updated_ages([-1, 0, 4], {0}, 3) == [0, 1, 5]
     assert updated_ages(None, None, 3) is None
     assert updated_ages([0, 1, -1], None, 3) == [1, 2, -1]  # nobody sent anything
 
