@@ -44,7 +44,7 @@ EXPERIMENTS: tuple[tuple[str, ...], ...] = (
     ("show", "pictures"),
     ("report",),
     ("plan",),
-    ("execute", "catalogue", "cleanup"),
+    ("execute", "catalogue"),
 )
 
 Graph = Mapping[str, set[str]]
@@ -178,7 +178,6 @@ def test_commands_that_only_read_do_not_load_slow_libraries(tmp_path: Path) -> N
         ["list", "runs", str(tmp_path)],
         ["watch", str(run)],
         ["list", "keys", "privacy"],
-        ["clean", str(run)],
         ["run", "--set", "nonsense=1", "--set", "method=fedprot", "--set", "dataset=digit"],
         *([name, "--set", "nonsense=1"] for name in ("sweep", "privacy")),
         *([name, "nowhere"] for name in ("compare", "reproduce", "report")),

@@ -14,7 +14,6 @@
               checkpoint.safetensors  the server's full state after the last round
               best.safetensors        the server's state with the best accuracy so far
               clients/<experiment>/   the clients' own models (simulation); .best in the name: of the best round
-              clients-removed.txt     in place of these, after pbfl clean removed them
 
 The files with tensors are written and read in :mod:`~pbfl_flwr.runs.checkpoint`. This module does not import
 torch, so that commands that only read a run start fast.
@@ -57,7 +56,7 @@ from pbfl_flwr.util.locks import Lock
 
 ERROR, NEW_CLIENTS, WAITING, RESULT = "error.txt", "new-clients.jsonl", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
-SERVER_LOCK, STATES_REMOVED = ".server.lock", "clients-removed.txt"
+SERVER_LOCK = ".server.lock"
 OTHER_CONFIGURATION = (
     "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds, patience, "
     "keep-best and the timeouts may differ when a run is resumed"
@@ -227,21 +226,13 @@ class RunDirectory:
         file = self.path / "partition.json"
         return PartitionRecord.from_json(file.read_bytes() if file.exists() else {}, file)
 
-    def check_states(self, state_dir: str | None = None) -> None:
-        """Check that the clients find their states again; otherwise they would start from scratch.
-
-        Args:
-            state_dir: as configured for the resumed run; None if it is not resumed but read.
+    def check_states(self, state_dir: str) -> None:
+        """Check that the clients of a resumed run find their states again; otherwise they would start from scratch.
 
         Raises:
-            RunRefused: if the states were removed, or the run was made with another state-dir.
+            RunRefused: if the run was made with another state-dir than the configured one.
         """
-        if (self.path / STATES_REMOVED).exists():
-            raise RunRefused(
-                f"'{self.path}': its clients' states were removed by pbfl clean; it can be shown, compared and "
-                "reported, but not resumed or exported"
-            )
-        if state_dir not in (None, recorded := self.record().configuration.get("state-dir", "")):
+        if state_dir != (recorded := self.record().configuration.get("state-dir", "")):
             raise RunRefused(
                 f"state-dir = '{state_dir}': a resumed run keeps its clients' state where it is, "
                 f"{f'state-dir = {recorded!r}' if recorded else 'in its own directory'}"

@@ -116,7 +116,6 @@ def best_of(run: Path) -> int:
 def _experiment(path: Path) -> Path:
     if (path / "run.json").is_file():
         record = RunDirectory(path).record()
-        RunDirectory(path).check_states()
         root = Path(str(record.configuration.get("state-dir") or path / "clients"))
         return root / record.experiment
     if not path.is_dir():

@@ -368,8 +368,8 @@ def test_without_a_finished_run_there_is_no_table(file: Path, tmp_path: Path) ->
     assert planned_runs.reason_not_to_write(planned) == "no run is finished"
     write_run(planned[0].directory, LINES[:2])
     assert not planned_runs.reason_not_to_write(planned)
-    write_run(planned[1].directory, [entry(1, 0.5, 0.5)], **planned[1].requested.values)
-    (planned[1].directory / "clients-removed.txt").touch()  # it can not go on
+    other = {**planned[1].requested.values, "learning-rate": 0.2}
+    write_run(planned[1].directory, [entry(1, 0.5, 0.5)], **other)  # it can not go on
     assert planned_runs.reason_not_to_write(planned) == "a run is refused"
 
 

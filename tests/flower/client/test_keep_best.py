@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import cleanup
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import strategy as strategies
 from pbfl_flwr.payloads import part_of
@@ -169,12 +168,3 @@ def test_best_states_of_similar_names_differ(tmp_path: Path) -> None:
     assert kept_best(tmp_path / "named-a.safetensors") == {7: tmp_path / "named-a.7.best"}
     assert kept_best(tmp_path / "named-a.5.safetensors") == {7: tmp_path / "named-a.5.7.best"}
     assert kept_best(tmp_path / "named-a.5.best.safetensors") == {7: tmp_path / "named-a.5.best.7.best"}
-
-
-def test_cleaning_removes_best_states(tmp_path: Path) -> None:
-    fed = run(tmp_path, 3, best=1)
-    folder = home(fed)
-    assert len(list(folder.glob("*.best"))) == 5
-    (states,) = cleanup.scan([fed.directory.path], 0, 1e12)
-    assert states.remove()
-    assert not folder.exists()
