@@ -119,8 +119,7 @@ def weights(
         typer.Argument(
             metavar="FILE",
             click_type=NON_EMPTY_PATH,
-            help="A .pth or .safetensors file from torchvision for this model or from this project, or a directory "
-            "written by `pbfl export`.",
+            help="A .pth or .safetensors file with torchvision's weights of this model.",
         ),
     ],
     replace: Annotated[
@@ -142,7 +141,6 @@ def weights(
             f"{model} already has weights with the label '{label}' ({target}); choose another label, or --replace"
         )
     source = expanded(file)
-    source = source / "model.safetensors" if source.is_dir() else source
     body = body_of(model, read_checkpoint(source), str(source))
     write_atomically(target, content := as_file(body))
     say(screen(), f"{kilobytes(len(content))} stored in {target}; use them with models={model}@{label}")
@@ -171,14 +169,6 @@ def export(
             help="Export the server's network instead, for methods that average all of it, e.g. FedAvg.",
         ),
     ] = False,
-    like: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--like",
-            metavar="PATH",
-            help="With --global, if the run has no clients' states: a client's state or export; may be repeated.",
-        ),
-    ] = None,
 ) -> None:
     """Export a client's personalised model: safetensors, torch.export program, ONNX, prototypes, model card."""
     from pbfl_flwr.serving import export as exporting
@@ -190,14 +180,10 @@ def export(
         raise PbflError("--best and --round: must be one of the two")
     if whole and (client or number is not None):
         raise PbflError(
-            "--global with --client or --round: options beside --global must be --best, --like or --model"
+            "--global with --client or --round: options beside --global must be --best or --model"
         )
-    if like and not whole:
-        raise PbflError("--like: must be used with --global")
     if whole:
-        saved = averaged(
-            expanded(path), [expanded(file) for file in like or ()], best=best, allowed_code=model
-        )
+        saved = averaged(expanded(path), best=best, allowed_code=model)
     else:
         file = states.state_file(expanded(path), client)
         server_round = states.best_of(expanded(path)) if best else number

@@ -120,5 +120,5 @@ def _missing(name: str, file: Path, error: OSError) -> str:
     stored = f"labels stored for it here: {', '.join(labels)}" if labels else "none are stored for it here"
     return (
         f"model '{name}': there are no weights of {body} under the label '{label}' on this machine ({file}); "
-        f"{stored}; 'pbfl weights {label} {body} FILE' stores them"
+        f"{stored}; 'pbfl weights' stores those of torchvision's models"
     )

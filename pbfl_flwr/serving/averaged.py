@@ -1,7 +1,7 @@
 """The server's averaged network, as a model for use elsewhere.
 
 A server only has weights. Normalisation, class names and BatchNorm's running statistics, which stay on clients, come
-from the clients: :func:`averaged` reads their states of a simulation, or exports of devices.
+from the clients: :func:`averaged` reads their states in the run directory.
 """
 
 from __future__ import annotations
@@ -23,26 +23,21 @@ from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import BEST, CHECKPOINT, RunDirectory
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.runs.saved_model import Card
-from pbfl_flwr.serving.export import CARD
-from pbfl_flwr.serving.exported import read_exported
 from pbfl_flwr.serving.network import rebuild
-from pbfl_flwr.serving.states import SavedModel, read_state, state_file, states_of
+from pbfl_flwr.serving.states import SavedModel, read_state, states_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import is_external
 
 SAME = ("labels", "columns", "vocabulary_size", "input_shape", "images", "scale", "shift")
 
 
-def averaged(
-    run: Path, like: Sequence[Path] = (), *, best: bool = False, allowed_code: str = ""
-) -> SavedModel:
+def averaged(run: Path, *, best: bool = False, allowed_code: str = "") -> SavedModel:
     """Return the network of a run's server: its weights after the last round, or those of the best round.
 
     Running statistics are the mean over clients, weighted by their training samples where the run knows them.
 
     Args:
         run: its directory.
-        like: states or exports of its clients; by default the states in the run directory.
         best: take the weights with the best client scores (``best.safetensors``).
         allowed_code: see :func:`pbfl_flwr.serving.network.rebuild`.
 
@@ -53,7 +48,7 @@ def averaged(
     record = RunDirectory(run).record()
     method = _method(record.configuration)
     clients = {client.label: client for client in record.clients}
-    states = _clients(run, like, {label: client.architecture for label, client in clients.items()})
+    states = _clients(run, {label: client.architecture for label, client in clients.items()})
     first = next(states)
     parameters, number = _weights(run / (BEST if best else CHECKPOINT), method, first.card.task)
     served = rebuild(first.card, first.weights, allowed_code, str(run))
@@ -96,32 +91,30 @@ def _weights(file: Path, method: Method[Any, Any, Any], task: Task) -> tuple[Map
     return parameters, number
 
 
-def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> Iterator[SavedModel]:
+def _clients(run: Path, networks: Mapping[str, str]) -> Iterator[SavedModel]:
     """Yield the kept models of the run's clients, at least one; all must agree in ``SAME``."""
-    files = list(like) or states_of(run)
-    if not files:
+    if not (files := states_of(run)):
         raise PbflError(
-            f"--global: {run} holds no client state, which has class names, normalisation and running statistics; "
-            "set --like to a client's state or export"
+            f"--global: {run} holds no client state, which has class names, normalisation and running statistics"
         )
     first: Card | None = None
     labels: set[str] = set()
     for file in files:
-        state = read_exported(file) if (file / CARD).is_file() else read_state(state_file(file, ""))
+        state = read_state(file)
         who, architecture = state.card.client, state.card.architecture
         if networks.get(who) != architecture:
             hint = f"; in the run it has {networks[who]}" if who in networks else ""
             raise PbflError(
-                f"--like {file}: client {who} with {architecture} is not one of the run's clients{hint}"
+                f"--global: {file}: client {who} with {architecture} is not one of the run's clients{hint}"
             )
         if who in labels:
-            raise PbflError(f"--like {file}: client {who} is given twice; each client must be given once")
+            raise PbflError(f"--global: client {who} has two states, one is {file}; remove the older one")
         labels.add(who)
         first = first or state.card
         if differences := [name for name in SAME if getattr(state.card, name) != getattr(first, name)]:
             raise PbflError(
-                f"--global: clients {first.client} and {state.card.client} differ in {differences[0]}; set --like to "
-                "the one whose to use"
+                f"--global: clients {first.client} and {state.card.client} differ in {differences[0]}; must be the "
+                "same in all"
             )
         yield state
 

@@ -27,7 +27,6 @@ from pbfl_flwr.payloads import part_of
 from pbfl_flwr.runs.saved_model import Card, fault
 from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS
 from pbfl_flwr.serving.network import Served, rebuild
-from pbfl_flwr.serving.states import SavedModel
 
 HEAD = "head"
 MAX_CARD_BYTES = 2**26
@@ -86,12 +85,12 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
     Raises:
         PbflError: if something is missing, damaged or inconsistent.
     """
-    exported = read_exported(directory)
-    card = exported.card
-    served = rebuild(card, exported.weights, allowed_code, str(directory))
+    card, hashes = _card(directory / CARD)
+    served = rebuild(card, _tensors(directory / WEIGHTS, hashes), allowed_code, str(directory))
+    tables = _tensors(directory / PROTOTYPES, hashes) if PROTOTYPES in hashes else {}
     prototypes = {}
-    for name in sorted({key.rpartition(".")[0] for key in exported.prototypes}):
-        part = part_of(exported.prototypes, name)
+    for name in sorted({key.rpartition(".")[0] for key in tables}):
+        part = part_of(tables, name)
         rows, candidates = part.get("rows", torch.empty(0)), part.get("candidates", torch.empty(0))
         expected = (card.num_classes, card.feature_dim)
         fits = tuple(rows.shape) == expected and candidates.shape == expected[:1]
@@ -101,17 +100,6 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
             )
         prototypes[name] = rows, candidates
     return Exported(card, served, prototypes)
-
-
-def read_exported(directory: Path) -> SavedModel:
-    """Return what a directory holds of an exported model, without building its network.
-
-    Raises:
-        PbflError: if something is missing or damaged.
-    """
-    card, hashes = _card(directory / CARD)
-    weights = _tensors(directory / WEIGHTS, hashes)
-    return SavedModel(card, weights, _tensors(directory / PROTOTYPES, hashes) if PROTOTYPES in hashes else {})
 
 
 def _card(path: Path) -> tuple[Card, dict[str, str]]:

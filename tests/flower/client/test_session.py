@@ -14,8 +14,8 @@ from pbfl_flwr.flower.client import app as client
 from pbfl_flwr.flower.client import session
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
-from pbfl_flwr.models.checkpoints import as_file, body_of
-from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.checkpoints import as_file
+from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
 from pbfl_flwr.runs.directory import RunRefused
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.paths import weights_file
@@ -104,8 +104,12 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SplitModel:
                 buffer.fill_(0.25)
     file = weights_file("resnet4", "mine")
     file.parent.mkdir(parents=True)
-    file.write_bytes(as_file(body_of("resnet4", model.state_dict(), "the test's")))
+    file.write_bytes(body_file(model))
     return model
+
+
+def body_file(model: SplitModel) -> bytes:
+    return as_file({name: t for name, t in model.state_dict().items() if not name.startswith(HEAD_PREFIX)})
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedproto", "fedgh", "lg-fedavg", "fedgen"])
@@ -178,6 +182,6 @@ def test_resumed_run_refuses_other_pretrained_weights(trained: SplitModel, tmp_p
     federation(tmp_path, num_server_rounds=1, **keys).run()
     federation(tmp_path, num_server_rounds=2, resume=True, **keys).run()
     other = build_model("resnet4", TASK, 78)
-    weights_file("resnet4", "mine").write_bytes(as_file(body_of("resnet4", other.state_dict(), "the test's")))
+    weights_file("resnet4", "mine").write_bytes(body_file(other))
     with pytest.raises(RunRefused, match=r"client 0: a run keeps its clients, .* weights = "):
         federation(tmp_path, num_server_rounds=3, resume=True, **keys).run()
