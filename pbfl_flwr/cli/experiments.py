@@ -57,6 +57,7 @@ def run(
     ] = False,
 ) -> None:
     """Run a simulated federation."""
+    from pbfl_flwr.data import LoadedData
     from pbfl_flwr.experiments.execute.runner import simulate
     from pbfl_flwr.experiments.plan import configuration
     from pbfl_flwr.experiments.show import show_run
@@ -87,8 +88,9 @@ def run(
         raise PbflError("--resume and --run-dir: a resumed run stays in its directory; give one of the two")
     if engine == "flower" and not dry_run:
         own_network([settings])
-    partition = configuration.preflight(settings, resources)
-    notes = configuration.config_warnings(settings, requested, partition)
+    loaded = LoadedData()
+    partition = configuration.preflight(settings, resources, loaded)
+    notes = configuration.config_warnings(settings, requested, partition, loaded)
     if dry_run:
         from pbfl_flwr.experiments.plan.preset import as_preset
 
@@ -100,7 +102,7 @@ def run(
     for note in notes:
         say(console, note)
     with running():
-        code = simulate(source, directory, requested, resources, console)
+        code = simulate(source, directory, requested, resources, console, loaded)
     if code == COMPLETED:
         show_run(directory, console)
     raise typer.Exit(code)

@@ -168,6 +168,7 @@ def _execute(
     Raises:
         PbflError: if the data or a network does not fit a run, or the resources do not.
     """
+    from pbfl_flwr.data import LoadedData
     from pbfl_flwr.experiments.execute import several
     from pbfl_flwr.experiments.plan import configuration
     from pbfl_flwr.experiments.plan.planned_runs import finished, preflight, reason_not_to_write
@@ -175,7 +176,8 @@ def _execute(
     from pbfl_flwr.util.atomic_files import write_atomically
 
     console = screen()
-    for note in preflight(chosen, resources):
+    loaded = LoadedData()
+    for note in preflight(chosen, resources, loaded):
         say(console, note, "yellow")
     slots = several.slots_here(parallel, resources, console)
     if dry_run:
@@ -193,7 +195,7 @@ def _execute(
         return made, unwritten
 
     with running(INTERRUPTED_NOTE):
-        failed = several.run_all(chosen, slots, app, resources, console, update)
+        failed = several.run_all(chosen, slots, app, resources, console, update, loaded)
         made, unwritten = update()
     if any(map(finished, chosen)):
         for part in made.shown:

@@ -17,9 +17,8 @@ from pbfl_flwr.data.partition.assign import make_partition
 from pbfl_flwr.errors import PbflError
 
 
-@lru_cache(maxsize=2)
 def load_pool(settings: DataSettings) -> Pool:
-    """Return all samples of the dataset; each process caches the last two pools.
+    """Return all samples of the dataset.
 
     Raises:
         PbflError: if the dataset is unknown, or its files are missing or unreadable.
@@ -31,33 +30,67 @@ def load_pool(settings: DataSettings) -> Pool:
     return _fitting(DATASETS[settings.dataset].load(settings), settings)
 
 
-@lru_cache(maxsize=2)
+class LoadedData:
+    """What one owner has read, and keeps: the last two datasets, their partitions, and the data of the last 64 clients.
+
+    An owner is a worker, or a command that looks at the same data more than once. Files that change meanwhile are not
+    read again.
+    """
+
+    def __init__(self) -> None:
+        self._pools = lru_cache(maxsize=2)(load_pool)
+        self._partitions = lru_cache(maxsize=2)(self._partition)
+        self._clients = lru_cache(maxsize=64)(self._client)
+        self._own = lru_cache(maxsize=64)(own_data)
+
+    def pool(self, settings: DataSettings) -> Pool:
+        """Return all samples of the dataset; see :func:`load_pool`."""
+        return self._pools(settings)
+
+    def partition(self, settings: DataSettings, num_clients: int) -> Partition:
+        """Load and partition the data, so that errors in either are found before any training.
+
+        Raises:
+            PbflError: one line on what is wrong, where, and what is allowed.
+        """
+        return self._partitions(settings, num_clients)
+
+    def client(self, settings: DataSettings, num_clients: int, client: int) -> ClientData:
+        """Return one client's data.
+
+        Args:
+            settings: the data and its partition.
+            num_clients: M.
+            client: 0..M-1.
+
+        Raises:
+            PbflError: as :meth:`partition`, and if there is no such client.
+        """
+        if not 0 <= client < num_clients:
+            raise PbflError(f"client {client} does not exist; must be 0..{num_clients - 1}")
+        return self._clients(settings, num_clients, client)
+
+    def own(self, settings: DataSettings, files: int | None = None) -> ClientData:
+        """Return a device's own data as shards; see :func:`own_pool`."""
+        return self._own(settings, files)
+
+    def _partition(self, settings: DataSettings, num_clients: int) -> Partition:
+        return make_partition(self.pool(settings), settings, num_clients)
+
+    def _client(self, settings: DataSettings, num_clients: int, client: int) -> ClientData:
+        split = self.partition(settings, num_clients).splits[client]
+        seed = seeds.derive(settings.partition_seed, "validation", client)
+        return materialise(self.pool(settings), split, settings.validation_share, seed)
+
+
 def check_data(settings: DataSettings, num_clients: int) -> Partition:
-    """Load and partition the data, so that errors in either are found before any training.
-
-    Raises:
-        PbflError: one line on what is wrong, where, and what is allowed.
-    """
-    return make_partition(load_pool(settings), settings, num_clients)
+    """Load and partition the data once; see :meth:`LoadedData.partition`."""
+    return LoadedData().partition(settings, num_clients)
 
 
-@lru_cache(maxsize=64)
 def client_data(settings: DataSettings, num_clients: int, client: int) -> ClientData:
-    """Return one client's data; each process caches the last 64 clients.
-
-    Args:
-        settings: the data and its partition.
-        num_clients: M.
-        client: 0..M-1.
-
-    Raises:
-        PbflError: as :func:`check_data`, and if there is no such client.
-    """
-    if not 0 <= client < num_clients:
-        raise PbflError(f"client {client} does not exist; must be 0..{num_clients - 1}")
-    split = check_data(settings, num_clients).splits[client]
-    seed = seeds.derive(settings.partition_seed, "validation", client)
-    return materialise(load_pool(settings), split, settings.validation_share, seed)
+    """Load one client's data once; see :meth:`LoadedData.client`."""
+    return LoadedData().client(settings, num_clients, client)
 
 
 def own_pool(settings: DataSettings, files: int | None = None) -> Pool:
@@ -77,18 +110,11 @@ def own_pool(settings: DataSettings, files: int | None = None) -> Pool:
     )
 
 
-@lru_cache(maxsize=64)
 def own_data(settings: DataSettings, files: int | None = None) -> ClientData:
     """Return a device's own data as shards; see :func:`own_pool`."""
     pool = own_pool(settings, files)
     seed = seeds.derive(settings.partition_seed, "validation", 0)  # as client 0 of 1
     return materialise(pool, make_partition(pool, settings, 1).splits[0], settings.validation_share, seed)
-
-
-def forget_data() -> None:
-    """Clear this process's dataset caches, since files may have been rewritten or PBFL_HOME changed."""
-    for cache in (load_pool, own_data, check_data, client_data):
-        cache.cache_clear()
 
 
 def _fitting(pool: Pool, settings: DataSettings) -> Pool:
@@ -107,6 +133,7 @@ def _fitting(pool: Pool, settings: DataSettings) -> Pool:
 __all__ = [
     "DATASETS",
     "ClientData",
+    "LoadedData",
     "Partition",
     "Pool",
     "Shard",
@@ -114,7 +141,6 @@ __all__ = [
     "check_data",
     "client_data",
     "export_pfl_directory",
-    "forget_data",
     "kind_of",
     "load_pool",
     "make_partition",

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import cast
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
@@ -86,6 +87,12 @@ def _build_external(spec: str, task: Task) -> SplitModel:
         raise PbflError(
             f"model '{spec}' has no submodule head that maps (B, {task.feature_dim}) to (B, {task.num_classes}); a "
             "method does not count: the head's weights are found by the name prefix 'head.'"
+        )
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if lazy := [name for name, tensor in tensors.items() if is_lazy(tensor)]:
+        raise PbflError(
+            f"model '{spec}': '{lazy[0]}' has no shape until the first input; its layer must be built with its "
+            "sizes, not lazily"
         )
     return cast(SplitModel, model)
 

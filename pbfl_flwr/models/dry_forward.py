@@ -10,13 +10,12 @@ from pbfl_flwr.models.contract import SplitModel, random_inputs
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import describe_user_error
 
-BATCH = 2
 # Raised by torch for inputs that a layer does not accept.
 SHAPE_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
 
 
-def dry_forward(name: str, model: SplitModel, task: Task) -> None:
-    """Run the model on a batch of two random inputs, in evaluation mode and without gradients.
+def dry_forward(name: str, model: SplitModel, task: Task, batch: int = 2) -> None:
+    """Run the model on a batch of random inputs, in evaluation mode and without gradients.
 
     The global random state is not touched; the model is left in evaluation mode.
 
@@ -24,14 +23,15 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
         name: the model's name, for the error.
         model: anything with ``features`` and ``head``.
         task: defines the inputs and the expected outputs.
+        batch: B, number of inputs.
 
     Raises:
         PbflError: naming model, layer, its settings and the shape of its input, if a layer refuses its input, if
-            features are not (2, d) or logits not (2, K), or if either is not float32 or holds NaN or infinity; or
+            features are not (B, d) or logits not (B, K), or if either is not float32 or holds NaN or infinity; or
             with whatever else the model raised.
     """
     model.eval()
-    inputs = random_inputs(task, BATCH)
+    inputs = random_inputs(task, batch)
     with torch.no_grad():
         for step, expected in (("features", task.feature_dim), ("head", task.num_classes)):
             try:
@@ -52,9 +52,9 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
                 raise PbflError(
                     f"model '{name}', {step}: raised {describe_user_error(error, name)}"
                 ) from error
-            if not isinstance(outputs, Tensor) or outputs.shape != (BATCH, expected):
+            if not isinstance(outputs, Tensor) or outputs.shape != (batch, expected):
                 raise PbflError(
-                    f"model '{name}', {step}: expected output {(BATCH, expected)}, found {_shape(outputs)}"
+                    f"model '{name}', {step}: expected output {(batch, expected)}, found {_shape(outputs)}"
                 )
             if outputs.dtype is not torch.float32:
                 kind = str(outputs.dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, abbreviate
 from pbfl_flwr.method import Client
 from pbfl_flwr.models.contract import SplitModel, has_batch_norm, is_deterministic
 from pbfl_flwr.training.augmentation import Augmentation
@@ -114,6 +114,7 @@ def fit(
         after_epoch: called after every pass over the data.
 
     Raises:
+        PbflError: if none of the parameters to update can be trained.
         Diverged: if a mean loss term or a final weight is not finite.
     """
     settings, data, model = client.training, client.data, client.model
@@ -123,6 +124,8 @@ def fit(
     if not groups:
         return FitReport(0, 0, {}, {})
     names = _names(model, groups)
+    if not any(parameter.requires_grad for parameter in names.values()):
+        raise PbflError(f"it trains {abbreviate([*names])}: at least one must have requires_grad = True")
     optimizer = _optimizer(settings, groups, factor)
     if settings.optimizer_state == "kept":
         optimizer.state = _remembered(optimizer.state_names, names, client.memory)

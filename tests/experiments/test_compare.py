@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pbfl_flwr.config import parse
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import summary
 from pbfl_flwr.experiments.execute import several
@@ -313,10 +314,12 @@ def test_data_that_look_wrong_are_warned_of_once_before_the_runs(file: Path, tmp
         np.savez(tmp_path / f"{name}.npz", x=x, y=np.repeat(["run", "walk"], 10))
     words = ["dataset=npz", "models=har-cnn", "partition=iid", f"data-dir={tmp_path}/mixed.npz"]
     _, runs = compare.read(str(file))
-    (said,) = planned_runs.preflight(planned_of(runs, words, [0, 1], [], tmp_path), Resources())
+    (said,) = planned_runs.preflight(planned_of(runs, words, [0, 1], [], tmp_path), Resources(), LoadedData())
     assert said.startswith("data: inputs are read as windows (channels, length), 3 of 64 readings")
     right = [*words[:-1], f"data-dir={tmp_path}/right.npz"]
-    assert planned_runs.preflight(planned_of(runs, right, [0, 1], [], tmp_path), Resources()) == []
+    assert (
+        planned_runs.preflight(planned_of(runs, right, [0, 1], [], tmp_path), Resources(), LoadedData()) == []
+    )
     for given, there in ((words, True), (right, False)):
         options = [word for setting in (*given, "num-clients=2") for word in ("--set", setting)]
         assert (f"# {said}" in pbfl("run", "--dry-run", *options).stdout.splitlines()) == there

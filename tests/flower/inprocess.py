@@ -32,7 +32,7 @@ from pbfl_flwr.data import ClientData, Shard, load_pool
 from pbfl_flwr.experiments.show import show_run
 from pbfl_flwr.flower.client import device, fault_injection, session
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.client.session import DataSource
+from pbfl_flwr.flower.client.worker import DataSource, Run, Worker
 from pbfl_flwr.flower.engines.grid import Handler, LocalGrid, run_immediately
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
@@ -168,18 +168,19 @@ def lost(message: Message, answer: Answer) -> None:
 def raises(message: Message, answer: Answer) -> Message:
     """The method trains the network and then raises, within the ClientApp."""
 
-    def exploding(settings: Settings) -> Any:
-        method = build_method(settings)
-        update = type(method).local_update
+    def exploding(worker: Worker, context: Context) -> Run:
+        run = Run((settings := run_of(worker, context).settings), build_method(settings))
+        update = type(run.method).local_update
 
         def local_update(client: Any, down: Any) -> Any:
-            update(method, client, down)
+            update(run.method, client, down)
             raise ZeroDivisionError("boom\nin the middle of the round")
 
-        object.__setattr__(method, "local_update", local_update)
-        return method
+        object.__setattr__(run.method, "local_update", local_update)
+        return run
 
-    with patch.object(session, "build_method", exploding):
+    run_of = Worker.run_of
+    with patch.object(Worker, "run_of", exploding):
         return answer()
 
 

@@ -14,6 +14,7 @@ from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import batches, take
+from pbfl_flwr.util.user_code import own_code
 
 TASK = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))
 
@@ -59,7 +60,14 @@ def make_client():
         )
         settings = settings_of("local", **training).training
         return Client(
-            id, round, TASK, build_model(architecture, TASK, 7), data, settings, seed=0, memory=memory or {}
+            id,
+            round,
+            TASK,
+            build_model(own_code(architecture, [architecture]), TASK, 7),
+            data,
+            settings,
+            seed=0,
+            memory=memory or {},
         )
 
     return make

@@ -22,6 +22,7 @@ from torch import Tensor
 from pbfl_flwr.config import PREDICTORS, PrototypeSettings, Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client_module
+from pbfl_flwr.flower.client.worker import Worker
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.method import Client, Method, Predictor, Round
@@ -107,12 +108,12 @@ def played(any_method: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
         return evaluate(client, {name: watched(name, p) for name, p in predictors.items()})
 
     def decoded(*arguments: Any) -> Payload:
-        down: Payload = decode_broadcast(*arguments)
+        down: Payload = broadcast(*arguments)
         seen.broadcasts.append((down, copies(down)))
         return down
 
-    decode_broadcast = wire.decode_broadcast
-    with patch.object(client_module, "evaluate", watching), patch.object(wire, "decode_broadcast", decoded):
+    broadcast = Worker.broadcast
+    with patch.object(client_module, "evaluate", watching), patch.object(Worker, "broadcast", decoded):
         seen.federation.run()
     return seen
 

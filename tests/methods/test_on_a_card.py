@@ -11,6 +11,7 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client
 from pbfl_flwr.flower.client import saving, session
+from pbfl_flwr.flower.client.worker import Worker
 from pbfl_flwr.methods import METHODS
 from tests.flower.inprocess import Federation, federation
 from tests.pretend_card import CUDA, OnCard, card
@@ -182,7 +183,7 @@ def test_a_card_that_is_too_full_is_said_with_what_to_do(
 
     dropped: list[int] = []
     monkeypatch.setattr(client, "evaluate", full)
-    monkeypatch.setattr(client, "clear_networks", lambda: dropped.append(1))
+    monkeypatch.setattr(Worker, "release_networks", lambda worker: dropped.append(1))
     with pytest.raises(PbflError, match=r"CUDA .* GPU 0 .*; lower batch-size or eval-batch-size"):
         federation(tmp_path, "local", num_clients=1).run()
     assert dropped

@@ -12,7 +12,7 @@ from pydantic import field_validator
 from rich.console import Console
 
 from pbfl_flwr.config import Scalar, Settings
-from pbfl_flwr.data import own_data
+from pbfl_flwr.data import LoadedData, own_data
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.execute.runner import follow_run
@@ -156,4 +156,4 @@ def _check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> None:
         except PbflError as error:
             raise PbflError(f"--node {index}: {error}") from None
     if not any("data-path" in node or "model" in node for node in nodes):
-        configuration.preflight(settings, Resources())
+        configuration.preflight(settings, Resources(), LoadedData())

@@ -13,6 +13,7 @@ from types import FrameType
 
 from rich.console import Console
 
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.execute.progress import Follower
@@ -27,9 +28,16 @@ POLL_SECONDS = 0.3
 
 
 def simulate(
-    app: Path, run_dir: Path, requested: RequestedKeys, resources: Resources, console: Console
+    app: Path,
+    run_dir: Path,
+    requested: RequestedKeys,
+    resources: Resources,
+    console: Console,
+    loaded: LoadedData | None = None,
 ) -> int:
     """Run the federation with these keys and print a line per round; only the engine "flower" uses ``app``.
+
+    ``loaded`` is data that this process has read before.
 
     Returns:
         0 if the run completed with all rounds, 1 if not, 130 if it was interrupted.
@@ -46,7 +54,7 @@ def simulate(
         from pbfl_flwr.flower.engines.grid import run_here
 
         def federation() -> None:
-            run_here(run_dir, keys, run.num_clients, resources)
+            run_here(run_dir, keys, run.num_clients, resources, loaded)
 
         return run_in_this_thread(run_dir, federation, run.num_server_rounds, console, resume_with)
     engine = Engine(run_dir)

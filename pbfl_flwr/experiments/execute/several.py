@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.console import print_blocks, say
 from pbfl_flwr.experiments.execute.progress import Follower
@@ -102,10 +103,11 @@ def run_all(
     resources: Resources,
     console: Console,
     after: Callable[[PlannedRun], object] = lambda run: None,
+    loaded: LoadedData | None = None,
 ) -> list[str]:
     """Execute the runs that are not finished, in this process or in parallel, and return the failed ones.
 
-    With resources of a single slot the runs are executed in this process.
+    With resources of a single slot the runs are executed in this process; ``loaded`` is data that it has read before.
 
     Raises:
         KeyboardInterrupt: if this process or one of the runs was interrupted.
@@ -113,7 +115,7 @@ def run_all(
 
     def start(requested: configuration.RequestedKeys, run_dir: Path) -> int:
         say(console, f"{run_dir.name}: {configuration.check(requested).run.method}")
-        return simulate(app, run_dir, requested, resources, console)
+        return simulate(app, run_dir, requested, resources, console, loaded)
 
     def command_of(run: PlannedRun, slot: Slot) -> list[str]:
         return command(run, app, replace(resources, workers=slot.workers))

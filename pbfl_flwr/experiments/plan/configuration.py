@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, StringConstraints, ValidationError
 
 from pbfl_flwr.config import CHANGEABLE, HUB, DataSettings, Scalar, Settings, parse
-from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
+from pbfl_flwr.data import DATASETS, LoadedData, Partition, load_pool
 from pbfl_flwr.data.own.inspection import swapped_axes_warning
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
 from pbfl_flwr.experiments.results import resume_command
@@ -116,8 +116,13 @@ def check(requested: RequestedKeys) -> Settings:
     return settings
 
 
-def preflight(settings: Settings, resources: Resources) -> Partition:
+def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> Partition:
     """Import the mods, load and partition the data, try every architecture on it, and return the partition.
+
+    Args:
+        settings: of the run.
+        resources: of its workers.
+        loaded: where the data is kept, for the run.
 
     Raises:
         PbflError: one line on what does not fit.
@@ -130,8 +135,8 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     _check_resources(settings, resources)
     check_sinks(settings.run.sinks)
     configured_mods(settings)
-    partition = check_data(settings.data, clients)
-    pool = load_pool(settings.data)
+    partition = loaded.partition(settings.data, clients)
+    pool = loaded.pool(settings.data)
     task = pool.task(settings.models.feature_dim)
     check_augmentation(settings.training.augmentation, task)
     models, code = settings.models.models, settings.code
@@ -142,13 +147,15 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     return partition
 
 
-def data_warnings(settings: Settings) -> list[str]:
+def data_warnings(settings: Settings, loaded: LoadedData) -> list[str]:
     """Return warnings about data that can be trained on but looks wrong."""
-    mixed = swapped_axes_warning(load_pool(settings.data))
+    mixed = swapped_axes_warning(loaded.pool(settings.data))
     return [f"data: {mixed}"] if mixed else []
 
 
-def config_warnings(settings: Settings, requested: RequestedKeys, partition: Partition) -> list[str]:
+def config_warnings(
+    settings: Settings, requested: RequestedKeys, partition: Partition, loaded: LoadedData
+) -> list[str]:
     """Return the warnings before a run: on data, keys without effect, privacy, training and method."""
     method = build_method(settings)
     name = settings.run.method
@@ -157,7 +164,7 @@ def config_warnings(settings: Settings, requested: RequestedKeys, partition: Par
     ]
     return [
         *(f"data: {note}" for note in partition.notes),
-        *data_warnings(settings),
+        *data_warnings(settings, loaded),
         *(f"{key}: without effect, the method is '{name}'" for key in others),
         *(f"privacy: {note}" for note in privacy_notes(settings, method)),
         *training_warnings(settings),

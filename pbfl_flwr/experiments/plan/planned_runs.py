@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from pbfl_flwr.config import Scalar
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.results import FinishedRun, Group, Statistic
@@ -91,7 +92,7 @@ def selected(planned: Iterable[PlannedRun], labels: Sequence[str]) -> list[Plann
     return runs
 
 
-def preflight(planned: Sequence[PlannedRun], resources: Resources) -> list[str]:
+def preflight(planned: Sequence[PlannedRun], resources: Resources, loaded: LoadedData) -> list[str]:
     """Load the data and try the models of every different configuration, before any run starts.
 
     Returns:
@@ -103,8 +104,8 @@ def preflight(planned: Sequence[PlannedRun], resources: Resources) -> list[str]:
     unique: dict[str, None] = {}
     for requested in {str(sorted(run.requested.values.items())): run.requested for run in planned}.values():
         settings = configuration.check(requested)
-        configuration.preflight(settings, resources)
-        notes = [*configuration.data_warnings(settings), *configuration.training_warnings(settings)]
+        configuration.preflight(settings, resources, loaded)
+        notes = [*configuration.data_warnings(settings, loaded), *configuration.training_warnings(settings)]
         unique.update(dict.fromkeys(notes))
     return list(unique)
 

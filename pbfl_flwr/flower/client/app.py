@@ -23,22 +23,19 @@ from torch.random import fork_rng
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
-from pbfl_flwr.data import forget_data
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError, format_exception, is_out_of_memory
 from pbfl_flwr.flower.client import fault_injection
 from pbfl_flwr.flower.client.device import peak_gpu_memory, release_gpu_memory
-from pbfl_flwr.flower.client.handshake import answer_handshake, clear_checks, reason_of
+from pbfl_flwr.flower.client.handshake import answer_handshake, reason_of
 from pbfl_flwr.flower.client.mods import call_with_mods, checked_mods
 from pbfl_flwr.flower.client.saving import state_after_round
 from pbfl_flwr.flower.client.session import (
     ClientSession,
-    ClientSource,
-    DataSource,
-    clear_networks,
-    configured_data,
     open_client,
     store_of,
 )
+from pbfl_flwr.flower.client.worker import DataSource, Worker
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.method import Client, Method, Moment, resolved_moment
@@ -53,50 +50,49 @@ CLIENT_FAULT = 2  # Flower's code for "the ClientApp raised an exception"
 
 
 def make_client_app(
-    data: DataSource | None = None, settings: Settings | None = None, mods: Sequence[Mod] = ()
+    data: DataSource | None = None,
+    settings: Settings | None = None,
+    mods: Sequence[Mod] = (),
+    loaded: LoadedData | None = None,
 ) -> ClientApp:
-    """Return the ClientApp of every method.
+    """Return the ClientApp of every method, with a worker of its own.
 
     Args:
         data: returns a client's data; by default the configured dataset and partition.
         settings: for apps that do not declare this project's run-config keys: the settings of their strategy
             (``TinyProto(...).settings``). By default the run configuration is used.
         mods: Flower mods around the clients, the outermost first; the configured ``mods`` are inside them.
+        loaded: data that this process has read before.
 
     Raises:
         PbflError: if one of the mods cannot be called.
     """
-    source, given = ClientSource(data or configured_data, settings), checked_mods(mods)
+    worker, given = Worker(data, settings, loaded), checked_mods(mods)
+
+    def guarded(message: Message, context: Context, handler: ClientAppCallable) -> Message:
+        return _guarded(message, context, handler, worker)
 
     def surrounded(message: Message, context: Context, handler: ClientAppCallable) -> Message:
-        return call_with_mods(given, source.settings_of(context), message, context, handler)
+        return call_with_mods(given, worker.run_of(context).settings, message, context, handler)
 
-    app = ClientApp(mods=[_guarded, surrounded])
+    app = ClientApp(mods=[guarded, surrounded])
 
     @app.query()
     def handshake(message: Message, context: Context) -> Message:
-        return answer_handshake(message, context, source)
+        return answer_handshake(message, context, worker)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return _train(message, context, source)
+        return _train(message, context, worker)
 
     @app.evaluate()
     def score(message: Message, context: Context) -> Message:
-        return _evaluate(message, context, source)
+        return _evaluate(message, context, worker)
 
     return app
 
 
-def forget() -> None:
-    """Clear all caches of this process, e.g. in a notebook, where networks and data may change between runs."""
-    clear_networks()
-    clear_checks()
-    forget_data()
-    wire.clear_broadcast()
-
-
-def _guarded(message: Message, context: Context, handler: ClientAppCallable) -> Message:
+def _guarded(message: Message, context: Context, handler: ClientAppCallable, worker: Worker) -> Message:
     """Return the handler's reply, or an error reply with a one-line reason."""
     try:
         return handler(message, context)
@@ -111,15 +107,16 @@ def _guarded(message: Message, context: Context, handler: ClientAppCallable) -> 
         reason = format_exception(error)
         traceback.print_exc(file=sys.stderr)
         if is_out_of_memory(error):
-            clear_networks()
+            worker.release_networks()
     release_gpu_memory()  # only now: the exception, which referenced tensors, has been released
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
 
 
-def _train(message: Message, context: Context, source: ClientSource) -> Message:
+def _train(message: Message, context: Context, worker: Worker) -> Message:
     """Train and reply; a repeated message gets the stored reply without training again."""
-    with store_of(message, context, source).locked():  # an earlier process may still be running
-        session = open_client(message, context, source)
+    settings = worker.run_of(context).settings
+    with store_of(message, context, settings).locked():  # an earlier process may still be running
+        session = open_client(message, context, worker)
         stored, number = session.stored, session.client.round
         if stored is not None and stored.round > number:
             raise PbflError(f"asked for round {number}, but its state is already of round {stored.round}")
@@ -131,15 +128,15 @@ def _train(message: Message, context: Context, source: ClientSource) -> Message:
         return fault_injection.inject(
             fault_injection.draw(session.settings, session.client.key, number),
             message,
-            last_reply if repeated and last_reply else partial(_train_and_save, session, message),
+            last_reply if repeated and last_reply else partial(_train_and_save, session, message, worker),
             last_reply,
         )
 
 
-def _train_and_save(session: ClientSession, message: Message) -> Message:
+def _train_and_save(session: ClientSession, message: Message, worker: Worker) -> Message:
     """Train, save the state, reply."""
     method, stored, client = session.method, session.stored, session.client
-    down = wire.decode_broadcast(message.content.array_records[wire.PAYLOAD], method.down, client.task)
+    down = worker.broadcast(message.content.array_records[wire.PAYLOAD], method.down, client.task)
     seeds.seed_code(client.device, client.seed, "layers", client.key, client.round)
     moment, both = (
         resolved_moment(session.settings.evaluation, method),
@@ -201,11 +198,12 @@ def _restored(client: Client) -> Iterator[None]:
     client.model.load_state_dict(weights)
 
 
-def _evaluate(message: Message, context: Context, source: ClientSource) -> Message:
+def _evaluate(message: Message, context: Context, worker: Worker) -> Message:
     """Evaluate the client's network with the broadcast; neither trains nor stores anything."""
-    session = open_client(message, context, source)
+    session = open_client(message, context, worker)
     method, client = session.method, session.client
-    down = wire.decode_broadcast(message.content.array_records[wire.PAYLOAD], method.down, client.task)
+    seeds.seed_code(client.device, client.seed, "scoring", client.key, client.round)
+    down = worker.broadcast(message.content.array_records[wire.PAYLOAD], method.down, client.task)
     if resolved_moment(session.settings.evaluation, method) == "before":
         method.install(client, down)
     started = time.perf_counter()

@@ -2,51 +2,55 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import replace
+from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MessageType
 
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.device import choose_device, identify
-from pbfl_flwr.flower.client.session import ClientSource, architecture_for, configured_data
+from pbfl_flwr.flower.client.session import architecture_for
+from pbfl_flwr.flower.client.worker import Run, Worker
 from pbfl_flwr.flower.code_version import code_version
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.identity import digest
-from pbfl_flwr.methods import build_method
+from pbfl_flwr.method import Client, Method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import count_parameters
-from pbfl_flwr.models.cpu_convolutions import optimize_layout
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.pretrained import digest as digest_of_weights
-from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.augmentation import check_augmentation
+from pbfl_flwr.training.trial import SIZES, try_step
 from pbfl_flwr.util.user_code import UserCode
 
 
-def answer_handshake(message: Message, context: Context, source: ClientSource) -> Message:
-    """Return the reply to a handshake, after a dry run of the client's network on inputs of its data's shape.
+def answer_handshake(message: Message, context: Context, worker: Worker) -> Message:
+    """Return the reply to a handshake, after a real step of the method with the client's network.
 
     Raises:
         PbflError: if a check fails.
     """
-    settings = source.settings_of(context)
+    run = worker.run_of(context)
+    settings, method = run.settings, run.method
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
-    data = source.data_of(settings, identity)
-    if source.data is not configured_data:
+    data = worker.data_of(settings, identity)
+    if not worker.configured:
         _check(data)
     task = data.task(settings.models.feature_dim)
     architecture = architecture_for(settings, identity)
     check_augmentation(settings.training.augmentation, task)
-    _dry_forward(architecture, task)
-    device = choose_device(settings.training.device)
-    method = build_method(settings)
-    if isinstance(architecture, UserCode):  # which the server cannot look at
-        method.check(task, [architecture])
     for name in method.auxiliary_architectures():
         digest_of_weights(name)  # raises if they are missing
-    body, head = _parameters(architecture, task, settings.training.layout, settings.training.precision)
+    device = choose_device(settings.training.device)
+    built = worker.network(architecture, task, settings.run.seed, device, settings.training)
+    body, head = count_parameters(built.network)
+    attempt = (architecture, task, device, settings.fingerprint())
+    if attempt not in worker.checked and _fits(architecture, method, task):
+        client = Client(0, 1, task, built.network, data.on(device), seed=settings.run.seed)
+        _try(architecture, run, client)
+        worker.checked.add(attempt)
     full = settings.privacy.client_report == "full"
     texts = {
         "columns": digest(data.columns),
@@ -59,7 +63,7 @@ def answer_handshake(message: Message, context: Context, source: ClientSource) -
             },  # Flower cannot count the bytes of empty ones
             "client": identity.client,
             "simulated": identity.simulated,
-            "configured-data": source.data is configured_data and not identity.own_data,
+            "configured-data": worker.configured and not identity.own_data,
             "num-classes": task.num_classes,
             "feature-dim": task.feature_dim,
             "input-shape": list(task.input_shape),
@@ -96,6 +100,34 @@ def reason_of(error: PbflError, message: Message, context: Context) -> str:
     return reason
 
 
+def _fits(architecture: str, method: Method[Any, Any, Any], task: Task) -> bool:
+    """Return whether the network fits the method; if not, the server will say so of all clients in one line.
+
+    Raises:
+        PbflError: if it does not, and is code that the server cannot look at.
+    """
+    try:
+        method.check(task, [architecture])
+    except PbflError:
+        if isinstance(architecture, UserCode):
+            raise
+        return False
+    return True
+
+
+def _try(architecture: str, run: Run, client: Client) -> None:
+    """Check that the network takes the client's data, and that the method can train it.
+
+    Raises:
+        PbflError: in one line, naming network and method.
+    """
+    outline = build_model(architecture, client.task, seed=0)
+    for size in SIZES:
+        dry_forward(architecture, outline, client.task, size)
+    training, evaluation = run.settings.training, run.settings.evaluation
+    try_step(architecture, run.method, replace(client, training=training, evaluation=evaluation))
+
+
 def _check(data: object) -> None:
     """Check the data returned by an app's own data function.
 
@@ -108,21 +140,3 @@ def _check(data: object) -> None:
         data.check()
     except PbflError as error:
         raise PbflError(f"the data from the app's data function: {error}") from None
-
-
-def clear_checks() -> None:
-    """Clear the cached results of network checks."""
-    _dry_forward.cache_clear()
-    _parameters.cache_clear()
-
-
-@lru_cache(maxsize=64)
-def _dry_forward(architecture: str, task: Task) -> None:
-    dry_forward(architecture, build_model(architecture, task, seed=0), task)
-
-
-@lru_cache(maxsize=64)
-def _parameters(architecture: str, task: Task, layout: str, precision: str) -> tuple[int, int]:
-    return count_parameters(
-        optimize_layout(build_model(without_weights(architecture), task, 0), layout, precision)
-    )

@@ -25,11 +25,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
-from torch.random import fork_rng
 
+from pbfl_flwr import seeds
 from pbfl_flwr.config import Scalar
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.client.app import forget, make_client_app
+from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.device import as_worker
 from pbfl_flwr.flower.deploy.superlink import LOG
 from pbfl_flwr.flower.engines.executors import (
@@ -39,6 +40,7 @@ from pbfl_flwr.flower.engines.executors import (
     WorkerSpec,
     check_not_importing,
 )
+from pbfl_flwr.flower.engines.only_run import only_run
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.flower.server.app import serve
 from pbfl_flwr.flower.server.grid import (
@@ -181,9 +183,8 @@ class LocalGrid(Grid):
         return reply
 
 
-def in_this_process(app: ClientApp | None = None) -> Handler:
+def in_this_process(clients: ClientApp) -> Handler:
     """Return a handler that runs clients in this process on copies of messages, so that no objects are shared."""
-    clients = app or make_client_app()
     return lambda message, context: deepcopy(clients(deepcopy(message), context))
 
 
@@ -207,20 +208,26 @@ def federate(
 
     Raises:
         RunRefused: if another run uses the directory.
-        PbflError: as :func:`pbfl_flwr.flower.server.app.serve`.
+        PbflError: if this process is in a run already; also as :func:`pbfl_flwr.flower.server.app.serve`.
     """
-    with _isolated():
+    with _restored():
         run_here(Path(run_dir).absolute(), config, num_clients, resources)
 
 
-def run_here(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> None:
-    """Do the same as :func:`federate` in a dedicated process, and keep its caches for further runs.
+def run_here(
+    run_dir: Path,
+    config: Mapping[str, Scalar],
+    num_clients: int,
+    resources: Resources,
+    loaded: LoadedData | None = None,
+) -> None:
+    """Do the same as :func:`federate` in a dedicated process, whose random states may change.
 
-    The directory is an absolute path.
+    The directory is an absolute path; ``loaded`` is data that this process has read before.
 
     Raises:
         RunRefused: if another run uses the directory.
-        PbflError: as :func:`pbfl_flwr.flower.server.app.serve`.
+        PbflError: as :func:`federate`.
     """
     if (configured := config.get("num-clients", num_clients)) != num_clients:
         raise PbflError(
@@ -233,8 +240,10 @@ def run_here(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, reso
     lock = lock_of(run_dir)
     claim(lock, run_dir)
     keys = {**config, "num-clients": num_clients, "run-dir": str(run_dir)}
+    loaded = loaded or LoadedData()
     with ExitStack() as stack:
         stack.callback(lock.release)
+        stack.enter_context(only_run(str(run_dir)))
         stack.enter_context(_logged_to(run_dir / LOG))
         # Read by Flower's messages.
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID
@@ -250,8 +259,9 @@ def run_here(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, reso
         else:
             stack.enter_context(_environment(specs[0]))
             stack.enter_context(as_worker(specs[0].cores))
-            grid = LocalGrid(in_this_process(), run_immediately, keys, num_clients)
-        serve(grid, keys, RUN_ID)
+            clients = in_this_process(make_client_app(loaded=loaded))
+            grid = LocalGrid(clients, run_immediately, keys, num_clients)
+        serve(grid, keys, RUN_ID, loaded)
 
 
 @contextmanager
@@ -273,36 +283,35 @@ def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:
         app: run for every client; ``context.node_config["partition-id"]`` is the client's number.
 
     Raises:
-        PbflError: as :meth:`pbfl_flwr.flower.server.strategy.MethodStrategy.start`.
+        PbflError: if this process is in a run already; also as
+            :meth:`pbfl_flwr.flower.server.strategy.MethodStrategy.start`.
     """
     settings = strategy.settings
-    with _isolated(), as_worker(1):
+    name = str(strategy.run.path) if strategy.run else f"a strategy of {strategy.method.name}"
+    with only_run(name), _restored(), as_worker(1):
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID
         torch.set_num_threads(1 if settings.training.threads == "auto" else settings.training.threads)
         return strategy.start(LocalGrid(in_this_process(app), run_immediately, {}, settings.run.num_clients))
 
 
 @contextmanager
-def _isolated() -> Iterator[None]:
+def _restored() -> Iterator[None]:
     """Leave no side effects in a user's process, such as a notebook.
 
-    Caches are cleared before and after, since code and files may change between runs; torch's random state, number of
-    threads and deterministic mode are restored.
+    Random states, torch's number of threads and its deterministic mode are restored.
     """
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch._C._get_deterministic_fill_uninitialized_memory()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    forget()
     try:
-        with fork_rng(gpus):
+        with seeds.restored(gpus):
             yield
     finally:
         torch.set_num_threads(threads)
         torch._C._set_deterministic_algorithms(deterministic, warn_only=warns)
         torch._C._set_deterministic_fill_uninitialized_memory(fills)
-        forget()
 
 
 def worker_specs(resources: Resources, num_clients: int, log: Path) -> list[WorkerSpec]:

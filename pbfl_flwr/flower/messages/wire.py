@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Literal, TypeVar
 
 import torch
@@ -127,29 +126,6 @@ def decode_tensors(record: ArrayRecord, again: bool = False) -> dict[str, Tensor
     except MALFORMED as error:
         raise RejectedPayload(f"not a safetensors payload: {' '.join(str(error).split())[:200]}") from None
     return _dequantised(tensors)
-
-
-def decode_broadcast(record: ArrayRecord, payload: type[P], task: Task) -> P:
-    """Decode a broadcast, once for all clients of a process that get the same one; see :func:`decode`.
-
-    Its tensors must not be changed.
-    """
-    arrays = tuple((array.stype, array.data) for array in record.values())
-    broadcast: P = _last_broadcast(arrays, payload, task)
-    return broadcast
-
-
-@lru_cache(maxsize=1)
-def _last_broadcast(arrays: tuple[tuple[str, bytes], ...], payload: type[P], task: Task) -> P:
-    record = {
-        str(place): Array("uint8", (len(data),), stype, data) for place, (stype, data) in enumerate(arrays)
-    }
-    return decode(ArrayRecord(record), payload, task)
-
-
-def clear_broadcast() -> None:
-    """Free the broadcast that :func:`decode_broadcast` remembers."""
-    _last_broadcast.cache_clear()
 
 
 def _check(array: Array) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 from flwr.common import log
 
 from pbfl_flwr.config import Settings
-from pbfl_flwr.data import check_data, load_pool
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.method import Method, settings_in
-from pbfl_flwr.methods import build_method, privacy_notes
+from pbfl_flwr.methods import privacy_notes
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.runs import checkpoint
@@ -37,8 +37,16 @@ class Recorder:
     By the accuracy of ``primary_predictor`` one state is better than another.
     """
 
-    def __init__(self, run: RunDirectory, settings: Settings, primary_predictor: str) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        settings: Settings,
+        method: Method[Any, Any, Any],
+        primary_predictor: str,
+        loaded: LoadedData,
+    ) -> None:
         self.run, self._settings, self._primary_predictor = run, settings, primary_predictor
+        self._method, self._loaded = method, loaded
         self._fingerprint = settings.fingerprint()
         self._best: Score = (False, -1.0)
         self._experiment = ""  # until the run has started
@@ -74,11 +82,11 @@ class Recorder:
         members = list(clients)
         self.run.check_new()
         if all(client.simulated and client.configured_data for client in members):
-            self.run.write_partition(_partition_record(self._settings, members))
+            self.run.write_partition(self._partition_record(members))
         self._experiment = experiment
         self.run.start(
             configuration=self._settings.as_dict(),
-            method=settings_in(build_method(self._settings)),
+            method=settings_in(self._method),
             experiment=experiment,
             primary_predictor=self._primary_predictor,
             moment=moment,
@@ -98,7 +106,7 @@ class Recorder:
             PbflError: if the checkpoint is damaged.
         """
         data, fingerprint = self._settings.data, self.run.partition().data
-        if fingerprint is not None and fingerprint != load_pool(data).fingerprint():
+        if fingerprint is not None and fingerprint != self._loaded.pool(data).fingerprint():
             raise RunRefused(
                 f"data-dir = '{data.data_dir}': the samples of dataset = '{data.dataset}' are not those with which "
                 f"run-dir = '{self.run.path}' began"
@@ -110,7 +118,7 @@ class Recorder:
                 f"num-server-rounds = {num_rounds}: the run has {done} rounds already; must be {done} or more"
             )
         self.run.remove(RESULT)
-        method = settings_in(build_method(self._settings))  # may depend on the number of rounds
+        method = settings_in(self._method)  # may depend on the number of rounds
         self.run.update(configuration=self._settings.as_dict(), method=method, ended_after=None)
         self._open_sinks()
         if resumed is None:
@@ -188,6 +196,31 @@ class Recorder:
         if self._sinks is not None:
             self._warn(self._sinks.close())
 
+    def _partition_record(self, clients: Sequence[ClientRecord]) -> PartitionRecord:
+        """Return the facts that depend only on a simulation's partition; scores leave out malicious clients."""
+        settings = self._settings
+        partition = self._loaded.partition(settings.data, settings.run.num_clients)
+        pool = self._loaded.pool(settings.data)
+        participants, malicious_clients = settings.run.participants, malicious(settings)
+        honest = [
+            split
+            for client, split in enumerate(partition.splits[:participants])
+            if client not in malicious_clients
+        ]
+        majority, new_client_majority = (
+            replace(partition, splits=tuple(splits)).majority(pool.labels)
+            for splits in (honest, partition.splits[participants:])
+        )
+        class_counts = (partition.counts[:participants] > 0).sum(axis=1).tolist()
+        return PartitionRecord(
+            counts=partition.counts.tolist(),
+            warnings=list(partition.notes),
+            majority=majority,
+            new_client_majority=new_client_majority,
+            paper_scalars=self._method.paper_scalars(clients[0].task, class_counts),
+            data=pool.fingerprint(),
+        )
+
     def _open_sinks(self) -> None:
         self._sinks = Sinks(self._settings.run.sinks, self.run.path, self.run.record())
 
@@ -201,30 +234,6 @@ class Recorder:
         entries = [(record, False), *([(record.final, True)] if record.final else [])]
         scores = [(score_of(entry, self._primary_predictor), final) for entry, final in entries]
         return [(score, final) for score, final in scores if score is not None]
-
-
-def _partition_record(settings: Settings, clients: Sequence[ClientRecord]) -> PartitionRecord:
-    """Return the facts that depend only on a simulation's partition; scores leave out malicious clients."""
-    partition, pool = check_data(settings.data, settings.run.num_clients), load_pool(settings.data)
-    participants, malicious_clients = settings.run.participants, malicious(settings)
-    honest = [
-        split
-        for client, split in enumerate(partition.splits[:participants])
-        if client not in malicious_clients
-    ]
-    majority, new_client_majority = (
-        replace(partition, splits=tuple(splits)).majority(pool.labels)
-        for splits in (honest, partition.splits[participants:])
-    )
-    class_counts = (partition.counts[:participants] > 0).sum(axis=1).tolist()
-    return PartitionRecord(
-        counts=partition.counts.tolist(),
-        warnings=list(partition.notes),
-        majority=majority,
-        new_client_majority=new_client_majority,
-        paper_scalars=build_method(settings).paper_scalars(clients[0].task, class_counts),
-        data=pool.fingerprint(),
-    )
 
 
 # Log --------------------------------------------------------------------------------------------------------

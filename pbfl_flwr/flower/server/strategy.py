@@ -30,7 +30,9 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import recorder, rounds, stopping
@@ -70,6 +72,7 @@ class MethodStrategy(Strategy):
     Args:
         settings: the run configuration.
         directory: where the run is written; None keeps everything in memory.
+        loaded: data that this process has read before.
 
     Attributes:
         state: the method's state after the last finished round.
@@ -80,7 +83,9 @@ class MethodStrategy(Strategy):
         membership: the clients and their nodes; None before the handshake.
     """
 
-    def __init__(self, settings: Settings, directory: Path | None = None) -> None:
+    def __init__(
+        self, settings: Settings, directory: Path | None = None, loaded: LoadedData | None = None
+    ) -> None:
         self.settings = settings
         self.method = build_method(settings)
         self.run = RunDirectory(directory) if directory else None
@@ -94,7 +99,11 @@ class MethodStrategy(Strategy):
         self.primary_predictor = self.method.primary_predictor if predictor == "auto" else predictor
         self.task: Task | None = None
         self.membership: Membership | None = None
-        self._recorder = Recorder(self.run, settings, self.primary_predictor) if self.run else None
+        self._recorder = None
+        if self.run is not None:
+            self._recorder = Recorder(
+                self.run, settings, self.method, self.primary_predictor, loaded or LoadedData()
+            )
         self._participations: dict[int, int] = {}  # client -> rounds trained in, as last reported
         self._num_rounds = settings.run.num_server_rounds
         self._phase: Phase | None = None  # of configure_train, for aggregate_train
@@ -177,7 +186,9 @@ class MethodStrategy(Strategy):
     def begin(self, task: Task) -> None:
         """Set the method's initial state; :meth:`prepare` calls this, and so does a test without a grid."""
         self.task = task
-        self.state = self.method.init(task, self.settings.run.seed)
+        seed = self.settings.run.seed
+        with seeds.seeded(seeds.derive(seed, "server", 0)):  # a user's method may draw from global generators
+            self.state = self.method.init(task, seed)
 
     def start(
         self,
@@ -355,7 +366,8 @@ class MethodStrategy(Strategy):
         round_info = Round(server_round, self._task, M, run.seed, run.participants)
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
-        state = self.method.aggregate(self.state, uploads, round_info)
+        with seeds.seeded(seeds.derive(run.seed, "server", server_round)):
+            state = self.method.aggregate(self.state, uploads, round_info)
         stopping.need_finite(self.method.broadcast(state, min(uploads, default=0)), server_round)
         return state
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pbfl_flwr.config import DataSettings
-from pbfl_flwr.data import check_data, client_data, load_pool
+from pbfl_flwr.data import LoadedData, check_data, load_pool
 from pbfl_flwr.data.partition.assign import make_partition
 from pbfl_flwr.errors import PbflError
 
@@ -149,14 +149,15 @@ def test_min_samples_is_met_and_moved_samples_are_noted():
 def test_client_data_follows_the_partition():
     settings = DataSettings()
     pool, part = load_pool(settings), check_data(settings, 20)
-    data = client_data(settings, 20, 3)
+    loaded = LoadedData()
+    data = loaded.client(settings, 20, 3)
     assert np.array_equal(data.train.inputs.numpy(), pool.inputs[part.splits[3].train])
     assert np.array_equal(data.test.labels.numpy(), pool.labels[part.splits[3].test])
     assert data.counts.tolist() == np.bincount(pool.labels[part.splits[3].train], minlength=10).tolist()
     assert data.train.inputs.is_contiguous()
-    assert client_data(settings, 20, 3) is data  # a worker that sees the client again does not load again
+    assert loaded.client(settings, 20, 3) is data  # a worker that sees the client again does not load again
     with pytest.raises(PbflError, match=r"client 20 does not exist; must be 0\.\.19"):
-        client_data(settings, 20, 20)
+        loaded.client(settings, 20, 20)
 
 
 def test_max_samples_deals_that_many_of_the_pools_own_rows(pool_of):

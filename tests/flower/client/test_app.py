@@ -12,6 +12,7 @@ from filelock import Timeout
 from flwr.app import ConfigRecord, Message
 
 from pbfl_flwr.flower.client import app as client_module
+from pbfl_flwr.flower.client.worker import Worker
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from tests.flower.inprocess import NUM_CLIENTS, Answer, federation, plain
@@ -110,12 +111,12 @@ def test_client_holds_the_lock_of_its_state_while_training(tmp_path: Path) -> No
     locked: list[bool] = []
     trained = client_module._train_and_save
 
-    def watching(opened: Any, message: Message) -> Message:
+    def watching(opened: Any, message: Message, worker: Worker) -> Message:
         lock = opened.store.locked()
         with pytest.raises(Timeout):
             lock.acquire(timeout=0)
         locked.append(True)
-        return trained(opened, message)
+        return trained(opened, message, worker)
 
     with patch.object(client_module, "_train_and_save", watching):
         run.run()

@@ -14,6 +14,7 @@ from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from pbfl_flwr.config import parse
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check, preflight
 from pbfl_flwr.flower.client.app import make_client_app
@@ -210,7 +211,7 @@ def test_mods_that_are_missing_are_refused_before_anything_starts(
     keys: dict[str, Any] = {"num-clients": 3, "models": "cnn2", "max-samples": 300, "mods": mods}
     settings = check(RequestedKeys(keys))
     with pytest.raises(PbflError, match=says) as error:
-        preflight(settings, Resources(workers=1))
+        preflight(settings, Resources(workers=1), LoadedData())
     assert "\n" not in str(error.value)
     run = federation(tmp_path, mods=mods)  # as federate does, without preflight
     with pytest.raises(PbflError, match=f"5 of 5 clients: {says.strip('^$')}"):

@@ -12,6 +12,7 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client
 from pbfl_flwr.flower.client import session
+from pbfl_flwr.flower.client.worker import Worker
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.checkpoints import as_file
@@ -24,13 +25,13 @@ from tests.flower.inprocess import federation
 
 def test_layout_and_precision_reach_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[tuple[str, str]] = set()
-    original = session._network
+    original = Worker.network
 
     def network(*arguments: Any) -> Any:
         seen.add((arguments[-1].layout, arguments[-1].precision))
         return original(*arguments)
 
-    monkeypatch.setattr(session, "_network", network)
+    monkeypatch.setattr(Worker, "network", network)
     run = federation(tmp_path, num_server_rounds=1, layout="contiguous", precision="bfloat16").run()
     assert run.strategy.history[0].failures == []
     assert seen == {("contiguous", "bfloat16")}

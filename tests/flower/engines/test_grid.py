@@ -78,7 +78,7 @@ def test_zero_clients_stand_for_all_nodes_of_a_simulation(
     keys = {**KEYS, "num-server-rounds": 1}
     everyone: dict[str, Scalar] = {**keys, "num-clients": 0, "run-dir": str(tmp_path / "all")}
     with device.as_worker(1):
-        serve(LocalGrid(in_this_process(), run_immediately, everyone, 3), everyone, 1)
+        serve(LocalGrid(in_this_process(make_client_app()), run_immediately, everyone, 3), everyone, 1)
     federate(tmp_path / "three", keys, 3, Resources(workers=1))
     runs = [RunDirectory(tmp_path / name) for name in ("all", "three")]
     assert runs[0].record().configuration["num-clients"] == 3
@@ -86,7 +86,7 @@ def test_zero_clients_stand_for_all_nodes_of_a_simulation(
 
 
 def test_devices_need_their_number() -> None:
-    grid = LocalGrid(in_this_process(), run_immediately, {"num-clients": 0}, 1)
+    grid = LocalGrid(in_this_process(make_client_app()), run_immediately, {"num-clients": 0}, 1)
     (reply,) = grid.send_and_receive(ask(grid, [0]))
     assert "num-clients = 0: only in simulations" in str(reply.error.reason)
 
@@ -193,7 +193,7 @@ def test_failing_client_releases_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
-    grid = LocalGrid(in_this_process(), run_immediately, {**KEYS, "models": "har-cnn"}, 3)
+    grid = LocalGrid(in_this_process(make_client_app()), run_immediately, {**KEYS, "models": "har-cnn"}, 3)
     (reply,) = grid.send_and_receive(ask(grid, [0]))
     assert "har-cnn" in str(reply.error.reason)
     assert given_back == [1]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.client.app import forget
+from pbfl_flwr.flower.client.worker import Worker
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.wire import decode, encode, encode_tensors, ordered
 from pbfl_flwr.payloads import Nothing, Prototypes, RejectedPayload, Weights
@@ -54,16 +54,16 @@ def test_rounding_error_of_floats_is_bounded(dtype: Any, relative: float) -> Non
 
 def test_clients_of_a_process_decode_a_broadcast_once() -> None:
     first, second = encode(table(1)), encode(table(2))
-    broadcast = wire.decode_broadcast(first, Prototypes, TASK)
-    assert wire.decode_broadcast(encode(table(1)), Prototypes, TASK) is broadcast
-    assert torch.equal(wire.decode_broadcast(second, Prototypes, TASK).values, table(2).values)
-    last = wire.decode_broadcast(second, Prototypes, TASK)
-    forget()
-    assert wire.decode_broadcast(second, Prototypes, TASK) is not last
+    worker = Worker()
+    broadcast = worker.broadcast(first, Prototypes, TASK)
+    assert worker.broadcast(encode(table(1)), Prototypes, TASK) is broadcast
+    assert torch.equal(worker.broadcast(second, Prototypes, TASK).values, table(2).values)
+    last = worker.broadcast(second, Prototypes, TASK)
+    assert Worker().broadcast(second, Prototypes, TASK) is not last
     damaged = ArrayRecord({"s": Array("uint8", (4,), second["s"].stype, b"1234")})
     for record in (damaged, ArrayRecord({**first, "t": second["s"]})):
         with pytest.raises(RejectedPayload):
-            wire.decode_broadcast(record, Prototypes, TASK)
+            worker.broadcast(record, Prototypes, TASK)
 
 
 def test_int8_sends_a_quarter_of_the_bytes() -> None:

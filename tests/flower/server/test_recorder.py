@@ -16,6 +16,7 @@ from flwr.app import Context, Message, RecordDict
 from pbfl_flwr.config import DataSettings, Scalar
 from pbfl_flwr.data import check_data, client_data, load_pool
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client import handshake
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.flower.server.stopping import RunEnded
@@ -441,7 +442,7 @@ def test_killed_server_resumes_with_the_same_bits(tmp_path: Path, owner: Any, na
         trained.append((client.id, client.round))
         return update(self, client, down)
 
-    with patch.object(Pipeline, "local_update", counting):
+    with patch.object(Pipeline, "local_update", counting), patch.object(handshake, "try_step"):
         with patch.object(owner, name, killed), pytest.raises(Killed):
             federation(tmp_path / "b", on_disk=True, **keys).run()
         resumed = federation(tmp_path / "b", on_disk=True, resume=True, **keys).run()

@@ -1,0 +1,208 @@
+"""What the process of a client keeps between messages: its owner is one ClientApp, and it goes with it.
+
+Nothing of it changes a result: networks begin every message as they were built, and what is kept is what would be
+computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import torch
+from flwr.app import ArrayRecord, Context
+from torch import Tensor
+
+from pbfl_flwr.config import Scalar, Settings, TrainingSettings, parse
+from pbfl_flwr.data import ClientData, LoadedData
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client.device import Identity, own_settings, simulated
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.method import Method
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.cpu_convolutions import optimize_layout
+from pbfl_flwr.payloads import Payload
+from pbfl_flwr.task import Task
+from pbfl_flwr.util.cuda_graph import Recordings
+from pbfl_flwr.util.user_code import UserCode, is_external
+
+P = TypeVar("P", bound=Payload)
+DataSource = Callable[[Settings, int], ClientData]
+"""(settings, client id) -> the client's data; pass a function of your own to use other data."""
+Items = tuple[tuple[str, Scalar], ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a process knows of a run: its settings, with the overrides of the node, and the method built from them."""
+
+    settings: Settings
+    method: Method[Any, Any, Any]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A network as it was built, on its device, and its initial weights."""
+
+    network: SplitModel
+    initial: Mapping[str, Tensor]
+
+
+class Worker:
+    """Everything that a process keeps between messages: runs, data, networks, recordings, the last broadcast.
+
+    Attributes:
+        recordings: of training steps as CUDA graphs.
+        checked: what a handshake has tried before.
+
+    Args:
+        data: of the app; None means the configured dataset and partition.
+        settings: of the app; None means those of the run configuration.
+        loaded: data that was read before.
+    """
+
+    def __init__(
+        self,
+        data: DataSource | None = None,
+        settings: Settings | None = None,
+        loaded: LoadedData | None = None,
+    ) -> None:
+        self._name = uuid4().hex
+        self.recordings = Recordings()
+        self.checked: set[tuple[object, ...]] = set()
+        self._source, self._given = data, settings
+        self._loaded = loaded or LoadedData()
+        self._runs = lru_cache(maxsize=64)(self._run)
+        self._networks: dict[tuple[object, ...], Built] = {}
+        self._broadcast: tuple[object, Payload] | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., Worker], tuple[str, DataSource | None, Settings | None]]:
+        """Travel without what is kept; see :func:`arrived`."""
+        return arrived, (self._name, self._source, self._given)
+
+    # Runs ---------------------------------------------------------------------------------------------------
+
+    def run_of(self, context: Context) -> Run:
+        """Return the run's settings, with the overrides of this node's configuration, and its method.
+
+        A method from outside the package is built anew for every message, since it may keep something to itself.
+
+        Raises:
+            PbflError: if they are invalid, or this node does not allow them.
+        """
+        config = () if self._given else tuple(sorted(_run_config(context).items()))
+        of_simulation = simulated(context.node_config)
+        node = () if of_simulation else tuple(sorted(context.node_config.items()))
+        run = self._runs(config, node, of_simulation)
+        return (
+            replace(run, method=build_method(run.settings)) if is_external(run.settings.run.method) else run
+        )
+
+    def _run(self, config: Items, node: Items, of_simulation: bool) -> Run:
+        common = self._given or parse(dict(config), SECTIONS)
+        settings = common if of_simulation else own_settings(common, dict(node))
+        return Run(settings, build_method(settings))
+
+    # Data ---------------------------------------------------------------------------------------------------
+
+    @property
+    def configured(self) -> bool:
+        """Whether the app has no data of its own, so that clients take the configured dataset or their node's."""
+        return self._source is None
+
+    def data_of(self, settings: Settings, identity: Identity) -> ClientData:
+        """Return the client's shards.
+
+        Raises:
+            PbflError: if it has a name but no data of its own; also whatever the app's data function raises.
+        """
+        if identity.own_data and self.configured:
+            return self._loaded.own(settings.data, identity.files)
+        if isinstance(identity.client, str):
+            need = "data-path in --node-config" if self.configured else "a client-id that is a number"
+            raise PbflError(
+                f"client-id = '{identity.client}': a name is for devices that bring their own data; this one needs "
+                f"{need}{', or a number instead, which takes that share of the common dataset' * self.configured}"
+            )
+        if self._source is None:
+            return self._loaded.client(settings.data, settings.run.num_clients, identity.client)
+        return self._source(settings, identity.client)
+
+    # Networks -----------------------------------------------------------------------------------------------
+
+    def network(
+        self, architecture: str, task: Task, seed: int, device: torch.device, training: TrainingSettings
+    ) -> Built:
+        """Return the process's network of an architecture, whose weights may be those of another client.
+
+        A network from outside the package may keep more than its weights and buffers, so every call returns a new copy
+        of it as it was built.
+        """
+        key = (architecture, task, seed, device, training.layout, training.precision)
+        if key not in self._networks:
+            self._networks[key] = _built(architecture, task, seed, device, training)
+        built = self._networks[key]
+        if not isinstance(architecture, UserCode):
+            return built
+        try:
+            return replace(built, network=deepcopy(built.network))
+        except Exception:  # it holds something that cannot be copied, such as a random generator
+            return _built(architecture, task, seed, device, training)
+
+    def release_networks(self) -> None:
+        """Drop all networks, e.g. after a GPU ran out of memory."""
+        self._networks.clear()
+
+    # Broadcasts ---------------------------------------------------------------------------------------------
+
+    def broadcast(self, record: ArrayRecord, payload: type[P], task: Task) -> P:
+        """Decode a broadcast, once for all clients of this process that get the same one.
+
+        Its tensors must not be changed; see :func:`pbfl_flwr.flower.messages.wire.decode`.
+        """
+        key = ([(array.stype, array.data) for array in record.values()], payload, task)
+        if self._broadcast is None or self._broadcast[0] != key:
+            self._broadcast = key, wire.decode(record, payload, task)
+        last = self._broadcast[1]
+        assert isinstance(last, payload)
+        return last
+
+
+_ARRIVED: dict[str, Worker] = {}
+
+
+def arrived(name: str, data: DataSource | None, settings: Settings | None) -> Worker:
+    """Return the worker of an app that was sent to this process: the one that it has had since the app's first message.
+
+    Flower's simulation sends the app with every message.
+    """
+    if name not in _ARRIVED:
+        _ARRIVED.clear()  # of an earlier run
+        _ARRIVED[name] = Worker(data, settings)
+    return _ARRIVED[name]
+
+
+def _built(
+    architecture: str, task: Task, seed: int, device: torch.device, training: TrainingSettings
+) -> Built:
+    model = build_model(architecture, task, seed)
+    model = optimize_layout(model, training.layout, training.precision).to(device)
+    return Built(model, {name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+
+def _run_config(context: Context) -> dict[str, Scalar]:
+    """Return the run configuration, where ``num-clients = 0`` stands for all nodes of a simulation."""
+    config = dict(context.run_config)
+    if config.get("num-clients") == 0:
+        if not simulated(context.node_config):
+            raise PbflError(
+                "num-clients = 0: only in simulations; devices need their number, e.g. num-clients=3"
+            )
+        config["num-clients"] = context.node_config["num-partitions"]
+    return config

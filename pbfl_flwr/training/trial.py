@@ -1,0 +1,107 @@
+"""The check before round 1: one real step of the method with the client's own network, on two samples and on one."""
+
+from __future__ import annotations
+
+from bdb import BdbQuit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pbfl_flwr import seeds
+from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.errors import PbflError, format_exception
+from pbfl_flwr.method import Client, Method
+from pbfl_flwr.training.evaluation import evaluate
+from pbfl_flwr.util.user_code import describe_user_error, is_external
+
+SIZES = (2, 1)  # samples; a client's last batch may have one
+
+
+def try_step(architecture: str, method: Method[Any, Any, Any], client: Client) -> None:
+    """Score and train as in the first round, with the client's first samples and what a new server would broadcast.
+
+    The client's network is changed; the global random states are restored.
+
+    Args:
+        architecture: name of the client's network.
+        method: of the run.
+        client: in round 1, without memory.
+
+    Raises:
+        PbflError: if a step fails, or leaves the network with other weights or buffers than it was built with.
+    """
+    shapes = _shapes(client.model)
+    gpus = [client.device] if client.device.type == "cuda" else []
+    with seeds.restored(gpus):
+        seeds.seed_code(client.device, client.seed, "trial", client.key)
+        for size in SIZES:
+            with _blamed_on(architecture, method, size):
+                _step(method, _with_few_samples(client, size))
+    after = _shapes(client.model)
+    if changed := sorted(
+        name for name in shapes.keys() | after.keys() if shapes.get(name) != after.get(name)
+    ):
+        name = changed[0]
+        raise PbflError(
+            f"model '{architecture}': '{name}' has the shape {after.get(name)} after a training step and "
+            f"{shapes.get(name)} as built; what a network keeps between rounds must keep its shape"
+        )
+
+
+def _step(method: Method[Any, Any, Any], client: Client) -> None:
+    down = method.broadcast(method.init(client.task, client.seed), client.id)
+    method.install(client, down)
+    evaluate(client, method.predictors(client, down))
+    update = method.local_update(client, down)
+    evaluate(client, method.predictors(replace(client, memory=update.memory), down))
+
+
+def _with_few_samples(client: Client, size: int) -> Client:
+    # So small a rate that nothing diverges that would not with whole batches.
+    changes = {
+        "learning_rate": 1e-6,
+        "local_epochs": 1,
+        "batch_size": size,
+        "drop_last": "never",
+        "cuda_graphs": False,
+    }
+    return replace(
+        client,
+        data=_few(client.data, size),
+        training=client.training.model_copy(update=changes),
+    )
+
+
+def _few(data: ClientData, size: int) -> ClientData:
+    """Return data of so many samples, the client's first ones; blank ones if it has none."""
+    source = data.train if len(data.train) else data.test
+    if not len(source):
+        inputs = source.inputs.new_zeros((1, *data.input_shape))
+        source = Shard(inputs, source.labels.new_zeros(1))
+    rows = torch.arange(size, device=source.labels.device) % len(source)
+    shard = Shard(source.inputs[rows].contiguous(), source.labels[rows])
+    return replace(data, train=shard, test=shard, validation=None)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+@contextmanager
+def _blamed_on(architecture: str, method: Method[Any, Any, Any], size: int) -> Iterator[None]:
+    """Say of an error which network and method met it, with how many samples, and in which line of a user's code."""
+    where = f"model '{architecture}', a step of method '{method.name}' on {size} sample{'s' * (size > 1)}"
+    try:
+        yield
+    except BdbQuit:  # a breakpoint() of the user's
+        raise
+    except PbflError as error:
+        raise PbflError(f"{where}: {error}") from error
+    except Exception as error:  # users' networks and methods may raise anything
+        of_user = is_external(architecture)
+        reason = describe_user_error(error, architecture) if of_user else format_exception(error)
+        raise PbflError(f"{where}: {reason}") from error
