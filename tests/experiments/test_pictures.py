@@ -41,7 +41,6 @@ EVERYWHERE = {
     "alignment-energy",
     "alignment-over-rounds",
     "head-norms",
-    "layer-distances",
 }
 IN_THE_PLANE = {"data-points", "prototype-plane", "features"}
 
@@ -59,7 +58,7 @@ def test_three_runs_show_every_picture_of_the_papers(drawn: list[pictures.Sectio
     found = kinds(drawn)
     assert set(found) == EVERYWHERE
     assert {found[name] for name in ("label-distribution", "accuracy-over-rounds")} == {1}
-    assert {found[name] for name in ("prototypes-of-a-class", "head-norms", "layer-distances")} == {3}
+    assert {found[name] for name in ("prototypes-of-a-class", "head-norms")} == {3}
     left_out = {line for section in drawn for line in section.left_out}
     assert "fedproto: fedproto does not align its prototypes" in left_out
     assert "protonorm: features have 64 dimensions; drawn only for feature-dim = 2" in left_out
@@ -247,22 +246,6 @@ def test_rows_of_a_deeper_classifier_are_those_of_its_last_layer(tmp_path: Path)
     assert clients == [0, 1, 2, 3, 4]
     for row, name, (_, state) in zip(norms, last, artefacts.client_states(record), strict=True):
         np.testing.assert_allclose(row, torch.linalg.vector_norm(state.model[name].double(), dim=1))
-    layers = personalisation._matrices(dict(artefacts.client_states(record))[2].model)
-    assert list(layers)[-2:] == ["head.10.weight", "head.12.weight"]
-
-
-def test_layers_of_two_clients_are_as_far_from_their_mean(groups: list[Group]) -> None:
-    record = groups[0].first
-    found = personalisation._distances(record)
-    states = dict(artefacts.client_states(record))
-    one, two = (states[client].model["head.weight"].double() for client in (0, 1))  # both cnn4
-    expected = float((one - two).norm() / (one + two).norm())  # ‖(a-b)/2‖ / ‖(a+b)/2‖
-    assert found[0][-1] == pytest.approx(expected)
-    assert found[1][-1] == pytest.approx(expected)
-    assert len(found[0]) == sum(tensor.dim() > 1 for tensor in states[0].model.values())
-    first = states[0].model["stages.0.0.weight"].double()
-    mean = (first + states[1].model["stages.0.0.weight"].double()) / 2
-    assert found[0][0] == pytest.approx(float(torch.linalg.vector_norm(first - mean) / mean.norm()))
 
 
 def test_code_that_a_run_names_is_imported_only_for_who_asks(

@@ -43,7 +43,7 @@ SECTIONS: dict[str, tuple[Kind, ...]] = {
         similarity.per_class,
     ),
     "Alignment": (alignment.within_a_phase, alignment.over_rounds),
-    "Personalisation": (personalisation.head_norms, personalisation.layer_distances),
+    "Personalisation": (personalisation.head_norms,),
     "Features": (features.feature_planes,),
 }
 
