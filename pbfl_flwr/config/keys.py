@@ -399,11 +399,6 @@ class PrototypeSettings(Group):
     trim_share: float = Field(
         0.2, ge=0, lt=0.5, description="trimmed-mean: share of values trimmed on each side"
     )
-    norm_bound: float = Field(
-        0.0,
-        ge=0,
-        description="c, the server clips each prototype's norm to c times the median norm of its class; 0 is off",
-    )
     cps_dim: Annotated[int, Field(ge=0)] | Auto = Field(
         "auto", description="s, number of dimensions per class that are sent; 0: all (CPS off)"
     )

@@ -1,9 +1,8 @@
-"""Finds uploads whose numbers are finite but too large to be honest, by comparing the uploads of a round.
+"""Finds uploads whose numbers are finite but implausibly large, by comparing the uploads of a round.
 
-Without this, one faulty or malicious client could replace every average by its own numbers. Sizes are root mean
-squares, so that they do not depend on widths. The comparison is with medians: it finds what fewer than half of
-the clients send. What is within the limits is left to the robust rules and ``norm-bound``, see
-:mod:`pbfl_flwr.prototypes.norm_bounds`.
+Without this, one client could replace every average by its own numbers. Sizes are root mean squares, so that they do
+not depend on widths. The comparison is with medians: it finds what fewer than half of the clients send. What is within
+the limits is left to the robust rules (``aggregation=median``, ``trimmed-mean``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Plausibility:
     Attributes:
         ratio: largest multiple of a median that is plausible; 0 accepts everything.
         scaled: whether rows are multiplied by the number of samples. Then a client's sum over all classes is compared,
-            because honest numbers of samples of one class may differ by any factor.
+            because true numbers of samples of one class may differ by any factor.
         counted: whether the reported number of training samples is exact and bounds the counts in an upload.
     """
 

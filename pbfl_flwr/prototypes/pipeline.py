@@ -33,7 +33,6 @@ from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.class_means import Collector, released_means
 from pbfl_flwr.prototypes.combination import Combination
 from pbfl_flwr.prototypes.masks import Sparsity
-from pbfl_flwr.prototypes.norm_bounds import bounded
 from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.regularizer import proportional_weights, prototype_regularizer
 from pbfl_flwr.prototypes.stages import RULES, Stages, resolved
@@ -210,20 +209,16 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def aggregate(
         self, state: PipelineState, uploads: Mapping[int, Prototypes], round_info: Round
     ) -> PipelineState:
-        """Bound norms, combine, keep classes that nobody sent, train, align, compress."""
+        """Combine, keep classes that nobody sent, train, align, compress."""
         task, stages = round_info.task, self.stages
         nobody = Prototypes.empty(task.num_classes, self.sparsity.width(task))
-        uploads, cut = bounded(uploads, stages.norm_bound)
         fresh = self.combination.combine(uploads, round_info) if uploads else nobody
         before = self.combination.at_scale_of(fresh.num_examples, state.combined)
         combined, ages = aggregation.keep_stale(before, fresh, state.ages, stages.stale)
         combined = replace(combined, num_examples=fresh.num_examples or before.num_examples)
         values = self.dense(combined, task).values
-        present, trained, metrics = (
-            combined.present,
-            state.trained,
-            {"oldest-prototype": float(ages.max()), **cut},
-        )
+        present, trained = combined.present, state.trained
+        metrics = {"oldest-prototype": float(ages.max())}
         if self.server_training is not None and trained is not None:
             trained, values, shown = self._train(trained, uploads or {0: nobody}, round_info)
             metrics |= shown

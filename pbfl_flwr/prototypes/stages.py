@@ -114,12 +114,6 @@ def resolved(settings: Settings, named: Stages) -> Stages:
     """
     overrides = {name: value for name, value in settings.prototypes if value != "auto"}
     stages = Stages.model_validate({**named.model_dump(), **overrides})
-    if stages.norm_bound and stages.rule.scaled:
-        raise PbflError(
-            f"norm-bound = {stages.norm_bound}: with aggregation = '{stages.aggregation}' rows are scaled by sample "
-            "counts, so their norms differ between honest clients; must be a rule for means: 'mean', "
-            "'weighted', 'median', ..."
-        )
     if stages.cps_dim > settings.models.feature_dim:
         raise PbflError(
             f"cps-dim = {stages.cps_dim}: must be at most feature-dim = {settings.models.feature_dim}"

@@ -309,7 +309,6 @@ STAGES: dict[str, Scalar] = {
     "collect": "trajectory",
     "aggregation": "median",
     "trim-share": 0.3,
-    "norm-bound": 2.0,
     "cps-dim": 8,
     "cps-scheme": "block",
     "cps-regularizer": "masked",

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Nearest
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes import aggregation
 from pbfl_flwr.prototypes.stages import scale_by_counts
@@ -92,6 +93,24 @@ def test_robust_rules_by_hand(rows, median, trimmed):
         torch.testing.assert_close(result.values[0], torch.tensor([expected, -expected]))
         assert result.values[1].tolist() == [7, 7]
         assert result.present.tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["median", "trimmed-mean"])
+def test_robust_rules_withstand_a_scaled_upload(name):
+    """Five clients around (1, 0) and (-1, 0); one sends -10 times its rows."""
+    shifts = (-0.2, -0.1, 0.0, 0.1, 0.2)
+    sent = [upload({0: [1.0, shift], 1: [-1.0, shift]}) for shift in shifts]
+    scaled = [
+        replace(one, values=-10 * one.values) if client == 2 else one for client, one in enumerate(sent)
+    ]
+
+    def predicts(rule, uploads):
+        nearest = Nearest(RULES[rule](uploads).values, torch.tensor([True, True, False, False]))
+        return nearest(torch.tensor([[1.0, 0], [-1, 0]]), torch.zeros(2, 4)).argmax(1).tolist()
+
+    assert predicts("mean", sent) == [0, 1]
+    assert predicts("mean", scaled) == [1, 0]  # (4 - 10)/5 = -1.2
+    assert predicts(name, scaled) == [0, 1]
 
 
 def test_trimming_counts_decimal_shares_exactly():

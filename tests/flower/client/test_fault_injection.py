@@ -71,7 +71,7 @@ def test_delay_sleeps(tmp_path: Path) -> None:
 
 
 FAULTS: dict[str, Any] = {f"faults.{kind}": 0.2 for kind in ("drop", "crash", "corrupt", "stale")}
-ATTACK: dict[str, Any] = {"attack.kind": "noise", "attack.share": 0.4, "norm_bound": 1.0}
+ATTACK: dict[str, Any] = {"attack.kind": "noise", "attack.share": 0.4}
 
 
 @pytest.mark.parametrize(("keys", "least"), [(FAULTS, 4), (ATTACK, 0)], ids=["faults", "attack"])
