@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from flwr.common.constant import ErrorCode
 
-from pbfl_flwr.config import RunSettings
+from pbfl_flwr.config import RunSettings, Settings, TrainingSettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.replies import Exchange, worker_died
@@ -24,17 +24,19 @@ class NodesUnreachable(RunEnded):
     """Too few valid replies because nodes or replies were lost, e.g. while the server's network link was down."""
 
 
-def check_exchange(exchange: Exchange, roster: Roster, run: RunSettings) -> None:
+def check_exchange(exchange: Exchange, roster: Roster, settings: Settings) -> None:
     """Check that a round counts.
 
     Raises:
-        RunEnded: if a client failed and failure-policy is "stop", a worker of a simulation died, or too few clients
-            trained; gives the first reasons.
+        RunEnded: if a client failed and failure-policy is "stop", a worker of a simulation died, too few clients
+            trained, or in the first round no client of the federation could make a step; gives the first reasons.
         NodesUnreachable: if too few trained, but lost nodes and replies would have made up for it; likewise.
     """
-    need_success(exchange, run)
+    need_success(exchange, settings.run)
     _need_workers(exchange, roster)
-    _need_replies(exchange, run.min_replies)
+    _need_replies(exchange, settings.run.min_replies)
+    if exchange.phase.number == 1 and len(exchange.trained) == len(roster.clients):
+        _need_steps(exchange, settings.training)
 
 
 def need_success(exchange: Exchange, run: RunSettings) -> None:
@@ -77,6 +79,15 @@ def _need_replies(exchange: Exchange, min_replies: int) -> None:
         lost += sum(e.error.code in LOST and e.metadata.reply_to_message_id in training_ids for e in errors)
         kind = NodesUnreachable if valid + lost >= min_replies else RunEnded
         raise kind(f"round {phase.number}: {valid} valid replies, min-replies is {min_replies}: {reasons}")
+
+
+def _need_steps(exchange: Exchange, training: TrainingSettings) -> None:
+    metrics = (exchange.reports[client].metrics or {} for client in exchange.trained)
+    if all(reported.get("idle") for reported in metrics):
+        raise RunEnded(
+            "round 1: no client made a training step, since each has fewer samples than a batch needs (batch-size = "
+            f"{training.batch_size}, drop-last = '{training.drop_last}'; BatchNorm needs two)"
+        )
 
 
 def need_finite(broadcast: Payload, server_round: int) -> None:

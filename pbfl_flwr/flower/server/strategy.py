@@ -271,7 +271,7 @@ class MethodStrategy(Strategy):
             started = time.perf_counter()
             exchange = self._exchange(grid, self._plan(grid, number), timeout, self.state)
             try:
-                stopping.check_exchange(exchange, self.participants, run)
+                stopping.check_exchange(exchange, self.participants, self.settings)
                 break
             except stopping.NodesUnreachable as error:
                 repeats += 1
@@ -514,7 +514,7 @@ class MethodStrategy(Strategy):
         if self._phase is None:
             raise RuntimeError("configure_train comes first")
         exchange = self._read(self._phase, list(replies), self.state)
-        stopping.check_exchange(exchange, self.participants, self.settings.run)
+        stopping.check_exchange(exchange, self.participants, self.settings)
         metrics = _train_metrics(self._commit(self._finished(exchange, self._phase.started)))
         return wire.encode(self._broadcast(self.state)), metrics
 

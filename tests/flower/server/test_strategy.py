@@ -134,6 +134,18 @@ def test_too_few_replies_end_the_run_with_reasons(tmp_path: Path) -> None:
     assert [line.round for line in run.directory.round_records()] == [1]
 
 
+def test_ends_after_round_1_if_no_client_can_make_a_step(tmp_path: Path) -> None:
+    run = federation(tmp_path, batch_size=64, drop_last="always", on_disk=True)
+    reason = (
+        r"^round 1: no client made a training step, .* \(batch-size = 64, drop-last = 'always'; BatchNorm"
+    )
+    with pytest.raises(RunEnded, match=reason):
+        run.run()
+    assert run.directory.round_records() == []
+    some = federation(tmp_path / "b", batch_size=20, drop_last="always", num_server_rounds=1).run()
+    assert "made no training step" in " ".join(some.strategy.history[0].warnings)
+
+
 DIED = flower_error("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.")
 
 
