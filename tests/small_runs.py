@@ -122,7 +122,7 @@ def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dic
     }
     seconds = {"open": 0.1, "fit": 1.0, "evaluate": 0.2, "save": 0.1}
     line["seconds"] = {"total": 2.0, "aggregate": 0.1, "clients": seconds, **more.get("seconds", {})}
-    for name in {"accuracy", "validation", "other_accuracy"} & set(line):
+    for name in {"accuracy", "validation"} & set(line):
         line[name] = _with_statistics(line[name])
     if final := more.get("final"):
         scores = {name: _with_statistics(final[name]) for name in ("accuracy", "validation") if name in final}

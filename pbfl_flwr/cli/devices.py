@@ -155,19 +155,15 @@ def export(
     ],
     client: Annotated[str, typer.Option("--client", metavar="ID", help="Id or name of the client.")] = "",
     model: Code = "",
-    best: Annotated[
-        bool, typer.Option("--best", help="Its state after the run's best round; needs keep-best.")
-    ] = False,
-    number: Annotated[
-        int | None,
-        typer.Option("--round", min=1, metavar="N", help="Its state after round N, if keep-best saved it."),
-    ] = None,
     whole: Annotated[
         bool,
         typer.Option(
             "--global",
             help="Export the server's network instead, for methods that average all of it, e.g. FedAvg.",
         ),
+    ] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="With --global: as it was sent for the round with the best scores.")
     ] = False,
 ) -> None:
     """Export a client's personalised model: safetensors, torch.export program, ONNX, prototypes, model card."""
@@ -176,18 +172,14 @@ def export(
     from pbfl_flwr.serving.averaged import averaged
 
     console = screen()
-    if best and number is not None:
-        raise PbflError("--best and --round: must be one of the two")
-    if whole and (client or number is not None):
-        raise PbflError(
-            "--global with --client or --round: options beside --global must be --best or --model"
-        )
+    if whole and client:
+        raise PbflError("--global with --client: options beside --global must be --best or --model")
+    if best and not whole:
+        raise PbflError("--best: must be used with --global")
     if whole:
         saved = averaged(expanded(path), best=best, allowed_code=model)
     else:
-        file = states.state_file(expanded(path), client)
-        server_round = states.best_of(expanded(path)) if best else number
-        saved = states.read_state(file if server_round is None else states.of_round(file, server_round))
+        saved = states.read_state(states.state_file(expanded(path), client))
     with writing(out):
         files = exporting.export(saved, expanded(out), model)
     card, shape = saved.card, "x".join(map(str, saved.card.input_shape))

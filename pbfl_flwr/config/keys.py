@@ -78,10 +78,6 @@ class RunSettings(Group):
         description="early stopping: the run ends after this many rounds without a better score of the primary "
         "predictor (on validation data if there is any, else test data); 0: off",
     )
-    keep_best: bool = Field(
-        False,
-        description="clients keep their state of the best round, by the primary predictor, in addition to the last one",
-    )
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of the clients that train in a round")
     fraction_evaluate: float = Field(
         1.0, ge=0, le=1, description="share of the other clients that are evaluated in a round"
@@ -358,10 +354,6 @@ class EvaluationSettings(Group):
         "auto",
         description="when clients are scored: after local training, or before it with what was just broadcast "
         "(references)",
-    )
-    both_moments: bool = Field(
-        False,
-        description="score training clients both before and after training; evaluate-moment says which is reported",
     )
     per_class: bool = Field(
         False,

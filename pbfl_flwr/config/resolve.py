@@ -60,7 +60,6 @@ PLACES = ("run-dir", "state-dir", "resume")
 CHANGEABLE = (
     "num-server-rounds",
     "patience",
-    "keep-best",
     "round-timeout",
     "join-timeout",
     "failure-policy",
@@ -202,8 +201,6 @@ def _conflicts(settings: Settings) -> list[str]:
         ),
         f"{new_clients}: {no_scores}; must be 0": silent and run.new_clients,
         f"patience = {run.patience}: {no_scores}; must be 0": silent and run.patience,
-        f"keep-best = true: {no_scores}; must be false": silent and run.keep_best,
-        f"both-moments = true: {no_scores}; must be false": silent and settings.evaluation.both_moments,
         f"per-class = true: {no_scores}; must be false": silent and settings.evaluation.per_class,
         f"auc = true: {no_scores}; must be false": silent and settings.evaluation.auc,
     }

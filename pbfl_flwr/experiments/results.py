@@ -44,14 +44,11 @@ class Scores:
         best: (round, accuracy) of the round with the highest test accuracy, sample-weighted by default.
         chosen: (round, accuracy) on the test data in the round with the highest sample-weighted accuracy on the
             clients' validation samples; None without validation samples.
-        other: (round, accuracy) of the last evaluation at the other moment (both-moments), over the clients that
-            trained; None if there was none.
     """
 
     last: tuple[int, Accuracy]
     best: tuple[int, Accuracy]
     chosen: tuple[int, Accuracy] | None = None
-    other: tuple[int, Accuracy] | None = None
 
 
 def series(
@@ -106,22 +103,8 @@ def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[st
                 points[-1],
                 max(points, key=lambda point: float(getattr(point[1], by))),
                 None if chosen is None else (chosen, dict(points)[chosen]),
-                next(reversed(_at_other_moment(rounds, name)), None),
             )
     return by_predictor
-
-
-def _at_other_moment(rounds: Sequence[RoundRecord], name: str) -> list[tuple[int, Accuracy]]:
-    """Return [(round, accuracy)] of a predictor at the other moment.
-
-    If clients are scored after training, this is the broadcast before it, whose round is the previous one; else the
-    model after training, whose round is the record's.
-    """
-    return [
-        (2 * record.round - 1 - record.accuracy_of_round, record.other_accuracy[name])
-        for record in rounds
-        if name in record.other_accuracy
-    ]
 
 
 def resume_command(run_dir: Path, about: RunRecord) -> str:
@@ -215,8 +198,8 @@ class FinishedRun:
         """The run as a row of table.csv: key -> figure, without those that are unknown.
 
         Accuracies are in %, by the shown predictor on test data; bytes (``up`` and ``down``: the payload of a client),
-        scalars, ``seconds`` and ``peak_mb`` are per round. Besides, the rounds of ``last``, ``best``,
-        ``validation_chosen`` and ``other_moment``, with ``_round`` in their names.
+        scalars, ``seconds`` and ``peak_mb`` are per round. Besides, the rounds of ``last``, ``best`` and
+        ``validation_chosen``, with ``_round`` in their names.
         """
         rounds, clients = self.rounds, self.about.num_participants
         shares: dict[str, float | None] = {
@@ -240,7 +223,6 @@ class FinishedRun:
                 "last": score.last,
                 "best": score.best,
                 "validation_chosen": score.chosen,
-                "other_moment": score.other,
             }
             for name, point in points.items():
                 if point is not None:

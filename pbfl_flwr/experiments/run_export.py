@@ -25,7 +25,7 @@ CLIENTS = (
     "correct",
     "accuracy",
 )
-POINTS = {"last": "last", "best": "best", "validation-chosen": "chosen", "other-moment": "other"}
+POINTS = {"last": "last", "best": "best", "validation-chosen": "chosen"}
 
 
 def as_json(run_dir: Path) -> str:

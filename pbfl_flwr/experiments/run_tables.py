@@ -22,7 +22,6 @@ from pbfl_flwr.experiments.summary import (
     CHOSEN,
     LAST,
     MEAN,
-    OTHER,
     PAPER_NOTE,
     RUN,
     STD,
@@ -48,7 +47,7 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
     ]
     columns = [
         column
-        for accuracy in (LAST, BEST, CHOSEN, OTHER)
+        for accuracy in (LAST, BEST, CHOSEN)
         for column in (accuracy, Figures("round", f"{accuracy.key}_round", "{:.0f}".format, optional=True))
     ]
     predictor = Text("predictor", "predictor", lambda group: _marked(group.first.predictor, group.first))
@@ -160,14 +159,9 @@ def balance_sheet(groups: Sequence[Group]) -> Sheet | None:
     rows = []
     for group in groups:
         run = group.first
-        moments = [(_marked(name, run), point) for name, point in last_by_class(run).items()]
-        for name, score in run.scores.items():
-            if score.other is not None and score.other[1].by_class is not None:
-                moments.append((f"{name}, {run.about.other_moment}", score.other))
-        for label, (number, accuracy) in moments:
-            rows.append(
-                (group.label, label, str(number), *(f"{100 * getattr(accuracy, key):.2f}" for key in BALANCE))
-            )
+        for name, (number, accuracy) in last_by_class(run).items():
+            figures = (f"{100 * getattr(accuracy, key):.2f}" for key in BALANCE)
+            rows.append((group.label, _marked(name, run), str(number), *figures))
     if not rows:
         return None
     columns = (

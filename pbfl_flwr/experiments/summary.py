@@ -25,10 +25,6 @@ BEST_NOTE = (
     "“Best” is chosen on the test data and therefore biased upwards; the validation-chosen round needs "
     "validation-share."
 )
-OTHER_NOTE = (
-    "The other moment is before local training for a run scored after it, and vice versa; it covers the clients that "
-    "trained in the last round."
-)
 NEW_NOTE = (
     "New clients took no part in the rounds: sample-weighted accuracy after all their own rounds afterwards."
 )
@@ -122,7 +118,6 @@ CLIENTS = Text("clients", "clients", _scored_clients)
 LAST = Figures("last", "last")
 BEST = Figures("best (on test data)", "best", note=BEST_NOTE)
 CHOSEN = Figures("validation-chosen", "validation_chosen", optional=True)
-OTHER = Figures("at the other moment", "other_moment", optional=True, note=OTHER_NOTE)
 MEAN = Figures("mean of clients", "mean")
 STD = Figures("std over clients", "std")
 BEST_STD = Figures("std over clients, best round", "best_std")
@@ -148,7 +143,6 @@ ACCURACIES = (
     LAST,
     BEST,
     CHOSEN,
-    OTHER,
     STD,
     WORST,
     BALANCED,
@@ -162,7 +156,7 @@ COSTS = (UP, DOWN, TOTAL, PAPER, SECONDS)
 FAIRNESS = (LAST, BEST, CHOSEN, MEAN, STD, WORST, BEST_DECILE, LOWEST, NEW)
 IN_CSV: tuple[Column, ...] = (
     SCORED, CLIENTS, SEEDS, ROUNDS, LAST, BEST, STD, BEST_STD, WORST, MEAN, BEST_DECILE, LOWEST, *COSTS, MEMORY,
-    *BY_PREDICTOR, CHOSEN, OTHER, NEW, MAJORITY, NEW_MAJORITY, AUC_MACRO, AUC_MICRO, BALANCED, MACRO_F1,
+    *BY_PREDICTOR, CHOSEN, NEW, MAJORITY, NEW_MAJORITY, AUC_MACRO, AUC_MICRO, BALANCED, MACRO_F1,
 )  # fmt: skip
 
 

@@ -175,18 +175,11 @@ def check_method(settings: Settings, method: Method[Any, Any, Any]) -> None:
             f"method '{method.name}': primary_predictor = '{method.primary_predictor}': must be one listed in "
             f"predicts: {', '.join(method.predicts)}"
         )
-    predictor, run = settings.evaluation.predictor, settings.run
+    predictor = settings.evaluation.predictor
     if predictor not in ("auto", *method.predicts):
         raise PbflError(
             f"predictor = '{predictor}': method '{method.name}' has no such predictor with these settings; must be "
             f"one of auto, {', '.join(method.predicts)}"
-        )
-    moment = settings.evaluation.evaluate_moment
-    if run.keep_best and (method.moment if moment == "auto" else moment) == "before":
-        raise PbflError(
-            f"keep-best = true: with these settings method '{method.name}' scores clients before local training, so "
-            "clients learn too late which round was the best; must be false (the server still keeps its state "
-            "of the best round), or evaluate-moment = 'after'"
         )
 
 

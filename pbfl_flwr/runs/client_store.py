@@ -7,10 +7,8 @@ run, client or architecture, is an error that names it; it is never overwritten.
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from pbfl_flwr.util.atomic_files import (
     SCHEMA,
     DamagedState,
     UnsavedState,
-    flush_directory,
     make_directory,
     write_atomically,
 )
@@ -33,7 +30,6 @@ from pbfl_flwr.util.locks import Lock, need_locks
 
 # Metadata key: tensors of the reply that equal one of the model's and are stored once, name -> name in the model.
 SAME = "reply-in-model"
-BEST = ".best"  # suffix of a client's state of the best round, after that round's number
 WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 # What the library raises for bytes that are no such file, with dtypes and shapes that torch does not have among them.
 MALFORMED = (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AssertionError)
@@ -148,13 +144,6 @@ def _bits_are_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().reshape(-1).view(integers) for tensor in (one, other)))
 
 
-def kept_best(path: Path) -> dict[int, Path]:
-    """Return the files written by :meth:`ClientStore.keep_best` for a client: best round -> state after it."""
-    name = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(BEST)}")
-    matches = {file: name.fullmatch(file.name) for file in path.parent.iterdir()}
-    return {int(match[1]): file for file, match in matches.items() if match}
-
-
 @dataclass(frozen=True)
 class ClientState:
     """The state that a client keeps between rounds.
@@ -204,27 +193,6 @@ class ClientStore:
         """Path of the file."""
         stem = f"named-{self.client}" if isinstance(self.client, str) else f"client-{self.client:05d}"
         return self.directory / f"{stem}.safetensors"
-
-    def keep_best(self, number: int) -> None:
-        """Keep the current state file as that of the best round; a hard link where the file system supports it.
-
-        The caller must hold the lock, and the client must not have trained since that round.
-
-        Raises:
-            UnsavedState: if writing fails.
-        """
-        file = self.path.with_name(f"{self.path.stem}.{number}{BEST}")
-        if file.exists():
-            return
-        try:
-            file.hardlink_to(self.path)
-            flush_directory(self.directory)
-        except OSError:
-            write_atomically(file, self.path.read_bytes(), locked=True, private=True)
-        for other, older in kept_best(self.path).items():
-            if other != number:
-                with suppress(OSError):
-                    older.unlink()
 
     def locked(self) -> Lock:
         """Return a lock on this client's state; other processes that train for the same client wait for it.

@@ -145,7 +145,6 @@ class RoundRecord(Scores):
     Attributes:
         round: from 1.
         accuracy_of_round: number of the round whose broadcast or training was scored.
-        other_accuracy: at the other moment, with ``both-moments``.
         test_loss: mean cross-entropy over test samples.
         client_metrics: of the method, mean over the clients that trained, weighted by training samples.
         server_metrics: of the method.
@@ -164,7 +163,6 @@ class RoundRecord(Scores):
 
     round: int
     accuracy_of_round: int
-    other_accuracy: dict[str, Accuracy] = {}
     test_loss: float | None
     client_metrics: dict[str, float | None]
     server_metrics: dict[str, float | None]
@@ -203,8 +201,7 @@ class ClientsRecord(Record):
         participations: rounds trained in, including this one.
         correct: predictor -> number of correct test samples.
         correct_validation: the same of validation samples.
-        correct_other: the same of test samples at the other moment, with ``both-moments``.
-        by_class, other_by_class: see :meth:`pbfl_flwr.training.class_metrics.ByClass.brief`, with ``per-class``.
+        by_class: see :meth:`pbfl_flwr.training.class_metrics.ByClass.brief`, with ``per-class``.
         test_loss: mean cross-entropy on the test samples.
         metrics: of the method.
         seconds: by step, in the order of :data:`pbfl_flwr.flower.messages.report.SPENT`.
@@ -221,9 +218,7 @@ class ClientsRecord(Record):
     correct: list[dict[str, int]]
     num_validation: list[int]
     correct_validation: list[dict[str, int]]
-    correct_other: list[dict[str, int]] = []
     by_class: list[dict[str, Any]] = []
-    other_by_class: list[dict[str, Any]] = []
     test_loss: list[float]
     metrics: list[dict[str, float]]
     seconds: list[list[float]]
@@ -362,11 +357,6 @@ class RunRecord(Record):
     def own_data(self) -> bool:
         """Whether the clients brought their own data instead of the configured dataset."""
         return not any(client.configured_data for client in self.clients)
-
-    @property
-    def other_moment(self) -> str:
-        """The moment at which the primary predictor's accuracy is not scored."""
-        return "after training" if self.moment == "before" else "before training"
 
     @property
     def label_names(self) -> tuple[str, ...]:

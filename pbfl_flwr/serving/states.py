@@ -11,9 +11,8 @@ from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import part_of
-from pbfl_flwr.runs.client_store import ClientStore, kept_best, load_tensors
+from pbfl_flwr.runs.client_store import ClientStore, load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.early_stopping import best_round, scores_by_round
 from pbfl_flwr.runs.saved_model import Card, fault
 from pbfl_flwr.util.atomic_files import NODE
 
@@ -68,49 +67,6 @@ def _in(folder: Path) -> list[Path]:
 def _of_nodes(folder: Path) -> list[Path]:
     """Return the state directories of the devices of ``pbfl deploy local``, one each."""
     return sorted(folder.parent.glob(f"{NODE}*/{folder.name}"))
-
-
-def of_round(file: Path, number: int) -> Path:
-    """Return the file with a client's state after a round: its last state, or one kept by ``keep-best``.
-
-    Args:
-        file: of the last state.
-        number: of the round.
-
-    Raises:
-        PbflError: if neither is of that round, or one is damaged.
-    """
-    last = read_state(file).card.round
-    if last <= number:
-        return file
-    best_files = kept_best(file)
-    for until, other in best_files.items():
-        if read_state(other).card.round <= number <= until:
-            return other
-    rounds = ", ".join(f"round {until}" for until in sorted(best_files)) or "none"
-    raise PbflError(
-        f"{file}: the client last trained in round {last}, after round {number}; of earlier rounds it has {rounds} "
-        "(with keep-best = true the best one is kept)"
-    )
-
-
-def best_of(run: Path) -> int:
-    """Return the best round of a run by the primary predictor's score, on validation data if there is some.
-
-    Raises:
-        PbflError: if it is not a run directory, no round was scored, or clients were scored before training.
-    """
-    directory = RunDirectory(run)
-    record = directory.record()
-    if record.moment == "before":
-        raise PbflError(
-            f"--best: clients of {run} were scored before local training, but keep the trained networks; use "
-            "--global --best for what the server had sent, or select a round with --round N"
-        )
-    best = best_round(scores_by_round(directory.round_records(), record.primary_predictor))
-    if best is None:
-        raise PbflError(f"--best: no round of {run} was scored")
-    return best
 
 
 def _experiment(path: Path) -> Path:

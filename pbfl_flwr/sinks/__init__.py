@@ -121,12 +121,10 @@ def steps(record: RoundRecord) -> list[tuple[int, Metrics]]:
     record holds the last step's accuracies as ``final``.
     """
     scored = record.accuracy_of_round
-    other = 2 * record.round - 1 - scored  # the moment that is not the primary predictor's
     entries: list[tuple[int, str, Any]] = [
         (scored, "accuracy", record.accuracy),
         (scored, "validation", record.validation),
         (scored, "test-loss", record.test_loss),
-        (other, "other-moment", record.other_accuracy),
         (record.round, "clients", record.client_metrics),
         (record.round, "server", record.server_metrics),
         (record.round, "bytes/up", record.bytes_up),

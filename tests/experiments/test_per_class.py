@@ -72,8 +72,8 @@ def test_show_prints_nothing_of_it_without_the_key(tmp_path: Path) -> None:
     assert run_tables.class_sheets([group(path)]) == []
 
 
-def test_the_last_scoring_and_the_other_moment(tmp_path: Path) -> None:
-    early = line() | {"accuracy_of_round": 0, "other_accuracy": line(balanced=0.75)["accuracy"]}
+def test_the_last_scoring(tmp_path: Path) -> None:
+    early = line() | {"accuracy_of_round": 0}
     early["final"] = {"accuracy": line(balanced=1.0)["accuracy"], "failures": []}
     path = write_run(tmp_path / "run", [early])
     edit(path / "run.json", moment="before")
@@ -81,7 +81,6 @@ def test_the_last_scoring_and_the_other_moment(tmp_path: Path) -> None:
     assert sheet is not None
     rows = {row[1]: row for row in sheet.rows}
     assert rows["global (primary)"][2:5] == ("1", "60.00", "100.00")
-    assert rows["global, after training"][2:5] == ("1", "60.00", "75.00")
 
 
 def test_a_class_that_another_predictor_was_tested_on_is_shown(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> Non
     rounds[1]["accuracy"]["global"]["std"] = 0.25
     counted = {"balanced": 0.3125, "macro_f1": 0.1875, "auc_macro": 0.6875, "auc_micro": 0.8125}
     rounds[3]["accuracy"]["global"] |= {"mean": 0.5625, **counted}
-    rounds[3]["other_accuracy"] = entry(4, 0.5, 0.125)["accuracy"]
     path = write_run(tmp_path / "a", rounds, **{"new-clients": 1})
     write_lines(path / "clients.jsonl", client_line(4, [*range(20, 0, -1)], tests=20))  # 5 %, 10 %, .. 100 %
     later = [entry(number, 0.25, weighted, after=4) for number, weighted in ((5, 0.125), (6, 0.875))]
@@ -67,10 +66,9 @@ def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> Non
         "last": 62.5,
         "best": 75,
         "validation_chosen": 68.75,
-        "other_moment": 12.5,
         "new_clients": 87.5,
     }
-    figures |= {"last_round": 4, "best_round": 2, "validation_chosen_round": 3, "other_moment_round": 3}
+    figures |= {"last_round": 4, "best_round": 2, "validation_chosen_round": 3}
     figures |= {"mean": 56.25, "std": 12.5, "best_std": 25, "worst": 50, "best_decile": 97.5, "lowest": 5}
     figures |= {"head": 25, "global": 62.5, "majority": 75.12, **{key: 100 * n for key, n in counted.items()}}
     figures |= {
@@ -91,7 +89,7 @@ def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> Non
 
     sheet = summary.comparison_sheet("", groups)
     row, row_without = rows_of(sheet)
-    optional = {"validation-chosen": "68.75", "at the other moment": "12.50", "new clients": "87.50"}
+    optional = {"validation-chosen": "68.75", "new clients": "87.50"}
     optional |= {
         "balanced accuracy": "31.25",
         "macro-F1": "18.75",
@@ -105,7 +103,7 @@ def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> Non
     assert row == {"run": found.label, "primary predictor": "global", **accuracies, **costs}
     assert {row_without[name] for name in optional} == {"-"}
     notes = "\n".join(sheet.notes)
-    for said in ("Balanced accuracy (mean", "The other moment is", "New clients took no part"):
+    for said in ("Balanced accuracy (mean", "New clients took no part"):
         assert f"\n{said}" in notes
     assert "\nNever" not in notes
     sheet = summary.comparison_sheet("", [without])
@@ -378,7 +376,7 @@ def test_runs_are_repetitions_only_where_their_results_may_differ_by_the_seed_al
     places = [
         run(tmp_path / "a", 0.5, [1, 3]),
         run(
-            tmp_path / "b", 0.5, [1, 3], seed=1, threads=2, **{"keep-best": True, "max-upload-mb": 9}
+            tmp_path / "b", 0.5, [1, 3], seed=1, threads=2, **{"round-timeout": 9, "max-upload-mb": 9}
         ),  # which change no result
         run(tmp_path / "c", 0.5, [1, 3], seed=2, **{"cps-dim": 2}),
     ]
@@ -417,19 +415,6 @@ def test_the_first_of_equally_good_rounds_is_the_best_one_and_the_scoring_at_the
     assert found.chosen == found.last == scores(rounds, "mean")["head"].best
     assert set(scores(rounds)) == {"head"}
     assert scores([]) == {}
-
-
-def test_the_other_moment_is_the_last_one_that_was_scored() -> None:
-    after = [
-        entry(number, 0.5, 0.5, other_accuracy={"global": {"weighted": number / 8}}) for number in (1, 2, 3)
-    ]
-    del after[2]["other_accuracy"]
-    before = [{**line, "accuracy_of_round": line["round"] - 1} for line in after]
-    # Scored after the training of round 2, and before it what round 1 came to.
-    for lines, number in ((after, 1), (before, 2)):
-        other = scores(rounds_of(*lines))["global"].other
-        assert other is not None
-        assert (other[0], other[1].weighted) == (number, 0.25)
 
 
 def test_a_predictor_that_one_seed_lacks_is_not_said_to_be_unscored(tmp_path: Path) -> None:

@@ -63,9 +63,9 @@ def test_every_combination_is_a_run_and_seeds_share_a_row(tmp_path: Path) -> Non
     only_seeds = sweep.read(None, ["seed=0,1"])
     assert list(only_seeds.runs) == ["all"]
     assert sweep.directory(None, only_seeds) == Path("runs/sweep-seed")
-    fixed = ["models=a/b", "both-moments=true", "num-server-rounds=3"]  # a sweep may go further where it is
+    fixed = ["models=a/b", "auc=true", "num-server-rounds=3"]  # a sweep may go further where it is
     other = sweep.read(None, ["seed=0,1", *fixed])
-    assert sweep.directory(None, other) == Path("runs/sweep-seed-both-moments=true,models=a_b")
+    assert sweep.directory(None, other) == Path("runs/sweep-seed-auc=true,models=a_b")
 
 
 def test_labels_can_name_directories_and_differ() -> None:

@@ -8,7 +8,6 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import SECTIONS, build_method
 
-BEST: dict[str, Any] = {"keep-best": True, "models": "cnn4"}
 NO_REPORT: dict[str, Any] = {"client-report": "none"}
 
 
@@ -21,11 +20,8 @@ NO_REPORT: dict[str, Any] = {"client-report": "none"}
         ({"num-clients": 4, "new-clients": 4}, "new-clients = 4: must be at most 3, since at least one of"),
         ({"num-clients": 4, "new-clients": 2, "min-replies": 3}, "min-replies = 3: must be at most 2, the"),
         ({"new-clients": 1, **NO_REPORT}, "new-clients = 1: .* clients report no scores"),
-        ({"both-moments": True, **NO_REPORT}, "both-moments = true: .*; must be false"),
         ({"per-class": True, **NO_REPORT}, "^per-class = true: .* clients report no scores; must be false$"),
         ({"auc": True, **NO_REPORT}, "^auc = true: .* clients report no scores; must be false$"),
-        ({**BEST, **NO_REPORT}, "keep-best = true: with client-report = 'none' clients report no scores"),
-        ({**BEST, "method": "fedavg"}, "keep-best = true: .* method 'fedavg' scores clients before"),
         ({"predictor": "etf"}, "^predictor = 'etf': method 'fedproto' has no .* one of auto, head, global"),
     ],
 )
@@ -33,7 +29,3 @@ def test_rejects_settings_that_contradict_each_other(keys: dict[str, Any], reaso
     with pytest.raises(PbflError, match=reason) as error:
         build_method(parse(keys, SECTIONS))
     assert "\n" not in str(error.value)
-
-
-def test_keeps_the_best_state_of_a_method_that_is_scored_after_training() -> None:
-    build_method(parse({**BEST, "method": "fedavg", "evaluate-moment": "after"}, SECTIONS))

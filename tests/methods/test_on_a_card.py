@@ -31,7 +31,6 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
     "adam": {"optimizer": "adam", "learning-rate": 0.001, "optimizer-state": "kept", "max-grad-norm": 1.0},
     "evaluated": {
         "per-class": True,
-        "both-moments": True,
         "validation-share": 0.3,
         "local-epochs": 2,
         "collect": "last-epoch",

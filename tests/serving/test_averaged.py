@@ -177,13 +177,13 @@ def test_a_server_without_a_complete_network_is_one_line(method: str, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("option", ["--client", "--round"])
-def test_options_that_do_not_go_with_global_are_refused(
-    option: str, runs: dict[str, Path], tmp_path: Path
-) -> None:
-    code, output = exported(runs["cnn4"], tmp_path / "out", option, "1")
+def test_options_that_do_not_go_together_are_refused(runs: dict[str, Path], tmp_path: Path) -> None:
+    code, output = exported(runs["cnn4"], tmp_path / "out", "--client", "1")
     assert code == 2
     assert "options beside --global must be" in output
+    best = pbfl("export", runs["cnn4"], "--client", 1, "--best", "--out", tmp_path / "out")
+    assert best.exit_code == 2
+    assert "--best: must be used with --global" in best.stderr
     assert not (tmp_path / "out").exists()
 
 

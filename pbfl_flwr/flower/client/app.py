@@ -10,8 +10,7 @@ import sys
 import time
 import traceback
 from bdb import BdbQuit
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 from flwr.app import Context, Error, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
-from torch.random import fork_rng
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
@@ -38,7 +36,7 @@ from pbfl_flwr.flower.client.session import (
 from pbfl_flwr.flower.client.worker import DataSource, Worker
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.method import Client, Method, Moment, resolved_moment
+from pbfl_flwr.method import Client, Method, Predictor, resolved_moment
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.prototypes.attacks import attacked
 from pbfl_flwr.runs.client_store import ClientState
@@ -120,9 +118,6 @@ def _train(message: Message, context: Context, worker: Worker) -> Message:
         stored, number = session.stored, session.client.round
         if stored is not None and stored.round > number:
             raise PbflError(f"asked for round {number}, but its state is already of round {stored.round}")
-        best = int(str(message.content.config_records[wire.CONFIG].get(wire.KEEP_BEST, 0)))
-        if stored is not None and stored.round <= best:
-            session.store.keep_best(best)
         last_reply = None if stored is None else partial(_stored_reply, stored, message, session.settings)
         repeated = stored is not None and stored.round == number
         return fault_injection.inject(
@@ -138,36 +133,21 @@ def _train_and_save(session: ClientSession, message: Message, worker: Worker) ->
     method, stored, client = session.method, session.stored, session.client
     down = worker.broadcast(message.content.array_records[wire.PAYLOAD], method.down, client.task)
     seeds.seed_code(client.device, client.seed, "layers", client.key, client.round)
-    moment, both = (
-        resolved_moment(session.settings.evaluation, method),
-        session.settings.evaluation.both_moments,
-    )
-    scores: dict[Moment, Scores] = {}
-    evaluated = 0.0
-    if moment == "before" or both:
-        with nullcontext() if moment == "before" else _restored(client):
-            method.install(client, down)
-            started = time.perf_counter()
-            scores["before"] = evaluate(client, method.predictors(client, down))
-            evaluated = time.perf_counter() - started
+    moment = resolved_moment(session.settings.evaluation, method)
+    if moment == "before":
+        method.install(client, down)
+        scores, evaluated = _timed_scores(client, method.predictors(client, down))
     started = time.perf_counter()
     trained = method.local_update(client, down)
     _check_usable(trained.payload, method, client)
     update = attacked(session.settings, client, trained)
     fitted = time.perf_counter() - started
     predictors = method.predictors(replace(client, memory=update.memory), down)
-    if moment == "after" or both:
-        started = time.perf_counter()
-        scores["after"] = evaluate(client, predictors)
-        evaluated += time.perf_counter() - started
+    if moment == "after":
+        scores, evaluated = _timed_scores(client, predictors)
     participations = 1 + (stored.participations if stored else 0)
     seconds = (*session.seconds, fitted, evaluated, 0.0)
-    report = replace(
-        _report(session, scores.pop(moment), participations, seconds, update.metrics),
-        round=client.round,
-        other=next((other.correct for other in scores.values()), None),
-        other_by_class=next((other.by_class for other in scores.values()), None),
-    )
+    report = replace(_report(session, scores, participations, seconds, update.metrics), round=client.round)
     payload = wire.encode(update.payload, session.settings.prototypes.wire_dtype)
     started = time.perf_counter()
     session.store.save(state_after_round(session, update, predictors, report))
@@ -189,13 +169,11 @@ def _check_usable(upload: Payload, method: Method[Any, Any, Any], client: Client
         raise Diverged(f"its upload would be rejected: {error}; {remedies}") from None
 
 
-@contextmanager
-def _restored(client: Client) -> Iterator[None]:
-    """Restore the network's weights and torch's random states afterwards."""
-    weights = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
-    with fork_rng([client.device] if client.device.type == "cuda" else []):
-        yield
-    client.model.load_state_dict(weights)
+def _timed_scores(client: Client, predictors: Mapping[str, Predictor]) -> tuple[Scores, float]:
+    """Return the client's scores, and the seconds that scoring took."""
+    started = time.perf_counter()
+    scores = evaluate(client, predictors)
+    return scores, time.perf_counter() - started
 
 
 def _evaluate(message: Message, context: Context, worker: Worker) -> Message:
@@ -206,9 +184,8 @@ def _evaluate(message: Message, context: Context, worker: Worker) -> Message:
     down = worker.broadcast(message.content.array_records[wire.PAYLOAD], method.down, client.task)
     if resolved_moment(session.settings.evaluation, method) == "before":
         method.install(client, down)
-    started = time.perf_counter()
-    scores = evaluate(client, method.predictors(client, down))
-    seconds = (*session.seconds, 0.0, time.perf_counter() - started, 0.0)
+    scores, evaluated = _timed_scores(client, method.predictors(client, down))
+    seconds = (*session.seconds, 0.0, evaluated, 0.0)
     report = _report(session, scores, session.stored.participations if session.stored else 0, seconds)
     return Message(wire.content(report=report.to_record()), reply_to=message)
 

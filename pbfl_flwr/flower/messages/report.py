@@ -19,7 +19,7 @@ from pbfl_flwr.training.class_metrics import Areas, ByClass
 # Timed steps: data loads shards; open network, state, settings.
 SPENT = ("data", "open", "fit", "evaluate", "save")
 # Fields of the record, see Report.to_record; not allowed as names of metrics.
-OWN = ("n", "c", "t", "v", "o", "k", "ko", "g", "a")
+OWN = ("n", "c", "t", "v", "k", "g", "a")
 MAX_METRICS = 100  # of one report
 MAX_NAME = 100  # characters of a metric's name
 Table = NDArray[np.int64]
@@ -74,10 +74,7 @@ class Report:
         num_validation: number of samples held out for validation.
         validation: predictor -> number of correct validation samples; None without any.
         round: of the upload; 0 if the client did not train.
-        other: predictor -> number of correct test samples at the other moment (before training instead of after it,
-            or vice versa); None if the client was not scored twice.
         by_class: the test samples counted by class, for every predictor in ``correct``; None if not requested.
-        other_by_class: the same at the other moment.
         gpu_mb: peak GPU memory reserved by torch in the process; 0 if it uses no GPU.
         areas: predictor -> areas under the ROC curve, for every predictor in ``correct``; None if not requested.
     """
@@ -93,9 +90,7 @@ class Report:
     num_validation: int = 0
     validation: Mapping[str, int] | None = None
     round: int = 0
-    other: Mapping[str, int] | None = None
     by_class: ByClass | None = None
-    other_by_class: ByClass | None = None
     gpu_mb: float = 0.0
     areas: Mapping[str, Areas] | None = None
 
@@ -112,12 +107,8 @@ class Report:
         }
         if self.num_validation:
             fixed["v"] = [self.num_validation, *_in_order(self.validation)]
-        if self.other is not None:
-            fixed["o"] = _in_order(self.other)
         if self.by_class is not None:
             fixed["k"] = [*self.by_class.tested, *_rows(self.by_class)]
-            if self.other_by_class is not None:
-                fixed["ko"] = _rows(self.other_by_class)
         if self.gpu_mb:
             fixed["g"] = [self.gpu_mb]
         if self.areas:
@@ -147,10 +138,9 @@ class Report:
         correct = [int(value) for value in _list(record, "c", len(PREDICTORS))]
         held_out = _list(record, "v", 1 + len(PREDICTORS)) if "v" in record else [0] * (1 + len(PREDICTORS))
         num_validation, *validated = (int(value) for value in held_out)
-        other = [int(value) for value in _list(record, "o", len(PREDICTORS))] if "o" in record else None
         loss, data, opened, fitted, evaluated, saved, peak_mb = _list(record, "t", 7)
         counters = (num_train, num_test, participations, num_validation, number)
-        if min(counters) < 0 or max(correct + (other or [])) > num_test or max(validated) > num_validation:
+        if min(counters) < 0 or max(correct) > num_test or max(validated) > num_validation:
             raise RejectedPayload("its counters contradict each other")
         if max(counters) >= MAX_COUNT:
             raise RejectedPayload(f"its report counts {max(counters)} samples")
@@ -163,13 +153,7 @@ class Report:
         scored, by_validation = _named(correct), _named(validated) if num_validation else None
         metrics = {key: _checked(key, value) for key, value in record.items() if not isinstance(value, list)}
         seconds = (data, opened, fitted, evaluated, saved)
-        by_class = other_by_class = None
-        if classes := requested.classes:
-            (tested,), rows = _table(record, "k", classes, 1, scored)
-            by_class = _counted(tested, rows, num_test, scored)
-            if other is not None:
-                _, rows = _table(record, "ko", classes, 0, _named(other))
-                other_by_class = _counted(tested, rows, num_test, _named(other))
+        by_class = _by_class(record, requested.classes, num_test, scored) if requested.classes else None
         return cls(
             num_train,
             num_test,
@@ -182,9 +166,7 @@ class Report:
             num_validation,
             by_validation,
             number,
-            None if other is None else _named(other),
             by_class,
-            other_by_class,
             _list(record, "g", 1)[0] if "g" in record else 0.0,
             _areas(record, scored) if requested.areas and num_test else None,
         )
@@ -222,23 +204,19 @@ def _rows(counts: ByClass) -> list[int]:
     return [count for name in names for row in (counts.right[name], counts.answered[name]) for count in row]
 
 
-def _table(
-    record: MetricRecord, key: str, classes: int, first: int, scored: Mapping[str, int]
-) -> tuple[Table, Table]:
-    """Return an entry of counts as tables (first, K) and (2·P, K): leading rows, then R and A of every predictor."""
-    values, length = record.get(key), (first + 2 * len(scored)) * classes
+def _by_class(record: MetricRecord, classes: int, num_test: int, scored: Mapping[str, int]) -> ByClass:
+    """Return the counts by class, after checking that they add up to the totals in the rest of the report.
+
+    They travel as a table (1 + 2·P, K): samples tested, then R and A of every predictor.
+    """
+    values, length = record.get("k"), (1 + 2 * len(scored)) * classes
     if not isinstance(values, list) or len(values) != length:
-        raise RejectedPayload(f"its report lacks '{key}' of length {length}, counts by class")
-    counts = np.array(values) if values else np.zeros(0, dtype=np.int64)
-    if counts.dtype.kind != "i" or (counts.size and not 0 <= counts.min() <= counts.max() < MAX_COUNT):
-        raise RejectedPayload(f"'{key}' of its report holds values that are not counts")
-    table = counts.reshape(-1, classes)
-    return table[:first], table[first:]
-
-
-def _counted(tested: Table, rows: Table, num_test: int, scored: Mapping[str, int]) -> ByClass:
-    """Return the counts by class, after checking that they add up to the totals in the rest of the report."""
-    right, answered = rows[0::2], rows[1::2]
+        raise RejectedPayload(f"its report lacks 'k' of length {length}, counts by class")
+    counts = np.array(values)
+    if counts.dtype.kind != "i" or not 0 <= counts.min() <= counts.max() < MAX_COUNT:
+        raise RejectedPayload("'k' of its report holds values that are not counts")
+    tested, *_ = table = counts.reshape(-1, classes)
+    right, answered = table[1::2], table[2::2]
     totals = list(scored.values())
     agree = tested.sum() == num_test and (answered.sum(axis=1) == num_test).all()
     agree = agree and right.sum(axis=1).tolist() == totals

@@ -24,7 +24,6 @@ from pbfl_flwr.task import Task
 P = TypeVar("P", bound=Payload)
 
 PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names; short, because every message contains them
-KEEP_BEST = "best"  # in CONFIG: the best round so far, whose client states are kept
 MAX_BYTES = 2**31  # of one reply; Flower's own frame limit
 FORMAT = "safetensors crc32="  # stype of the array, followed by the checksum; Flower passes on unknown stypes unchanged
 MAX_HEADER = (

@@ -114,12 +114,8 @@ def phase_of(
     experiment: str,
     dtype: wire.WireDtype,
     malicious: frozenset[int] = frozenset(),
-    best: int = 0,
 ) -> Phase:
-    """Return the phase with its messages, which are still to be sent.
-
-    ``best`` is the best round so far, whose client states are kept; 0 if none are.
-    """
+    """Return the phase with its messages, which are still to be sent."""
     messages, down, scalars, names = [], {}, 0, roster.names
     # A broadcast that is the same object for several clients is encoded once. The payload is kept with its encoding,
     # since the id of a deleted object may be reused.
@@ -131,8 +127,6 @@ def phase_of(
         config = ConfigRecord({"round": plan.number, "experiment": experiment})
         if number in names:
             config["client"] = number  # clients without a name know their number
-        if best:
-            config[wire.KEEP_BEST] = best
         if not (client := roster.clients[number]).simulated:
             config[IDENTITY] = declared_identity(client.label, client.task, client.labels, client.columns)
         message = Message(

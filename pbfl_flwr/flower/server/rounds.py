@@ -97,15 +97,6 @@ def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
     }
 
 
-def at_other_moment(reports: Mapping[int, Report]) -> dict[int, Report]:
-    """Return the reports of clients scored twice, with the scores at the other moment in place of the run's."""
-    return {
-        client: replace(report, correct=report.other, by_class=report.other_by_class, areas=None)
-        for client, report in reports.items()
-        if report.other is not None
-    }
-
-
 def scores(exchange: Exchange) -> Scores:
     """Return the accuracies of an exchange over its honest clients."""
     honest = exchange.phase.honest(exchange.reports)
@@ -150,13 +141,12 @@ def round_fields(
     trained = [exchange.reports[client] for client in exchange.trained]
     samples = [report.num_train for report in trained]
     names = sorted({name for report in trained for name in report.metrics or {}})
-    reports, honest = list(exchange.reports.values()), phase.honest(exchange.reports)
-    tested = list(honest.values())
+    reports = list(exchange.reports.values())
+    tested = list(phase.honest(exchange.reports).values())
     return {
         "round": phase.number,
         **dict(scores(exchange)),
         "accuracy_of_round": phase.number - 1 if moment == "before" else phase.number,
-        "other_accuracy": summarise_accuracy(at_other_moment(honest)),
         "test_loss": _mean([report.test_loss for report in tested], [report.num_test for report in tested]),
         "client_metrics": {
             name: _mean([(report.metrics or {}).get(name) for report in trained], samples) for name in names
@@ -190,13 +180,10 @@ def failures(exchange: Exchange) -> list[Failure]:
 def clients_record(exchange: Exchange, final: Exchange | None = None) -> ClientsRecord:
     """Return a round's line of clients.jsonl: a column for each counter, an entry for each client."""
     phase, reports = exchange.phase, exchange.reports
+    counted = any(report.by_class for report in reports.values())
 
     def column(value: Callable[[Report], Any]) -> list[Any]:
         return [value(report) for report in reports.values()]
-
-    def optional(value: Callable[[Report], Any]) -> list[Any]:
-        """Return no column if no client has the value."""
-        return column(lambda report: value(report) or {}) if any(map(value, reports.values())) else []
 
     return ClientsRecord(
         round=phase.number,
@@ -208,9 +195,7 @@ def clients_record(exchange: Exchange, final: Exchange | None = None) -> Clients
         correct=column(lambda report: dict(report.correct or {})),
         num_validation=column(lambda report: report.num_validation),
         correct_validation=column(lambda report: dict(report.validation or {})),
-        correct_other=(column(lambda report: dict(report.other or {})) if at_other_moment(reports) else []),
-        by_class=optional(lambda report: report.by_class and report.by_class.brief()),
-        other_by_class=optional(lambda report: report.other_by_class and report.other_by_class.brief()),
+        by_class=column(lambda report: report.by_class.brief() if report.by_class else {}) if counted else [],
         test_loss=column(lambda report: report.test_loss),
         metrics=column(lambda report: dict(report.metrics or {})),
         seconds=column(lambda report: list(report.seconds)),

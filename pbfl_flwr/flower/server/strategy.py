@@ -52,7 +52,6 @@ from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.early_stopping import (
     Score,
-    best_round,
     early_stop_warning,
     patience_exhausted,
     score_of,
@@ -321,7 +320,6 @@ class MethodStrategy(Strategy):
         settings, experiment = self.settings, self.experiment
         if plan.new_clients:
             experiment += f"-new-{self.done}"
-        best = best_round(self._scores) if settings.run.keep_best else None
         return phase_of(
             plan,
             self.method,
@@ -330,7 +328,6 @@ class MethodStrategy(Strategy):
             experiment,
             settings.prototypes.wire_dtype,
             frozenset(malicious(settings)),
-            best or 0,
         )
 
     def _rules(self, plan: RoundPlan) -> ReplyRules:

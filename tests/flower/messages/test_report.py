@@ -37,13 +37,10 @@ def test_rejects_reports_of_wrong_length_or_type() -> None:
 
 
 def test_rejects_more_correct_than_tested_samples() -> None:
-    record = Report(4, 3, correct={"head": 1}, other={"head": 3}).to_record()
-    assert Report.from_record(record).other == {"head": 3}
-    record["o"] = [4, -1, -1, -1, -1]
+    record = Report(4, 3, correct={"head": 3}).to_record()
+    assert Report.from_record(record).correct == {"head": 3}
+    record["c"] = [4, -1, -1, -1, -1]
     with pytest.raises(RejectedPayload, match="contradict"):
-        Report.from_record(record)
-    record["o"] = [1]
-    with pytest.raises(RejectedPayload, match="lacks 'o' of length 5"):
         Report.from_record(record)
 
 
@@ -73,29 +70,19 @@ def test_counts_are_zero_without_test_samples() -> None:
     assert summarise_accuracy({0: empty}) == {}
 
 
-def twice() -> Report:
-    other = ByClass(FIRST.tested, {"head": [1, 0, 0, 0]}, {"head": [1, 0, 0, 3]})
-    return report_by_class(FIRST, other={"head": 1}, other_by_class=other)
-
-
 def test_counts_by_class_round_trip_as_integers() -> None:
-    for sent in (report_by_class(SECOND), twice()):
+    for sent in (report_by_class(FIRST), report_by_class(SECOND)):
         record = sent.to_record()
-        assert all(
-            type(value) is int
-            for value in [*numbers(record, "k"), *(numbers(record, "ko") if "ko" in record else [])]
-        )
+        assert all(type(value) is int for value in numbers(record, "k"))
         assert Report.from_record(record, Requested(4)) == sent
     several = ByClass([1, 2], {"head": [1, 1], "local": [0, 2]}, {"head": [2, 1], "local": [1, 2]})
     assert Report.from_record(report_by_class(several).to_record(), Requested(2)) == report_by_class(several)
 
 
 def test_unrequested_counts_are_ignored() -> None:
-    record = twice().to_record()
+    record = report_by_class(FIRST).to_record()
     record["k"] = [-1]
-    result = Report.from_record(record)
-    assert result.by_class is None
-    assert result.other == {"head": 1}
+    assert Report.from_record(record).by_class is None
     assert "k" not in Report(4, 3, 1, {"head": 1}).to_record()
 
 
@@ -127,9 +114,3 @@ def test_rejects_malformed_counts(change: Any, message: str) -> None:
 def test_rejects_missing_counts() -> None:
     with pytest.raises(RejectedPayload, match=LENGTH):
         Report.from_record(Report(9, 4, 1, {"head": 3}).to_record(), Requested(4))
-    record = MetricRecord({key: value for key, value in twice().to_record().items() if key != "ko"})
-    with pytest.raises(RejectedPayload, match="lacks 'ko' of length 8"):
-        Report.from_record(record, Requested(4))
-    record["ko"] = [0, 1, 0, 0, 1, 0, 0, 3]
-    with pytest.raises(RejectedPayload, match=CONTRADICT):  # right 1 of class 1, answered never
-        Report.from_record(record, Requested(4))

@@ -35,7 +35,6 @@ def test_records_hold_only_occurring_classes() -> None:
     exchange = Exchange(Phase([], RoundPlan(1, {}), down, 0, 0.0), reports=reports, up=down)
     columns = clients_record(exchange)
     assert columns.by_class == [FIRST.brief(), {}]
-    assert columns.other_by_class == []
     exchange.reports = {1: Report(9, 0)}
     assert clients_record(exchange).by_class == []
 
@@ -51,20 +50,20 @@ def without_classes(history: Sequence[RoundRecord]) -> list[Any]:
     return [
         {name: score.model_dump(exclude=SCORES) for name, score in scored.items()}
         for record in history
-        for scored in (record.accuracy, record.other_accuracy, record.final.accuracy if record.final else {})
+        for scored in (record.accuracy, record.final.accuracy if record.final else {})
     ]
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedavg"])
 def test_class_metrics_accompany_every_accuracy(tmp_path: Path, method: str) -> None:
-    keys: dict[str, Any] = {"new_clients": 1, "new_client_rounds": 1, "both_moments": True}
+    keys: dict[str, Any] = {"new_clients": 1, "new_client_rounds": 1}
     run = federation(tmp_path / "on", method, on_disk=True, per_class=True, **keys).run()
     off = federation(tmp_path / "off", method, on_disk=True, **keys).run()
     assert without_classes(run.strategy.history) == without_classes(off.strategy.history)
     assert same_tensors(*(of.strategy.state.to_tensors() for of in (run, off))), "training must not notice"
     last, (new,) = run.strategy.history[-1], run.strategy.new_client_rounds
     for record in (last, new):
-        places = [record.accuracy, record.other_accuracy]
+        places = [record.accuracy]
         if run.strategy.moment == "before":
             assert record.final is not None
             places.append(record.final.accuracy)
@@ -88,7 +87,6 @@ def test_class_metrics_accompany_every_accuracy(tmp_path: Path, method: str) -> 
         for label, count in zip(counts["classes"], counts["tested"], strict=True):
             pooled[label] += count
     assert pooled == tested
-    assert all(columns.other_by_class)
 
 
 def test_malicious_clients_are_left_out_of_class_metrics(tmp_path: Path) -> None:

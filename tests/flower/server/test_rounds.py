@@ -1,13 +1,11 @@
-"""What is recorded of a round: accuracies over clients, at both moments, and ages of classes."""
+"""What is recorded of a round: accuracies over clients, and ages of classes."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
-from pbfl_flwr.experiments.results import load, scores
-from pbfl_flwr.experiments.run_tables import accuracy_sheet
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
 from pbfl_flwr.flower.server.exchange import Phase, RoundPlan
@@ -15,8 +13,7 @@ from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.flower.server.rounds import clients_record, round_fields, summarise_accuracy, updated_ages
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.runs.records import Accuracy, Bytes, RoundRecord
-from pbfl_flwr.sinks import steps
-from tests.flower.inprocess import KINDS, Federation, federation, plain, same_tensors, shown
+from tests.flower.inprocess import KINDS, federation, plain, same_tensors
 
 
 def report(num_test: int, correct: int, **others: int) -> Report:
@@ -42,14 +39,12 @@ def exchange() -> Exchange:
     """Clients 0, 1 and 3 train, of which 3 lies; client 2 is only scored."""
     seconds = (1.0, 2.0, 3.0, 4.0, 5.0)
     reports = {
-        0: Report(1, 2, 1, {"head": 2}, 0.5, seconds, 70.0, {"loss.ce": 1.0}, other={"head": 0}),
+        0: Report(1, 2, 1, {"head": 2}, 0.5, seconds, 70.0, {"loss.ce": 1.0}),
         1: Report(
             3, 6, 1, {"head": 3}, 1.5, seconds, 90.0, {"loss.ce": 3.0, "held-back": 4.0}, 4, {"head": 1}
         ),
         2: Report(9, 2, 1, {"head": 0}, 2.5, seconds, 80.0),
-        3: Report(
-            4, 8, 1, {"head": 8}, 9.0, seconds, 60.0, {"loss.ce": 5.0}, 5, {"head": 5}, other={"head": 8}
-        ),
+        3: Report(4, 8, 1, {"head": 8}, 9.0, seconds, 60.0, {"loss.ce": 5.0}, 5, {"head": 5}),
     }
     down = {client: size(1, 10, 100) for client in reports}
     plan = RoundPlan(5, {0: "train", 1: "train", 2: "evaluate", 3: "train"})
@@ -67,7 +62,6 @@ def test_round_record_by_hand(moment: Literal["before", "after"], scored: int) -
     assert record.accuracy["head"].weighted == 0.5  # (2 + 3 + 0)/(2 + 6 + 2), without the malicious client
     assert record.accuracy["head"].clients == 3
     assert (record.validation["head"].weighted, record.validation["head"].clients) == (0.25, 1)
-    assert (record.other_accuracy["head"].weighted, record.other_accuracy["head"].clients) == (0.0, 1)
     assert record.test_loss == 1.5  # (2·0.5 + 6·1.5 + 2·2.5)/10: by test samples
     # (1·1 + 3·3 + 4·5)/8: by training samples
     assert record.client_metrics == {"held-back": 4.0, "loss.ce": 3.75}
@@ -92,7 +86,6 @@ def test_clients_record_holds_every_client() -> None:
     assert columns.correct == [{"head": 2}, {"head": 3}, {"head": 0}, {"head": 8}]
     assert columns.num_validation == [0, 4, 0, 5]
     assert columns.correct_validation == [{}, {"head": 1}, {}, {"head": 5}]
-    assert columns.correct_other == [{"head": 0}, {}, {}, {"head": 8}]
     assert [size.application for size in columns.bytes_up] == [20, 30, 1, 0]
     assert columns.name == []
 
@@ -101,7 +94,7 @@ def test_missing_figures_are_none() -> None:
     done = replace(exchange(), uploads={}, reports={2: Report(9, 0)}, failures={}, up={2: NO_BYTES})
     record = RoundRecord(**round_fields(done, "after", {}, 0.0, 1.0), warnings=[])
     assert (record.test_loss, record.client_metrics, record.accuracy) == (None, {}, {})
-    assert not {"validation", "other_accuracy", "ages", "final"} & set(record.to_json())
+    assert not {"validation", "ages", "final"} & set(record.to_json())
 
 
 def test_class_ages_by_hand() -> None:
@@ -122,54 +115,12 @@ def test_warns_of_predictor_that_no_client_could_score(
     assert all("has no scores of it" in line and "scores of head" in line for line in about_predictor)
 
 
-@pytest.mark.parametrize(
-    ("method", "moment"),
-    [*((method, "after") for method in KINDS), *((m, "before") for m in ("fedala", "tinyproto"))],
-)
-def test_other_accuracy_equals_that_of_a_run_at_the_other_moment(
-    tmp_path: Path, method: str, moment: str
-) -> None:
-    other = {"before": "after", "after": "before"}[moment]
-
-    def of(name: str, **keys: Any) -> Federation:
-        return federation(tmp_path / name, method, num_clients=3, **keys).run()
-
-    twice, reported = (
-        of("twice", evaluate_moment=moment, both_moments=True),
-        of("other", evaluate_moment=other),
+@pytest.mark.parametrize("method", [*KINDS, "fedala", "tinyproto"])
+def test_training_does_not_notice_when_clients_are_scored(tmp_path: Path, method: str) -> None:
+    before, after = (
+        federation(tmp_path / moment, method, num_clients=3, evaluate_moment=moment).run().strategy
+        for moment in ("before", "after")
     )
-    states = [run.strategy.state.to_tensors() for run in (twice, reported)]
-    assert same_tensors(*states), "training must not notice"
-    result = [line.other_accuracy for line in twice.strategy.history]
-    assert result == [line.accuracy for line in reported.strategy.history]
-    assert all(line.other_accuracy == {} for line in reported.strategy.history)
-
-
-def test_clients_that_do_not_train_are_scored_once(tmp_path: Path) -> None:
-    run = federation(tmp_path, both_moments=True, fraction_train=0.4, on_disk=True).run()
-    for line, columns in zip(run.strategy.history, run.directory.client_records(), strict=True):
-        assert line.accuracy["head"].clients == 5
-        assert line.other_accuracy["head"].clients == 2
-        scored = dict(zip(columns.client, columns.correct_other, strict=True))
-        assert {client for client, correct in scored.items() if correct} == set(line.trained)
-
-
-def test_tables_name_the_moment_and_its_round(tmp_path: Path) -> None:
-    after = federation(tmp_path / "after", both_moments=True, on_disk=True).run()
-    before = federation(tmp_path / "before", "fedavg", both_moments=True, on_disk=True).run()
-    for run, number in ((after, 1), (before, 2)):
-        history = run.strategy.history
-        last = history[-1].other_accuracy["head"]
-        assert (number, last) == scores(history)["head"].other
-        columns = dict(steps(history[-1]))
-        assert columns[number]["other-moment/head/weighted"] == last.weighted
-        lines = [line.split() for line in shown(run.directory.path).splitlines()]
-        (head,) = [line for line in lines if line[:1] == ["head"]]
-        assert head[-5:-3] == [f"{100 * last.weighted:.2f}", str(number)]
-    sheet = accuracy_sheet(load([after.directory.path]))
-    at = sheet.columns.index("at the other moment")
-    cells = next(row for row in sheet.rows if row[1] == "head")
-    assert cells[at : at + 2] == (
-        f"{100 * after.strategy.history[-1].other_accuracy['head'].weighted:.2f}",
-        "1",
-    )
+    assert same_tensors(before.state.to_tensors(), after.state.to_tensors())
+    assert before.history[-1].final is not None
+    assert before.history[0].accuracy != after.history[0].accuracy

@@ -3,14 +3,11 @@
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
 
-from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.server import strategy as strategies
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MAX_REPEATS
@@ -127,15 +124,3 @@ def test_does_not_wait_for_clients_that_are_only_scored(tmp_path: Path) -> None:
     with pytest.raises(RunEnded, match="round 2: 0 valid replies"):
         run.run()
     assert len([client for client, number, _ in run.grid.asked if number == 2]) == NUM_CLIENTS
-
-
-def test_repeated_round_is_not_the_best_yet(tmp_path: Path) -> None:
-    faults: dict[tuple[int, int], Fault] = {(client, 2): while_it_lasts(1) for client in (0, 1)}
-    run = federation(tmp_path, on_disk=True, faults=faults, min_replies=4, models="cnn4", keep_best=True)
-    with patch.object(
-        strategies, "scores_by_round", lambda history, predictor: {r.round: (False, r.round) for r in history}
-    ):
-        run.run()
-    questions = [message.content[wire.CONFIG] for message in run.grid.sent if wire.CONFIG in message.content]
-    messages = [question.get("best") for question in questions if question.get("round") == 2]
-    assert messages == [1] * 2 * NUM_CLIENTS
