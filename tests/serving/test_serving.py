@@ -30,6 +30,7 @@ from pbfl_flwr.serving.exported import BATCH, Exported, open_exported
 from pbfl_flwr.serving.network import Served, rebuild
 from pbfl_flwr.serving.predict import Prediction, predict, written
 from pbfl_flwr.serving.states import SavedModel, read_state, state_file
+from pbfl_flwr.util.user_code import own_code
 from tests.flower.inprocess import federation
 from tests.small_runs import pbfl
 
@@ -468,7 +469,7 @@ def test_a_network_in_the_users_code_must_be_allowed(tmp_path: Path, monkeypatch
         "shift": (0.0, 1.0),
     }
     card = card_of("garden_nets:build", feature_dim=3, **two)
-    weights = build_model("garden_nets:build", card.task, 1).state_dict()
+    weights = build_model(own_code("garden_nets:build", ["garden_nets:build"]), card.task, 1).state_dict()
     kept = SavedModel(card, dict(weights), {})
     with pytest.raises(PbflError, match="allow it with --model garden_nets:build"):
         export(kept, tmp_path / "out")

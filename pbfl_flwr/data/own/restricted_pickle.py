@@ -130,7 +130,10 @@ def load_arrays(path: Path, key: str, names: Sequence[str]) -> list[NDArray[Any]
                         f"it holds {dtype} of shape {shape} where one pickled object is expected"
                     )
                 start = file.tell()
-                if any("PUT" in code.name and place > size for code, place, _ in pickletools.genops(file)):
+                if any(
+                    "PUT" in code.name and int(place or 0) > size
+                    for code, place, _ in pickletools.genops(file)
+                ):
                     raise pickle.UnpicklingError("it asks for a memo longer than the file")
                 file.seek(start)
                 content = _content(_Unpickler(file).load(), [size])
