@@ -464,30 +464,6 @@ class PrivacySettings(Group):
     )
 
 
-Rate = Annotated[float, Field(ge=0, le=1)]
-
-
-class FaultSettings(Group):
-    """Faults injected into the replies of clients, for tests; ``docs/faults.md``."""
-
-    prefix: ClassVar[str] = "faults."
-
-    drop: Rate = Field(0.0, description="share of training replies that are lost after the training")
-    crash: Rate = Field(0.0, description="share of training instructions on which the client raises an error")
-    corrupt: Rate = Field(0.0, description="share of uploads of which bytes change in transit")
-    stale: Rate = Field(
-        0.0,
-        description="share of training replies that are the client's last reply, sent again without training",
-    )
-    delay: Rate = Field(0.0, description="share of training replies that are late by delay-seconds")
-    delay_seconds: float = Field(1.0, ge=0, le=31_536_000, description="length of a delay")
-
-    def injected(self) -> dict[str, float]:
-        """Return the rates above 0 by kind."""
-        rates: dict[str, float] = self.model_dump(exclude={"delay_seconds"})
-        return {kind: rate for kind, rate in rates.items() if rate}
-
-
 class AttackSettings(Group):
     """Malicious clients, which send falsified prototypes; simulations only, ``docs/faults.md``."""
 
@@ -519,6 +495,5 @@ GROUPS: dict[str, type[Group]] = {
     "conventions": ConventionSettings,
     "prototypes": PrototypeSettings,
     "privacy": PrivacySettings,
-    "faults": FaultSettings,
     "attack": AttackSettings,
 }

@@ -17,7 +17,6 @@ from pbfl_flwr.config.keys import (
     ConventionSettings,
     DataSettings,
     EvaluationSettings,
-    FaultSettings,
     ModelSettings,
     PrivacySettings,
     PrototypeSettings,
@@ -74,7 +73,7 @@ class Settings(BaseModel):
     """The whole run configuration.
 
     Attributes:
-        run, data, models, training, evaluation, conventions, prototypes, privacy, faults, attack: the groups of
+        run, data, models, training, evaluation, conventions, prototypes, privacy, attack: the groups of
             keys, with the protocol applied.
         method_section: the keys ``<method>.<key>`` of the chosen method, without the prefix.
         allowed: functions ``my_package.module:function`` that may be imported; None for all that the keys name, as in a
@@ -91,7 +90,6 @@ class Settings(BaseModel):
     conventions: ConventionSettings = ConventionSettings()
     prototypes: PrototypeSettings = PrototypeSettings()
     privacy: PrivacySettings = PrivacySettings()
-    faults: FaultSettings = FaultSettings()
     attack: AttackSettings = AttackSettings()
     method_section: dict[str, Scalar] = {}
     allowed: frozenset[str] | None = None

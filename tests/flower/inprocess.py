@@ -30,7 +30,7 @@ from torch import Tensor
 from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, Shard, load_pool
 from pbfl_flwr.experiments.show import show_run
-from pbfl_flwr.flower.client import device, fault_injection, session
+from pbfl_flwr.flower.client import device, session
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.worker import DataSource, Run, Worker
 from pbfl_flwr.flower.engines.grid import Handler, LocalGrid, run_immediately
@@ -477,17 +477,6 @@ def stored_rounds(run: Federation) -> dict[int, Any]:
         _, about = load_tensors(file)
         rounds[int(about["client"])] = int(about["round"]), int(about["participations"])
     return rounds
-
-
-def injected(kind: str, hit: set[tuple[int, int]]) -> Any:
-    """Draw this fault for (client, round) in hit and none else."""
-    none: dict[str, Any] = {"drop": False, "crash": False, "corrupt": False, "stale": False, "seconds": 0.0}
-
-    def drawn(settings: Any, client: Any, server_round: int) -> fault_injection.Fault:
-        value = {kind: 1.5 if kind == "seconds" else True} if (client, server_round) in hit else {}
-        return fault_injection.Fault(**{**none, **value}, places=(0.5, 0.9))
-
-    return patch.object(fault_injection, "draw", drawn)
 
 
 def tensors_in(thing: Any, name: str = "") -> dict[str, Tensor]:

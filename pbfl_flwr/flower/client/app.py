@@ -12,7 +12,6 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from flwr.app import Context, Error, Message, MetricRecord
@@ -23,7 +22,6 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError, format_exception, is_out_of_memory
-from pbfl_flwr.flower.client import fault_injection
 from pbfl_flwr.flower.client.device import peak_gpu_memory, release_gpu_memory
 from pbfl_flwr.flower.client.handshake import answer_handshake, reason_of
 from pbfl_flwr.flower.client.mods import call_with_mods, checked_mods
@@ -44,7 +42,7 @@ from pbfl_flwr.training.evaluation import Scores, evaluate
 from pbfl_flwr.training.loop import REMEDY, Diverged
 from pbfl_flwr.util.memory import peak_memory
 
-CLIENT_FAULT = 2  # Flower's code for "the ClientApp raised an exception"
+RAISED = 2  # Flower's code for "the ClientApp raised an exception"
 
 
 def make_client_app(
@@ -107,7 +105,7 @@ def _guarded(message: Message, context: Context, handler: ClientAppCallable, wor
         if is_out_of_memory(error):
             worker.release_networks()
     release_gpu_memory()  # only now: the exception, which referenced tensors, has been released
-    return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
+    return Message(Error(code=RAISED, reason=reason), reply_to=message)
 
 
 def _train(message: Message, context: Context, worker: Worker) -> Message:
@@ -118,14 +116,9 @@ def _train(message: Message, context: Context, worker: Worker) -> Message:
         stored, number = session.stored, session.client.round
         if stored is not None and stored.round > number:
             raise PbflError(f"asked for round {number}, but its state is already of round {stored.round}")
-        last_reply = None if stored is None else partial(_stored_reply, stored, message, session.settings)
-        repeated = stored is not None and stored.round == number
-        return fault_injection.inject(
-            fault_injection.draw(session.settings, session.client.key, number),
-            message,
-            last_reply if repeated and last_reply else partial(_train_and_save, session, message, worker),
-            last_reply,
-        )
+        if stored is not None and stored.round == number:
+            return _stored_reply(stored, message, session.settings)
+        return _train_and_save(session, message, worker)
 
 
 def _train_and_save(session: ClientSession, message: Message, worker: Worker) -> Message:

@@ -17,7 +17,7 @@ from pathlib import Path
 from flwr.app import Context, Error, Message, RecordDict
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.client.app import CLIENT_FAULT, make_client_app
+from pbfl_flwr.flower.client.app import RAISED, make_client_app
 from pbfl_flwr.flower.client.device import as_worker, release_gpu_memory
 from pbfl_flwr.flower.deploy.processes import HANGUPS
 from pbfl_flwr.flower.engines.channel import Channel, channel
@@ -132,7 +132,7 @@ class WorkerPool:
             return worker.handle(message, context)
         except WorkerDied as error:
             died = True
-            return Message(Error(code=CLIENT_FAULT, reason=str(error)), reply_to=message)
+            return Message(Error(code=RAISED, reason=str(error)), reply_to=message)
         finally:
             with self._lock:
                 if self._busy.get(node) is worker:

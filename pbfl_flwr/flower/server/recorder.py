@@ -249,10 +249,6 @@ def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int
         *privacy_notes(settings, method),
         *method.config_warnings(num_rounds),
     ]
-    if faults := settings.faults.injected():
-        warnings.append(
-            f"faults are injected: {', '.join(f'{kind} {rate:g}' for kind, rate in faults.items())}"
-        )
     if malicious_clients := malicious(settings):
         warnings.append(settings.attack.notice(malicious_clients))
     for warning in warnings:

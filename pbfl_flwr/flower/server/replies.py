@@ -156,9 +156,9 @@ class _Intake:
         exchange, accepted = self.exchange, self._accepted
         sizes = {client: upload.sizes for client, upload in accepted.items()}
         reported = {client: upload.reported for client, upload in accepted.items()}
-        for client, fault in self.rules.plausibility.implausible(sizes, reported).items():
+        for client, why in self.rules.plausibility.implausible(sizes, reported).items():
             del accepted[client], exchange.reports[client]
-            exchange.failures[client] = f"upload rejected: {fault}"
+            exchange.failures[client] = f"upload rejected: {why}"
 
     def _decode(
         self, client: int, reply: Message, size: Bytes | Exception, training: bool
