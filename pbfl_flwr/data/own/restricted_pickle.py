@@ -131,8 +131,7 @@ def load_arrays(path: Path, key: str, names: Sequence[str]) -> list[NDArray[Any]
                     )
                 start = file.tell()
                 if any(
-                    "PUT" in code.name and int(place or 0) > size
-                    for code, place, _ in pickletools.genops(file)
+                    "PUT" in code.name and (place or 0) > size for code, place, _ in pickletools.genops(file)
                 ):
                     raise pickle.UnpicklingError("it asks for a memo longer than the file")
                 file.seek(start)
