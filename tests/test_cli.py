@@ -127,7 +127,6 @@ EMPTY = "'': must be a path, . for the current directory"
         ("run --set num-server-rounds=1 --run-dir file/x", "file/x cannot be written (Not a directory)"),
         ("deploy local --run-dir file/x", "file/x cannot be written (Not a directory)"),
         ("certs --host fl.example.org --out file/x", "cannot be written"),
-        ("certs --host fl.example.org --force --out file/x", "cannot be written"),
         ("keys site-a --out file/x", "cannot be written"),
     ],
 )
@@ -694,9 +693,6 @@ def test_certificates_and_keys_say_what_goes_where(tmp_path: Path) -> None:
     ]
     assert pbfl("certs", "--out", tmp_path / "s", "--host", "fl.example.org").exit_code == 2
     assert pbfl("certs", "--out", tmp_path / "s", "--host", "fl.example.org", "--renew").exit_code == 0
-    assert pbfl("certs", "--out", tmp_path / "s", "--host", "x", "--renew", "--force").exit_code == 2
-    short = pbfl("certs", "--out", tmp_path / "s", "--host", "x", "--force", "--ca-days", 2)
-    assert "the CA ends then" in short.stdout
     result = pbfl("keys", "--out", tmp_path / "k", "a", "b")
     assert result.exit_code == 0
     assert f"flwr supernode register {tmp_path / 'k' / 'b.pub'}" in result.stdout

@@ -40,40 +40,22 @@ def certs(
     days: Annotated[
         int, typer.Option("--days", min=1, max=3650, help="Validity of the server's certificate in days.")
     ] = 365,
-    ca_days: Annotated[
-        int,
-        typer.Option(
-            "--ca-days",
-            min=1,
-            max=36500,
-            help="Validity of a new CA in days; it limits the server's certificate.",
-        ),
-    ] = 3650,
     renew: Annotated[
         bool, typer.Option("--renew", help="Keep the CA of DIR, replace the server's certificate and key.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace everything in DIR.")] = False,
 ) -> None:
     """Create a certificate authority and a server certificate for TLS."""
     from pbfl_flwr.flower.deploy import certificates as security
 
     console = screen()
-    if renew and force:
-        raise PbflError(
-            "--renew and --force: one keeps the CA, the other replaces it; must be one of the two"
-        )
     with writing(out):
         if renew:
             security.renew_certificate(out, hosts, days)
         else:
-            security.make_certificates(out, hosts, days, ca_days=ca_days, force=force)
+            security.make_certificates(out, hosts, days)
     server = security.read_certificate(out / security.SERVER_CERTIFICATE)
-    end, of_all = security.end_of_trust(server, out / security.CA_CERTIFICATE)
     names = ", ".join(security.alternatives(server))
-    say(console, f"certificate for {names}, valid until {end:%Y-%m-%d}")
-    if of_all:
-        advice = "the CA ends then, too: before that, create a new one with --force and copy its ca.pem to every device"
-        say(console, advice, "yellow")
+    say(console, f"certificate for {names}, valid until {server.not_valid_after_utc:%Y-%m-%d}")
     for file, place in (
         (security.CA_CERTIFICATE, "copy to every device and to users of flwr; not secret"),
         (security.SERVER_CERTIFICATE, "stays on the server; not secret"),

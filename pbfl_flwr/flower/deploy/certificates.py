@@ -1,4 +1,4 @@
-"""Certificates for the server, key pairs for the devices, and the certificate that a server shows.
+"""One CA and one certificate for the server, and key pairs for the devices.
 
 Certificates are X.509 on the curve P-256; device keys are in OpenSSH format on P-384, as Flower's SuperNode
 authentication requires. Nothing here needs Flower.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import socket
-import ssl
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -35,6 +33,10 @@ from pbfl_flwr.util.atomic_files import write_atomically
 CA_CERTIFICATE, CA_KEY = "ca.pem", "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.pem", "server.key"
 NODE_CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
+KEY_USAGES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 CA_DAYS = 3650
 BACKDATED = timedelta(days=1)  # so that a device whose clock is slow does not refuse a new certificate
 LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
@@ -43,34 +45,24 @@ LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 # Certificates ---------------------------------------------------------------------------------------------------
 
 
-def make_certificates(
-    directory: Path, hosts: Sequence[str], days: int, *, ca_days: int = CA_DAYS, force: bool = False
-) -> None:
-    """Write a new certificate authority and a server certificate signed by it.
+def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> None:
+    """Write a new certificate authority, valid for ten years, and a server certificate signed by it.
 
-    ``hosts`` are the names and IP addresses under which devices reach the server. Its certificate is valid for so many
-    days, and at the latest until the CA's ends; then, as after ``force`` has overwritten the files, every device needs
-    the new ca.pem. Keys are readable by their owner only.
+    ``hosts`` are the names and IP addresses under which devices reach the server; its certificate is valid for so many
+    ``days``. Keys are readable by their owner only.
 
     Raises:
         PbflError: if a host is no valid name or address, or if a file exists.
     """
     names = _alternatives(hosts)
     files = [directory / name for name in (CA_CERTIFICATE, CA_KEY, SERVER_CERTIFICATE, SERVER_KEY)]
-    if not force:
-        _refuse_existing(
-            files, "--force replaces them, --renew keeps the CA and replaces the server's certificate"
-        )
-    ca_key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"pbfl CA {os.urandom(4).hex()}")])
-    ca = (
-        _builder(subject, subject, ca_key.public_key(), ca_key.public_key(), _in_days(ca_days))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
-        .sign(ca_key, hashes.SHA256())
-    )
-    authority = {CA_KEY: _pem(ca_key), CA_CERTIFICATE: ca.public_bytes(Encoding.PEM)}
-    _write(directory, authority | _of_server(names, days, ca, ca_key), private=(CA_KEY, SERVER_KEY))
+    _refuse_existing(files, "--renew replaces the server's certificate; a new CA needs another directory")
+    key, subject = ec.generate_private_key(ec.SECP256R1()), _name(f"pbfl CA {os.urandom(4).hex()}")
+    usage = {name: name in ("key_cert_sign", "crl_sign") for name in KEY_USAGES}
+    more = ((x509.BasicConstraints(ca=True, path_length=0), True), (x509.KeyUsage(**usage), True))
+    ca = _signed(subject, key.public_key(), subject, key, _in_days(CA_DAYS), more)
+    authority = {CA_KEY: _pem(key), CA_CERTIFICATE: ca.public_bytes(Encoding.PEM)}
+    _write(directory, authority | _of_server(names, days, ca, key), private=(CA_KEY, SERVER_KEY))
 
 
 def renew_certificate(directory: Path, hosts: Sequence[str], days: int) -> None:
@@ -85,8 +77,8 @@ def renew_certificate(directory: Path, hosts: Sequence[str], days: int) -> None:
     ca = read_certificate(directory / CA_CERTIFICATE)
     if ca.not_valid_after_utc <= datetime.now(UTC):
         raise PbflError(
-            f"{directory / CA_CERTIFICATE} expired on {ca.not_valid_after_utc:%Y-%m-%d}; --force makes a new CA, "
-            "whose ca.pem every device needs"
+            f"{directory / CA_CERTIFICATE} expired on {ca.not_valid_after_utc:%Y-%m-%d}; make a new CA in another "
+            "directory, whose ca.pem every device needs"
         )
     try:
         key = load_pem_private_key(_read(directory / CA_KEY), None)
@@ -109,20 +101,6 @@ def read_certificate(path: Path) -> x509.Certificate:
         raise PbflError(f"{path} holds no PEM certificate ({error})") from None
 
 
-def end_of_trust(certificate: x509.Certificate, ca: Path | None) -> tuple[datetime, bool]:
-    """Return until when devices accept a certificate, and whether that is because the CA's certificate ends then.
-
-    ``ca`` is the PEM file of the CAs that a device trusts; None means the system's, whose expiry is not checked.
-
-    Raises:
-        PbflError: if ``ca`` cannot be read.
-    """
-    trusted = x509.load_pem_x509_certificates(_read(ca)) if ca is not None else []
-    end = certificate.not_valid_after_utc
-    ends = [one.not_valid_after_utc for one in trusted if one.subject == certificate.issuer]
-    return (max(ends), True) if ends and max(ends) <= end else (end, False)
-
-
 def alternatives(certificate: x509.Certificate) -> list[str]:
     """Return the host names and addresses in a certificate's subjectAltName extension."""
     try:
@@ -137,56 +115,43 @@ def _of_server(
 ) -> dict[str, bytes]:
     """Return the server's new key and certificate, by file name."""
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(names[0].value)[:64])])
-    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-    end = min(_in_days(days), ca.not_valid_after_utc)
-    certificate = (
-        _builder(subject, ca.subject, key.public_key(), ca_key.public_key(), end)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs_certificates=False), critical=True)
-        .add_extension(usage, critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .sign(ca_key, hashes.SHA256())
+    more = (
+        (x509.BasicConstraints(ca=False, path_length=None), True),
+        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
+        (x509.SubjectAlternativeName(names), False),
     )
+    end = min(_in_days(days), ca.not_valid_after_utc)
+    certificate = _signed(_name(str(names[0].value)[:64]), key.public_key(), ca.subject, ca_key, end, more)
     return {SERVER_KEY: _pem(key), SERVER_CERTIFICATE: certificate.public_bytes(Encoding.PEM)}
 
 
-def _builder(
+def _signed(
     subject: x509.Name,
-    issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
-    issuer_key: ec.EllipticCurvePublicKey,
+    issuer: x509.Name,
+    issuer_key: ec.EllipticCurvePrivateKey,
     end: datetime,
-) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(datetime.now(UTC) - BACKDATED)
-        .not_valid_after(end)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
-    )
+    more: Iterable[tuple[x509.ExtensionType, bool]],
+) -> x509.Certificate:
+    """Return a certificate with ``more`` extensions, each with whether it is critical."""
+    builder = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())
+    builder = builder.not_valid_before(datetime.now(UTC) - BACKDATED).not_valid_after(end)
+    authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+    for extension, critical in (
+        (x509.SubjectKeyIdentifier.from_public_key(key), False),
+        (authority, False),
+        *more,
+    ):
+        builder = builder.add_extension(extension, critical)
+    return builder.sign(issuer_key, hashes.SHA256())
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
 def _in_days(days: int) -> datetime:
     return datetime.now(UTC) + timedelta(days=days)
-
-
-def _usage(signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
 
 
 def _alternatives(hosts: Sequence[str]) -> list[x509.GeneralName]:
@@ -272,53 +237,3 @@ def _read(path: Path) -> bytes:
 def _refuse_existing(files: Iterable[Path], advice: str) -> None:
     if existing := [str(file) for file in files if os.path.lexists(file)]:
         raise PbflError(f"{', '.join(existing)}: already exists; {advice}")
-
-
-# A connection ---------------------------------------------------------------------------------------------------
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return (host, port) of HOST:PORT or [IPv6]:PORT.
-
-    Raises:
-        PbflError: if it is no such address.
-    """
-    host, _, port = address.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise PbflError(f"address {address!r}: must be HOST:PORT, e.g. fl.example.org:9092")
-    return host, int(port)
-
-
-def server_certificate(
-    address: str, ca: Path | None, timeout: float = 10.0, *, verify: bool = True
-) -> x509.Certificate:
-    """Connect with TLS and return the server's certificate.
-
-    ``ca`` is the PEM file of the authority, None means the system's. Without ``verify`` a certificate is accepted that
-    it has not signed, of another host name, or out of date. The timeout, in seconds, is for connecting and for each
-    answer.
-
-    Raises:
-        PbflError: if the address cannot be reached or does not use TLS, if ``ca`` holds no certificate, or if the
-            server's is refused.
-    """
-    host, port = split_address(address)
-    try:
-        context = ssl.create_default_context(cafile=ca)
-    except OSError as error:
-        raise PbflError(f"{ca} holds no PEM certificate ({error}): copy it again, unchanged") from None
-    if not verify:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2", "http/1.1"])  # gRPC servers close connections that do not offer HTTP/2
-    try:
-        plain = socket.create_connection((host, port), timeout)
-    except OSError as error:
-        raise PbflError(f"{address} cannot be reached ({error.strerror or error})") from None
-    try:
-        with plain, context.wrap_socket(plain, server_hostname=host) as secured:
-            return x509.load_der_x509_certificate(secured.getpeercert(binary_form=True) or b"")
-    except ssl.SSLCertVerificationError as error:
-        raise PbflError(f"the certificate is refused: {error.verify_message}") from None
-    except OSError as error:
-        raise PbflError(f"no TLS on this port ({error}): was the server started with --insecure?") from None

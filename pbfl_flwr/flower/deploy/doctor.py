@@ -29,6 +29,7 @@ from packaging.requirements import Requirement
 from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.errors import PbflError, expanded, format_exception, printable
 from pbfl_flwr.flower.deploy import certificates as security
+from pbfl_flwr.flower.deploy import connection
 from pbfl_flwr.flower.deploy.processes import health
 from pbfl_flwr.util.memory import available_memory
 from pbfl_flwr.util.paths import home
@@ -157,7 +158,7 @@ def check_key_file(path: Path) -> Finding:
 def check_address(what: str, address: str) -> Finding:
     """Check that the host name resolves and the port accepts connections."""
     try:
-        host, port = security.split_address(address)
+        host, port = connection.split_address(address)
         ip = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except PbflError as error:
         return Finding(what, FAILED, str(error))
@@ -180,7 +181,7 @@ def check_tls(address: str, ca: Path | None, insecure: bool) -> Finding:
     """Check the chain of the server's certificate, its host names and its end; or that TLS is off if ``insecure``."""
     try:
         trusted = None if insecure else ca
-        certificate = security.server_certificate(address, trusted, ANSWER_SECONDS, verify=not insecure)
+        certificate = connection.server_certificate(address, trusted, ANSWER_SECONDS, verify=not insecure)
     except PbflError as error:
         if insecure:
             message = "not used: anyone on the network path can read and change what is sent"
@@ -192,15 +193,10 @@ def check_tls(address: str, ca: Path | None, insecure: bool) -> Finding:
     if insecure:
         advice = "leave out --insecure and give --ca"
         return Finding("tls", FAILED, "--insecure, but the server uses TLS", advice)
-    end, ca_ends_first = security.end_of_trust(certificate, ca)
+    end = certificate.not_valid_after_utc
     message = f"verified, for {', '.join(security.alternatives(certificate))}, until {end:%Y-%m-%d}"
-    if ca_ends_first:
-        message += ", when the CA expires"
     if end - datetime.now(UTC) < EXPIRES_SOON:
-        advice = "--renew on the server"
-        if ca_ends_first:
-            advice = "--force on the server, and its ca.pem on every device"
-        return Finding("tls", WARNING, message, f"pbfl certs {advice}")
+        return Finding("tls", WARNING, message, "pbfl certs --renew on the server")
     return Finding("tls", OK, message)
 
 
@@ -210,7 +206,7 @@ def check_control_api(address: str, ca: Path | None, insecure: bool) -> Finding:
     reachable = check_address(what, address)
     if reachable.status is not OK:
         return reachable
-    host, port = security.split_address(address)
+    host, port = connection.split_address(address)
     try:
         health(host, port, None if insecure else ssl.create_default_context(cafile=ca), ANSWER_SECONDS)
     except (OSError, http.client.HTTPException) as error:

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy import certificates as security
+from pbfl_flwr.flower.deploy.connection import server_certificate, split_address
 
 
 @contextmanager
@@ -55,7 +56,7 @@ def mode(path: Path) -> int:
 def test_certificate_is_accepted_under_its_names_with_its_ca(tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["fl.example.org", "127.0.0.1", "::1"], 30)
     with server(tmp_path) as address:
-        certificate = security.server_certificate(address, tmp_path / "ca.pem")
+        certificate = server_certificate(address, tmp_path / "ca.pem")
     assert security.alternatives(certificate) == ["fl.example.org", "127.0.0.1", "::1"]
     left = certificate.not_valid_after_utc - datetime.now(UTC)
     assert timedelta(days=29) < left <= timedelta(days=30)
@@ -76,7 +77,7 @@ def test_private_files_belong_to_their_owner(tmp_path: Path) -> None:
 def test_gives_the_reason_of_a_refused_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(served: str, ca: str | None, *, talks_tls: bool = True) -> str:
         with server(tmp_path / served, talks_tls=talks_tls) as address, pytest.raises(PbflError) as error:
-            security.server_certificate(address, tmp_path / ca / "ca.pem" if ca else None)
+            server_certificate(address, tmp_path / ca / "ca.pem" if ca else None)
         return str(error.value)
 
     security.make_certificates(tmp_path / "good", ["127.0.0.1"], 30)
@@ -102,7 +103,7 @@ def test_damaged_copy_of_the_ca_is_reported(tmp_path: Path) -> None:
         for copy in ("  " + ca, ca + ca[:300]):  # from a file that indents it; two, the second cut short
             (tmp_path / "copy.pem").write_text(copy)
             with pytest.raises(PbflError, match=r"copy.pem holds no PEM certificate .*: copy it again"):
-                security.server_certificate(address, tmp_path / "copy.pem")
+                server_certificate(address, tmp_path / "copy.pem")
 
 
 def test_renewed_certificate_is_accepted_with_the_old_ca(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_renewed_certificate_is_accepted_with_the_old_ca(tmp_path: Path) -> None
     security.renew_certificate(tmp_path, ["127.0.0.1"], 60)
     assert (tmp_path / "ca.pem").read_bytes() == ca
     with server(tmp_path) as address:
-        security.server_certificate(address, tmp_path / "ca.pem")
+        server_certificate(address, tmp_path / "ca.pem")
     other = tmp_path / "other"
     security.make_certificates(other, ["127.0.0.1"], 30)
     (other / "ca.key").replace(tmp_path / "ca.key")
@@ -124,40 +125,38 @@ def test_certificate_ends_at_the_latest_with_its_ca(tmp_path: Path, monkeypatch:
         end = security.read_certificate(tmp_path / name).not_valid_after_utc
         return round((end - datetime.now(UTC)) / timedelta(days=1))
 
-    security.make_certificates(tmp_path, ["127.0.0.1"], 30)
-    assert (days_left("ca.pem"), days_left("server.pem")) == (3650, 30)
-    security.make_certificates(tmp_path, ["127.0.0.1"], 1, ca_days=2, force=True)
+    security.make_certificates(tmp_path / "usual", ["127.0.0.1"], 30)
+    assert (days_left("usual/ca.pem"), days_left("usual/server.pem")) == (3650, 30)
+    monkeypatch.setattr(security, "CA_DAYS", 2)
+    security.make_certificates(tmp_path, ["127.0.0.1"], 1)
     assert (days_left("ca.pem"), days_left("server.pem")) == (2, 1)
-    assert not security.end_of_trust(security.read_certificate(tmp_path / "server.pem"), tmp_path / "ca.pem")[
-        1
-    ]
     security.renew_certificate(tmp_path, ["127.0.0.1"], 365)
     assert days_left("server.pem") == 2
     renewed, ca = (security.read_certificate(tmp_path / name) for name in ("server.pem", "ca.pem"))
-    assert security.end_of_trust(renewed, tmp_path / "ca.pem") == (ca.not_valid_after_utc, True)
-    assert security.end_of_trust(renewed, None) == (ca.not_valid_after_utc, False)
-    before = (tmp_path / "server.pem").read_bytes()
+    assert renewed.not_valid_after_utc == ca.not_valid_after_utc
     monkeypatch.setattr(security, "BACKDATED", timedelta(days=9))
-    security.make_certificates(tmp_path / "old", ["127.0.0.1"], 1, ca_days=-2)
-    with pytest.raises(PbflError, match=r"ca\.pem expired on .*; --force makes a new CA"):
+    monkeypatch.setattr(security, "CA_DAYS", -2)
+    security.make_certificates(tmp_path / "old", ["127.0.0.1"], 1)
+    before = (tmp_path / "old/server.pem").read_bytes()
+    with pytest.raises(PbflError, match=r"ca\.pem expired on .*; make a new CA in another directory"):
         security.renew_certificate(tmp_path / "old", ["127.0.0.1"], 365)
-    assert (tmp_path / "server.pem").read_bytes() == before
+    assert (tmp_path / "old/server.pem").read_bytes() == before
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["localhost"], 30)
     security.make_keys(tmp_path, ["a"])
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(PbflError, match="--force"):
+    with pytest.raises(
+        PbflError, match="already exists; --renew replaces the server's certificate; a new CA"
+    ):
         security.make_certificates(tmp_path, ["localhost"], 30)
     with pytest.raises(PbflError, match="keys are not replaced"):
         security.make_keys(tmp_path, ["b", "a"])
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-    security.make_certificates(tmp_path, ["localhost"], 30, force=True)
-    assert (tmp_path / "ca.pem").read_bytes() != before["ca.pem"]
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "ca.pem").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PbflError, match=r"ca\.pem: already exists; --force replaces"):
+    with pytest.raises(PbflError, match=r"ca\.pem: already exists; --renew replaces"):
         security.make_certificates(tmp_path / "new", ["localhost"], 30)
 
 
@@ -210,13 +209,13 @@ def test_rejects_invalid_names_of_keys(name: str, tmp_path: Path) -> None:
 
 
 def test_parses_addresses() -> None:
-    assert security.split_address("fl.example.org:9092") == ("fl.example.org", 9092)
-    assert security.split_address("[::1]:9092") == ("::1", 9092)
+    assert split_address("fl.example.org:9092") == ("fl.example.org", 9092)
+    assert split_address("[::1]:9092") == ("::1", 9092)
     for wrong in ("fl.example.org", ":9092", "x:0", "x:65536", "x:port"):
         with pytest.raises(PbflError, match="HOST:PORT"):
-            security.split_address(wrong)
+            split_address(wrong)
     free = socket.create_server(("127.0.0.1", 0))
     port = free.getsockname()[1]
     free.close()
     with pytest.raises(PbflError, match="cannot be reached"):
-        security.server_certificate(f"127.0.0.1:{port}", None)
+        server_certificate(f"127.0.0.1:{port}", None)

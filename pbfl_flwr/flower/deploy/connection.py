@@ -1,0 +1,58 @@
+"""A server's address, and the certificate that it shows there."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+
+from cryptography import x509
+
+from pbfl_flwr.errors import PbflError
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return (host, port) of HOST:PORT or [IPv6]:PORT.
+
+    Raises:
+        PbflError: if it is no such address.
+    """
+    host, _, port = address.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise PbflError(f"address {address!r}: must be HOST:PORT, e.g. fl.example.org:9092")
+    return host, int(port)
+
+
+def server_certificate(
+    address: str, ca: Path | None, timeout: float = 10.0, *, verify: bool = True
+) -> x509.Certificate:
+    """Connect with TLS and return the server's certificate.
+
+    ``ca`` is the PEM file of the authority, None means the system's. Without ``verify`` a certificate is accepted that
+    it has not signed, of another host name, or out of date. The timeout, in seconds, is for connecting and for each
+    answer.
+
+    Raises:
+        PbflError: if the address cannot be reached or does not use TLS, if ``ca`` holds no certificate, or if the
+            server's is refused.
+    """
+    host, port = split_address(address)
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise PbflError(f"{ca} holds no PEM certificate ({error}): copy it again, unchanged") from None
+    if not verify:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2", "http/1.1"])  # gRPC servers close connections that do not offer HTTP/2
+    try:
+        plain = socket.create_connection((host, port), timeout)
+    except OSError as error:
+        raise PbflError(f"{address} cannot be reached ({error.strerror or error})") from None
+    try:
+        with plain, context.wrap_socket(plain, server_hostname=host) as secured:
+            return x509.load_der_x509_certificate(secured.getpeercert(binary_form=True) or b"")
+    except ssl.SSLCertVerificationError as error:
+        raise PbflError(f"the certificate is refused: {error.verify_message}") from None
+    except OSError as error:
+        raise PbflError(f"no TLS on this port ({error}): was the server started with --insecure?") from None
