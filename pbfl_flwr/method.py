@@ -30,8 +30,7 @@ from pbfl_flwr.config.keys import Moment as Moment
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.payloads import Payload, Reveal, Serializable, Upload
-from pbfl_flwr.payloads.reveals import unprotected
+from pbfl_flwr.payloads import Payload, Serializable, Upload
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.cuda_graph import Recordings
 
@@ -143,7 +142,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         moment: when the paper scores a client, relative to its local training.
         same_architecture: whether all clients need the same network.
         unit_features: whether the head expects features of unit length.
-        protects_uploads: whether the settings of the group ``privacy`` apply to its uploads.
+        uses: keys of the group ``privacy`` that it honours; values of the others that ask for protection are refused.
         counts_draws: whether an upload counts a sample each time it was drawn, hence more often in several epochs.
     """
 
@@ -156,7 +155,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     moment: Moment = "after"
     same_architecture: bool = False
     unit_features: bool = False
-    protects_uploads: bool = False
+    uses: frozenset[str] = frozenset()
     counts_draws: bool = False
 
     @abstractmethod
@@ -232,13 +231,6 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
                 f"method '{self.name}' averages weights and needs one architecture on all clients, "
                 f"found {', '.join(different)}; set models to one of them"
             )
-
-    def reveals(self) -> tuple[Reveal, ...]:
-        """Return what an upload reveals to the server under this method's settings.
-
-        By default ``up.reveals``, which no setting hides unless the method ``protects_uploads``.
-        """
-        return self.up.reveals if self.protects_uploads else unprotected(self.up.reveals)
 
     def report(self, state: StateT) -> dict[str, float]:
         """Return the server's metrics for the round's log."""

@@ -123,6 +123,12 @@ def test_every_method_has_its_page_and_says_how_it_differs(name: str) -> None:
     assert [key for key in keys if key not in page] == []
 
 
+def test_the_page_of_privacy_says_what_every_method_sends() -> None:
+    text = (ROOT / "docs" / "privacy.md").read_text()
+    rows = re.findall(r"^\| ([^|]*) \|", text[: text.index("## Settings")], re.MULTILINE)
+    assert [name for name in METHODS if not any(f"`{name}`" in row for row in rows)] == []
+
+
 def test_the_readme_links_only_methods_that_exist() -> None:
     linked = re.findall(r"\(docs/methods/(.+?)\.md\)", (ROOT / "README.md").read_text())
     assert len(linked) > 20

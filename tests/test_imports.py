@@ -37,7 +37,7 @@ APART = {
 
 # Below experiments/: results, then tables, then plans of runs, then what executes them.
 EXPERIMENTS: tuple[tuple[str, ...], ...] = (
-    ("console", "statistics", "disclosure"),
+    ("console", "statistics"),
     ("results", "tables"),
     ("notes",),
     ("summary", "pairs", "run_tables", "status", "run_export", "artefacts"),

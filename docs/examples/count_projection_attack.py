@@ -75,11 +75,10 @@ def main() -> None:
     """Print a row a setting: correlation of guess and truth, and how many n_ij >= 2 are guessed within 10 %."""
     torch.set_num_threads(1)
     noise: dict[str, Scalar] = {"total-examples": 1338, "min-class-count": 1}
-    noise |= {"dense-uploads": True, "dp-clip": 10.0, "dp-unit": "sample"}
+    noise |= {"dp-clip": 10.0, "dp-unit": "sample"}
     settings: dict[str, dict[str, Scalar]] = {
         "PPA": {},
         "PPA, one architecture": {"models": "cnn2"},
-        "PPA, count-bucket = 'powers'": {"count-bucket": "powers"},
         "PPA, dp-noise = 1, unit sample": {**noise, "dp-noise": 1.0},
         "PPA, dp-noise = 20, unit sample": {**noise, "dp-noise": 20.0},
     }

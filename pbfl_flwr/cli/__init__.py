@@ -52,7 +52,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "show": experiments.show,
     "report": experiments.report,
     "list": experiments.list_,
-    "privacy": experiments.privacy,
     "certs": deployment.certs,
     "keys": deployment.keys,
     "doctor": deployment.doctor,

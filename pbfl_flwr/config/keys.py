@@ -432,16 +432,6 @@ class PrivacySettings(Group):
         "auto",
         description="smallest number of samples with which a class is sent; auto: 2, under the reference protocols 1",
     )
-    dense_uploads: bool = Field(
-        False,
-        description="send a row for every class, zeros for absent ones; with dp-noise this hides which classes "
-        "a client has",
-    )
-    count_bucket: Annotated[int, Field(ge=2)] | Literal["off", "powers"] = Field(
-        "off",
-        description="rounding of sample counts, also of those that scale rows: off, to powers of two, or to "
-        "multiples of b",
-    )
     dp_clip: float = Field(
         0.0, ge=0, description="C, clipping norm of differential privacy (what is clipped: dp-unit); 0 is off"
     )
@@ -458,9 +448,6 @@ class PrivacySettings(Group):
     dp_randomness: Literal["system", "seed"] = Field(
         "system",
         description="random source of the noise; with seed the server can predict it, so only for simulations",
-    )
-    client_report: Literal["full", "none"] = Field(
-        "full", description="full, or none: sizes, scores, losses and timings are not sent to the server"
     )
 
 

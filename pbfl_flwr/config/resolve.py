@@ -176,8 +176,6 @@ def _conflicts(settings: Settings) -> list[str]:
     """Return a line for every key whose value conflicts with another key."""
     run, data, training = settings.run, settings.data, settings.training
     min_clients, new_clients = f"min-clients = {run.min_clients}", f"new-clients = {run.new_clients}"
-    silent = settings.privacy.client_report == "none"
-    no_scores = "with client-report = 'none' clients report no scores"
     lines = {
         f"method-settings = {run.method_settings!r}: needs a method of your own (my_package.module:build); `pbfl list "
         f"keys {run.method}.` shows the settings of '{run.method}'": run.method_settings
@@ -197,10 +195,6 @@ def _conflicts(settings: Settings) -> list[str]:
         f"(fraction-train = {run.fraction_train:g} of {run.min_clients or run.participants})": (
             run.new_clients < run.num_clients and run.min_replies > run.trained
         ),
-        f"{new_clients}: {no_scores}; must be 0": silent and run.new_clients,
-        f"patience = {run.patience}: {no_scores}; must be 0": silent and run.patience,
-        f"per-class = true: {no_scores}; must be false": silent and settings.evaluation.per_class,
-        f"auc = true: {no_scores}; must be false": silent and settings.evaluation.auc,
     }
     return [line for line, conflicting in lines.items() if conflicting]
 

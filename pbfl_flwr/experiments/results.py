@@ -214,7 +214,7 @@ class FinishedRun:
             "total": fmean(record.bytes_up.total + record.bytes_down.total for record in rounds),
             "paper": self.partition.paper_scalars,
             "seconds": fmean(record.seconds.total for record in rounds),
-            "peak_mb": max(record.peak_mb for record in rounds) or None,  # 0: client-report=none
+            "peak_mb": max(record.peak_mb for record in rounds) or None,  # 0: unknown
         }
         if accuracies := list(self.accuracies().values()):
             shares |= {"best_decile": best_decile(accuracies), "lowest": min(accuracies)}

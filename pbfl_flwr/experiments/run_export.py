@@ -102,7 +102,7 @@ def _costs(about: RunRecord, rounds: Sequence[RoundRecord], paper: float | None)
         "up": [record.bytes_up for record in rounds],
         "down": [record.bytes_down for record in rounds],
     }
-    spent = {  # this and the memory are 0 if clients do not report them: client-report=none
+    spent = {
         name: fmean(record.seconds.clients[name] for record in rounds) for name in rounds[0].seconds.clients
     }
     kinds = {"payload": "payload", "with-reports": "application", "with-flower": "total"}
@@ -115,8 +115,8 @@ def _costs(about: RunRecord, rounds: Sequence[RoundRecord], paper: float | None)
         "scalars-of-the-last-round": rounds[-1].scalars.to_json(),
         "scalars-by-the-papers-formula": paper,
         "seconds": fmean(record.seconds.total for record in rounds),
-        "seconds-of-clients": spent if any(spent.values()) else None,
-        "peak-mb": max(record.peak_mb for record in rounds) or None,
+        "seconds-of-clients": spent,
+        "peak-mb": max(record.peak_mb for record in rounds) or None,  # 0: unknown
         "gpu-mb": max(record.gpu_mb for record in rounds) or None,
     }
 

@@ -101,11 +101,10 @@ def cost_sheet(run: FinishedRun) -> Sheet:
         ("  by the paper's formula, all participants", "", "", "-" if paper is None else f"{paper:,.0f}"),
         ("seconds", "", "", f"{fmean(record.seconds.total for record in rounds):.2f}"),
     ]
-    # These are 0 if clients do not report them: client-report=none.
     peak = max(record.peak_mb for record in rounds)
     spent = fmean(sum(record.seconds.clients.values()) for record in rounds)
     rows += [
-        ("  sum over clients", "", "", f"{spent:.2f}" if spent else "-"),
+        ("  sum over clients", "", "", f"{spent:.2f}"),
         ("peak memory of a worker", "", "", f"{peak:.0f} MB" if peak else "-"),
     ]
     if gpu := max(record.gpu_mb for record in rounds):

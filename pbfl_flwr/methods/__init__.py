@@ -115,9 +115,6 @@ METHODS: dict[str, Entry] = {
     ),
 }
 
-# Methods whose uploads are only prototypes, to which the settings of the group ``privacy`` apply.
-PROTECTED = ("fedproto", "fedtgp", "tinyproto", "protonorm", "fedgh")
-
 
 class _Sections(Mapping[str, type[Group]]):
     """Method name -> class of its own settings; a module is imported when its settings are looked up."""
@@ -202,10 +199,11 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
 
     if idle := list(_without_effect(settings, method)):
         raise PbflError("\n".join(idle))
-    if not method.protects_uploads and (keys := stronger_settings(settings.privacy)):
+    if unused := [key for key in stronger_settings(settings.privacy) if key not in method.uses]:
+        values = ", ".join(f"{key} = {settings.as_dict()[key]!r}" for key in unused)
         raise PbflError(
-            f"{', '.join(keys)}: method '{settings.run.method}' sends {method.up.__name__}, which these settings "
-            f"cannot protect; they apply to {', '.join(PROTECTED)}"
+            f"{values}: method '{settings.run.method}' sends {method.up.__name__}, which these settings cannot "
+            f"protect; they apply to {', '.join(using(unused[0]))}"
         )
     check_attack(settings, method.up)
 
@@ -236,13 +234,6 @@ def _default_stages(method: str, protocol: str) -> PrototypeSettings:
     return parse({"method": method, "protocol": protocol}).prototypes
 
 
-def privacy_notes(settings: Settings, method: Method[Any, Any, Any]) -> list[str]:
-    """Return a warning if the default protection of the group ``privacy`` does not apply to a method's uploads."""
-    least = settings.privacy.min_class_count
-    single = any(reveal.single_samples for reveal in method.reveals())
-    if method.protects_uploads or least == 1 or not single:
-        return []
-    return [
-        f"min-class-count = {least} does not apply: method '{method.name}' sends {method.up.__name__}, which reveal "
-        "single samples (see pbfl privacy)"
-    ]
+def using(key: str) -> list[str]:
+    """Return the names of the methods that use a key; imports all of them, which takes seconds."""
+    return [name for name in METHODS if key in _built(parse({"method": name}, SECTIONS)).uses]

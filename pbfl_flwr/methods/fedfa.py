@@ -30,7 +30,7 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.averaging import load_parameters
 from pbfl_flwr.methods.sharing import SharedWeights, answer
-from pbfl_flwr.payloads import Reveal, Weights
+from pbfl_flwr.payloads import Weights
 from pbfl_flwr.prototypes.class_means import class_means, class_sums
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import fit, forward
@@ -123,11 +123,6 @@ class FedFA(SharedWeights):
     def network(self, state: Weights) -> Mapping[str, Tensor]:
         """Return w."""
         return {name: tensor for name, tensor in state.tensors.items() if name != ANCHORS}
-
-    def reveals(self) -> tuple[Reveal, ...]:
-        """Weights, and anchors that moved towards the client's class means."""
-        moved = "the anchors move towards the mean features of the client's batches, class by class"
-        return (*super().reveals(), Reveal("class means of features", moved))
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
         """Train with anchor loss and calibration; send weights and moved anchors."""

@@ -29,9 +29,9 @@ from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import check_heads, initial, receive
 from pbfl_flwr.models.registry import architectures
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, Weights
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
 from pbfl_flwr.prototypes.class_means import class_sums_of, released_means
-from pbfl_flwr.prototypes.privacy import Release, release
+from pbfl_flwr.prototypes.privacy import KEYS, Release, release
 from pbfl_flwr.prototypes.trainable import stack_uploads
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import classification, fit
@@ -59,7 +59,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
     name: str = "fedgh"
     moment: Moment = "before"
     release: Release = field(default_factory=Release, repr=False)
-    protects_uploads = True
+    uses = KEYS
 
     state = Weights
     down = Weights
@@ -107,10 +107,6 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         if upload.counts is not None or upload.num_examples is not None:
             raise RejectedPayload("unexpected counts: FedGH sends none")
 
-    def reveals(self) -> tuple[Reveal, ...]:
-        """What the privacy stages leave visible, except HOLDER: prototypes are not broadcast."""
-        return self.release.reveals("mean", sends_total=False)[:-1]
-
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """Check that all heads are linear."""
         check_heads(self.name, task, [self.architecture, *architectures])
@@ -133,7 +129,6 @@ def build(settings: Settings) -> FedGH:
         release=release(
             settings.privacy,
             "mean",
-            trained=True,
             sends_total=False,
             once=settings.training.drop_last != "always",
         ),

@@ -32,7 +32,7 @@ from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update
 from pbfl_flwr.methods.averaging import Weighting, average, copies, copy_into, shared_parameters, weighting_of
 from pbfl_flwr.methods.sharing import check_both, check_heads, initial, shared_scalars
 from pbfl_flwr.models.registry import architectures
-from pbfl_flwr.payloads import Prototypes, Reveal, Weights, WeightsAndPrototypes
+from pbfl_flwr.payloads import Prototypes, Weights, WeightsAndPrototypes
 from pbfl_flwr.prototypes.aggregation import weighted
 from pbfl_flwr.prototypes.class_means import class_sums_of
 from pbfl_flwr.task import Task
@@ -166,10 +166,6 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
         """Check that there is one architecture, with a linear head."""
         super().check(task, [self.architecture, *architectures])
         check_heads(self.name, task, [self.architecture, *architectures])
-
-    def reveals(self) -> tuple[Reveal, ...]:
-        """Weights, class vectors, and their counts."""
-        return (*super().reveals(), Reveal("samples of each class", "n_ij, sent with the class vectors"))
 
     def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·|w| + M·(K·d + K) with |w| = |θ| + K·d + 1, as the reference sends it."""

@@ -21,7 +21,6 @@ from pbfl_flwr.payloads.contract import (
     separate,
 )
 from pbfl_flwr.payloads.networks import Factors, LowRank, Weights, WeightsAndPrototypes
-from pbfl_flwr.payloads.reveals import Reveal
 
 __all__ = [
     "MAX_COUNT",
@@ -33,7 +32,6 @@ __all__ = [
     "Payload",
     "Prototypes",
     "RejectedPayload",
-    "Reveal",
     "Serializable",
     "Sizes",
     "Upload",

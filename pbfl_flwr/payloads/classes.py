@@ -21,7 +21,6 @@ from pbfl_flwr.payloads.contract import (
     num_examples_of,
     whole_numbers,
 )
-from pbfl_flwr.payloads.reveals import MEANS, PRESENCE, SINGLE, Reveal
 from pbfl_flwr.task import Task
 
 
@@ -43,7 +42,6 @@ class Prototypes:
     num_examples: int | None = None
 
     max_magnitude: ClassVar[float] = MAX_MAGNITUDE
-    reveals: ClassVar[tuple[Reveal, ...]] = (PRESENCE, MEANS, SINGLE)
 
     @classmethod
     def widths(cls, task: Task) -> tuple[int, int]:
@@ -144,7 +142,7 @@ class Prototypes:
         return self.num_present * int(self.values.shape[1])
 
     def classes(self, task: Task) -> list[int]:
-        """Return the classes with a row that is not zero; dense uploads have zero rows for absent classes."""
+        """Return the classes with a row that is not zero."""
         present = self.present & self.values.any(dim=1)
         labels: list[int] = present.nonzero().flatten().tolist()
         return labels
@@ -164,19 +162,6 @@ class Logits(Prototypes):
         values: (K, K) float32; row c is the mean output on samples of class c, as logits or probabilities.
         present: (K,) bool; which classes have a row.
     """
-
-    reveals: ClassVar[tuple[Reveal, ...]] = (
-        PRESENCE,
-        Reveal(
-            "class means of outputs",
-            "the rows: how confident the network is in each class, and which classes it confuses",
-        ),
-        Reveal(
-            "outputs for single samples",
-            "the mean of a class with one sample is that sample's output",
-            single_samples=True,
-        ),
-    )
 
     @classmethod
     def widths(cls, task: Task) -> tuple[int, int]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from pbfl_flwr.payloads.reveals import Reveal
 from pbfl_flwr.task import Task
 
 MAX_MAGNITUDE = 1e8  # larger entries are a fault or an attack: count-scaled features are far smaller
@@ -64,9 +63,7 @@ class Payload(Serializable, Protocol):
 
 
 class Upload(Payload, Protocol):
-    """A payload that clients send; it declares what it reveals."""
-
-    reveals: ClassVar[tuple[Reveal, ...]]
+    """A payload that clients send; it says which classes it is about, and how large its numbers are."""
 
     def classes(self, task: Task) -> list[int] | None:
         """Return the classes present in this upload, ascending; None if it is not organised by class."""
@@ -80,8 +77,6 @@ class Upload(Payload, Protocol):
 @dataclass(frozen=True)
 class Nothing:
     """The empty payload, for methods that send nothing in this direction."""
-
-    reveals: ClassVar[tuple[Reveal, ...]] = ()
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return no tensors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from pbfl_flwr.payloads.contract import (
     root_mean_square,
     whole_numbers,
 )
-from pbfl_flwr.payloads.reveals import TOTAL, WEIGHTS, Reveal
 from pbfl_flwr.task import Task
 
 
@@ -35,8 +34,6 @@ class Weights:
         tensors: name -> tensor; names are the network's own.
         num_examples: n_i, the weight of this upload in the average; 0 in a broadcast.
     """
-
-    reveals: ClassVar[tuple[Reveal, ...]] = (WEIGHTS, TOTAL)
 
     tensors: Mapping[str, Tensor]
     num_examples: int = 0
@@ -76,8 +73,6 @@ class WeightsAndPrototypes:
         weights: see :class:`Weights`.
         prototypes: see :class:`Prototypes`.
     """
-
-    reveals: ClassVar[tuple[Reveal, ...]] = (*Weights.reveals, *Prototypes.reveals)
 
     weights: Weights
     prototypes: Prototypes
@@ -151,8 +146,6 @@ class LowRank:
         version: of the weights that the receiver holds afterwards (down), or that the sender had received (up).
         num_examples: n_i; 0 in a broadcast.
     """
-
-    reveals: ClassVar[tuple[Reveal, ...]] = (WEIGHTS, TOTAL)
 
     dense: Mapping[str, Tensor]
     factors: Mapping[str, Factors] = field(default_factory=dict)

@@ -29,7 +29,7 @@ class Plausibility:
         ratio: largest multiple of a median that is plausible; 0 accepts everything.
         scaled: whether rows are multiplied by the number of samples. Then a client's sum over all classes is compared,
             because true numbers of samples of one class may differ by any factor.
-        counted: whether the reported number of training samples is exact and bounds the counts in an upload.
+        counted: whether the reported number of training samples bounds the counts in an upload.
     """
 
     ratio: float = 0.0

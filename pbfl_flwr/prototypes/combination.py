@@ -33,20 +33,12 @@ class Combination:
 
     Attributes:
         stages: of the pipeline.
-        dense: whether uploads have a row for every class, zero if the client does not hold it.
     """
 
     stages: Stages
-    dense: bool = False
 
     def combine(self, uploads: Uploads, round_info: Round) -> Prototypes:
         """Return the aggregate of at least one upload; its num_examples is n_t if the clients scale by it."""
-        combined = self._rule(uploads, round_info)
-        if self.dense:  # a row that is zero everywhere was sent by nobody
-            combined = replace(combined, present=(combined.values != 0).any(dim=1))
-        return combined
-
-    def _rule(self, uploads: Uploads, round_info: Round) -> Prototypes:
         K, rule, sent = round_info.task.num_classes, self.stages.aggregation, uploads.values()
         if rule == "mean":
             return mean(sent)

@@ -27,13 +27,13 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
 from pbfl_flwr.models.contract import has_batch_norm
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, part_of
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, joined, part_of
 from pbfl_flwr.prototypes import aggregation
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.class_means import Collector, released_means
 from pbfl_flwr.prototypes.combination import Combination
 from pbfl_flwr.prototypes.masks import Sparsity
-from pbfl_flwr.prototypes.privacy import Release, release
+from pbfl_flwr.prototypes.privacy import KEYS, Release, release
 from pbfl_flwr.prototypes.regularizer import proportional_weights, prototype_regularizer
 from pbfl_flwr.prototypes.stages import RULES, Stages, resolved
 from pbfl_flwr.prototypes.trainable import (
@@ -109,7 +109,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     moment: Moment = "after"
     release: Release = field(default_factory=Release, repr=False)
     predicts = ("head", "global", "global-local", "local")
-    protects_uploads = True
+    uses = KEYS
 
     state = PipelineState
     down = Prototypes
@@ -118,7 +118,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     @property
     def combination(self) -> Combination:
         """The server's aggregation rule."""
-        return Combination(self.stages, self.release.settings.dense_uploads)
+        return Combination(self.stages)
 
     @cached_property
     def sparsity(self) -> Sparsity:
@@ -257,8 +257,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def validate(self, upload: Prototypes, state: PipelineState, task: Task) -> None:
         """Check the rows' width, and that exactly the rows and counts that the rule needs were sent."""
         width, rule = self.sparsity.width(task), self.stages.aggregation
-        if self.release.settings.dense_uploads and not bool(upload.present.all()):
-            raise RejectedPayload(f"{upload.num_present} rows, expected {task.num_classes} in a dense upload")
         if upload.values.shape[1] != width:
             raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, expected {width}")
         if (upload.counts is not None) != self.stages.rule.counts:
@@ -268,10 +266,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         if (upload.num_examples is not None) != self.stages.sends_total:
             fault = "missing" if upload.num_examples is None else "not part"
             raise RejectedPayload(f"the number of examples is {fault} of rule '{rule}'")
-
-    def reveals(self) -> tuple[Reveal, ...]:
-        """What the privacy stages leave visible."""
-        return self.release.reveals(self.stages.aggregation, sends_total=self.stages.sends_total)
 
     def report(self, state: PipelineState) -> dict[str, float]:
         """Metrics of the last aggregation: solver, margin, training, ages."""
@@ -325,10 +319,9 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             )
 
     def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
-        """Σ_i (K_i + K)·s: up K_i rows (K if dense), down K rows, for each of M clients."""
-        K = task.num_classes
-        up = [K if self.release.settings.dense_uploads else classes for classes in class_counts]
-        return float(sum(rows + K for rows in up) * self.sparsity.width(task))
+        """Σ_i (K_i + K)·s: up K_i rows, down K rows, for each of M clients."""
+        rows = sum(classes + task.num_classes for classes in class_counts)
+        return float(rows * self.sparsity.width(task))
 
 
 def pipeline(
@@ -363,7 +356,6 @@ def pipeline(
     stage = release(
         settings.privacy,
         stages.aggregation,
-        trained=server_training is not None,
         sends_total=stages.sends_total,
         once=stages.collect == "post" and settings.training.drop_last != "always",
     )

@@ -1,8 +1,8 @@
-"""Protects a client's class table before it is sent: small classes held back, counts in buckets, clipping, noise.
+"""Protects a client's class table before it is sent: small classes held back, clipping, noise.
 
 ::
 
-    class means -> [hold back small classes] -> [bucket counts] -> [scale, mask] -> [clip] -> [dense] -> [noise]  ~~>
+    class means -> [hold back small classes] -> [scale, mask] -> [clip] -> [noise]  ~~>
 
 Differential privacy of what is sent. One release is the table R (K, w) of a client in one round. Two data sets are
 neighbours according to ``dp-unit``, and the noise has the standard deviation z·Δ in every entry, where Δ is the largest
@@ -14,9 +14,8 @@ Euclidean distance between the tables of neighbours:
 * ``sample``: neighbours differ in the presence of one sample, and **the network is given**. Every feature is clipped to
   norm C, and only the row of the sample's class changes. A row that is a sum changes by the feature: Δ = C; a row that
   is a mean changes by ‖x - mean‖/(n + 1) <= 2C/(n + 1), where n >= m is the number of samples without it (m is
-  ``min-class-count``): Δ = 2C/(m + 1). With dense uploads the class itself may appear or disappear at m, and then the
-  row of a sum changes by up to m·C: Δ = m·C; without them the list of sent classes is treated as public. The network
-  depends on the data as well, which this unit does not cover.
+  ``min-class-count``): Δ = 2C/(m + 1). The list of sent classes is treated as public. The network depends on the data
+  as well, which this unit does not cover.
 
 Releases over rounds. A Gaussian mechanism with noise z·Δ and T adaptively chosen releases is exactly as private as one
 with noise z·Δ/√T, so with μ = √T/z
@@ -32,8 +31,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -44,24 +42,11 @@ from pbfl_flwr.config.keys import Aggregation
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.payloads import Prototypes
-from pbfl_flwr.payloads.reveals import COUNTS, HOLDER, MEANS, PRESENCE, SINGLE, TOTAL, Reveal
 from pbfl_flwr.prototypes.stages import RULES, scale_by_counts
 
 RELEASES = "releases"  # name in the client's memory of its number of noisy releases
-
-
-def bucketed(counts: Tensor, bucket: int | Literal["off", "powers"]) -> Tensor:
-    """Return counts (K,) int64 rounded to the nearest power of two, or to the nearest multiple of b but at least b.
-
-    A count of 0 stays 0. "Nearest" power of two is by the logarithm.
-    """
-    if bucket == "off":
-        return counts
-    if bucket == "powers":
-        rounded = 2 ** counts.clamp_min(1).double().log2().round().long()
-    else:
-        rounded = ((counts + bucket // 2) // bucket).clamp_min(1) * bucket
-    return torch.where(counts > 0, rounded, 0)
+KEYS = frozenset(PrivacySettings.key_names())
+"""The keys that :func:`release` turns into stages: what a method that uses it puts into ``Method.uses``."""
 
 
 def clip_norms(rows: Tensor, bound: float) -> Tensor:
@@ -159,16 +144,14 @@ class Release:
         """
         keys, counts = self.settings, client.data.counts
         behind = torch.minimum(counts, seen)
-        large_enough = behind >= self.minimum
-        sizes = bucketed(counts, keys.count_bucket)
-        rows = scale_by_counts(means, sizes) if self.scaled else means
+        present = behind >= self.minimum
+        rows = scale_by_counts(means, counts) if self.scaled else means
         rows = rows if narrow is None else narrow(rows)
         if keys.dp_clip and keys.dp_unit == "client":
             rows = clip_norms(rows, keys.dp_clip)
-        rows = torch.where(large_enough[:, None], rows, torch.zeros_like(rows))
-        present = torch.ones_like(large_enough) if keys.dense_uploads else large_enough
+        rows = torch.where(present[:, None], rows, torch.zeros_like(rows))
         metrics, memory = {}, {}
-        if held_back := int(((behind > 0) & ~large_enough).sum()):
+        if held_back := int(((behind > 0) & ~present).sum()):
             metrics["held-back"] = float(held_back)
         if keys.dp_noise:
             generator = client.generator("privacy") if keys.dp_randomness == "seed" else None
@@ -178,93 +161,29 @@ class Release:
             releases = 1 + int(client.memory.get(RELEASES, torch.zeros(())))
             memory[RELEASES] = torch.tensor(releases)
             metrics["epsilon"] = epsilon_of(keys.dp_noise, releases, keys.dp_delta)
-        table = Prototypes(rows, present, sizes * large_enough, int(sizes.sum()))
+        table = Prototypes(rows, present, counts * present, int(counts.sum()))
         return Update(table, memory, metrics)
 
     def sensitivity(self, num_classes: int) -> float:
         """Return Δ, the largest distance between the tables of neighbours; derived in the module's docstring."""
-        clip, dense = self.settings.dp_clip, self.settings.dense_uploads
+        clip = self.settings.dp_clip
         if self.settings.dp_unit == "client":
             return 2 * clip * math.sqrt(num_classes)
-        if not self.scaled:
-            change = 2 * clip / (self.minimum + 1)
-            return max(change, clip) if dense else change
-        return clip * self.minimum if dense else clip
-
-    def reveals(self, rule: Aggregation, *, sends_total: bool) -> tuple[Reveal, ...]:
-        """Return what an upload reveals to the server, with the effect of the settings.
-
-        Args:
-            rule: the server's aggregation rule.
-            sends_total: whether uploads have n_i.
-
-        Returns:
-            Presence, rows, single samples, counts, n_i and the single holder's row.
-        """
-        keys = self.settings
-        noisy = (
-            f"noise of {keys.dp_noise:g} times the sensitivity, unit {keys.dp_unit}" if keys.dp_noise else ""
-        )
-        presence, rows, single, counts = PRESENCE, MEANS, SINGLE, COUNTS
-        if self.scaled:
-            rows = replace(
-                rows,
-                what="sums of features of each class",
-                how="the rows n_ij·c̄_ij; divided by n_ij, class means",
-            )
-        if keys.dense_uploads and noisy:
-            presence = presence.but("hidden", noisy)
-        elif keys.dense_uploads:
-            presence = presence.but(
-                "blurred", "a zero row still marks an absent class; only the message's size is hidden"
-            )
-        if noisy:
-            rows, single = rows.but("blurred", noisy), single.but("blurred", noisy)
-        elif keys.dp_clip:
-            rows = replace(rows, how=f"{rows.how}; norms are clipped to {keys.dp_clip:g}")
-        if self.minimum > 1:
-            single = single.but("hidden", f"classes of fewer than {self.minimum} samples are not sent")
-        if self.scaled:
-            how = "not sent, but the norm of n_ij·c̄_ij reveals most of them within 10 % (docs/privacy.md)"
-            how = f"{how}; {noisy}" if noisy else how
-            counts = replace(counts.but("blurred", how), hide="dp-noise, or count-bucket")
-        elif not RULES[rule].counts:
-            counts = counts.but("hidden", f"rule '{rule}' sends none")
-        total = TOTAL if sends_total else TOTAL.but("hidden", "not part of the upload")
-        if keys.count_bucket != "off":
-            rounding = f"rounded to {'powers of two' if keys.count_bucket == 'powers' else keys.count_bucket}"
-            counts, total = (
-                one if one.state == "hidden" else one.but("blurred", f"{one.how}; {rounding}")
-                for one in (counts, total)
-            )
-        return presence, rows, single, counts, total, HOLDER
+        return clip if self.scaled else 2 * clip / (self.minimum + 1)
 
 
-def release(
-    settings: PrivacySettings, rule: Aggregation, *, trained: bool, sends_total: bool, once: bool
-) -> Release:
+def release(settings: PrivacySettings, rule: Aggregation, *, sends_total: bool, once: bool) -> Release:
     """Return the stages for a method with the given aggregation rule.
 
     Args:
         settings: with ``min-class-count`` resolved.
         rule: the server's aggregation rule.
-        trained: whether the server trains on single rows.
         sends_total: whether uploads have n_i.
         once: whether every sample is in the means exactly once.
 
     Raises:
         PbflError: if a setting cannot give its guarantee with this rule.
     """
-    if settings.dense_uploads and (trained or not RULES[rule].sums):
-        why = (
-            "the server trains on every row"
-            if trained
-            else f"rule '{rule}' divides by the number of clients that sent a class"
-        )
-        raise PbflError(
-            f"dense-uploads = true: {why}, and a zero row would count as one; aggregation must be "
-            "'ppa' or 'aps-sum', without server training"
-        )
     if settings.dp_clip and settings.dp_unit == "sample" and not once:
         raise PbflError(
             "dp-unit = 'sample' needs every sample exactly once in the class means; collect must be 'post' "
@@ -281,18 +200,15 @@ def release(
     if sends_total:
         remedy = "total-examples" if rule == "ppa" else "aps-scale to a number"
         raise PbflError(f"dp-noise: rule '{rule}' sends n_i exactly; set {remedy}")
-    if settings.count_bucket != "off":
-        raise PbflError(
-            "dp-noise: one sample can change a rounded count by more than 1; set count-bucket = 'off'"
-        )
     return Release(settings, RULES[rule].scaled)
 
 
 def stronger_settings(settings: PrivacySettings) -> list[str]:
-    """Return the settings stronger than the default, as ``key = value``, for methods that do not support them."""
-    plain = PrivacySettings()
-    protections = ("dense_uploads", "count_bucket", "dp_clip", "dp_noise")
-    more = [key for key in protections if getattr(settings, key) != getattr(plain, key)]
-    if settings.min_class_count not in ("auto", *PROTOCOLS["min-class-count"].values()):
-        more.append("min_class_count")
-    return [f"{key.replace('_', '-')} = {getattr(settings, key)!r}" for key in more]
+    """Return the keys with a value stronger than the default, for methods that do not use them."""
+    usual = ("auto", *PROTOCOLS["min-class-count"].values())
+    asked = {
+        "min-class-count": settings.min_class_count not in usual,
+        "dp-clip": settings.dp_clip > 0,
+        "dp-noise": settings.dp_noise > 0,
+    }
+    return [key for key, stronger in asked.items() if stronger]

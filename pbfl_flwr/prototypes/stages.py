@@ -31,7 +31,6 @@ class Rule:
         counts: whether it needs n_ij.
         scaled: whether clients send n_ij·c̄_ij, not means.
         aps: whether its scale is APS's μ.
-        sums: whether a zero row adds nothing.
         streams: whether it reads one upload at a time.
         trains: whether it makes a difference to FedTGP's training.
     """
@@ -39,7 +38,6 @@ class Rule:
     counts: bool = False
     scaled: bool = False
     aps: bool = False
-    sums: bool = False
     streams: bool = True
     trains: bool = False
 
@@ -48,8 +46,8 @@ RULES: dict[Aggregation, Rule] = {
     "mean": Rule(trains=True),
     "weighted": Rule(counts=True),
     "weighted-shrunk": Rule(counts=True),
-    "ppa": Rule(scaled=True, sums=True, trains=True),
-    "aps-sum": Rule(scaled=True, aps=True, sums=True, trains=True),
+    "ppa": Rule(scaled=True, trains=True),
+    "aps-sum": Rule(scaled=True, aps=True, trains=True),
     "aps-mean": Rule(scaled=True, aps=True),
     "median": Rule(streams=False),
     "trimmed-mean": Rule(streams=False),

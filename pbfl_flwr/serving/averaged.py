@@ -21,7 +21,6 @@ from pbfl_flwr.methods.averaging import average, copies, copy_into, shared_param
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import BEST, CHECKPOINT, RunDirectory
-from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.network import rebuild
 from pbfl_flwr.serving.states import SavedModel, read_state, states_of
@@ -55,7 +54,8 @@ def averaged(run: Path, *, best: bool = False, allowed_code: str = "") -> SavedM
     model = served.model
     parts = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = [name for name in first.weights if name not in parts]  # persistent ones, under all their names
-    means = _mean(chain([first], states), buffers, _samples(clients))
+    samples = {label: client.num_train for label, client in clients.items()}
+    means = _mean(chain([first], states), buffers, samples)
     model.load_state_dict({**first.weights, **means})
     tensors = {**shared_parameters(model, "head"), **shared_parameters(model, "all")}  # own names come first
     copy_into(tensors, parameters)
@@ -117,12 +117,6 @@ def _clients(run: Path, networks: Mapping[str, str]) -> Iterator[SavedModel]:
                 "same in all"
             )
         yield state
-
-
-def _samples(clients: Mapping[str, ClientRecord]) -> dict[str, int]:
-    """Return client -> training samples, 1 each in runs whose clients do not report them."""
-    samples = {label: client.num_train for label, client in clients.items()}
-    return samples if any(samples.values()) else dict.fromkeys(samples, 1)
 
 
 def _mean(

@@ -91,7 +91,6 @@ def test_numbers_are_accepted_as_text_but_text_not_as_numbers() -> None:
         ("regularizer-weight", -1.0, "greater than or equal to 0 or 'auto'"),
         ("regularizer-weight", float("nan"), "a finite number or 'auto'"),
         ("aps-scale", 0.0, "greater than 0 or 'auto'"),
-        ("count-bucket", 1, "greater than or equal to 2 or 'off' or 'powers'"),
         ("stale", "never", "'keep' or 'drop'"),
         ("attack.kind", "flip", "'none', 'sign-flip', 'scale', 'noise' or 'permute'"),
         ("run-dir", "runs/a", "an absolute path (workers run in other directories) or empty"),

@@ -8,8 +8,6 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import SECTIONS, build_method
 
-NO_REPORT: dict[str, Any] = {"client-report": "none"}
-
 
 @pytest.mark.parametrize(
     ("keys", "reason"),
@@ -19,9 +17,6 @@ NO_REPORT: dict[str, Any] = {"client-report": "none"}
         ({"min-clients": 2, "min-replies": 3}, r"min-replies = 3: must be at most 2, .* = 1 of 2\)"),
         ({"num-clients": 4, "new-clients": 4}, "new-clients = 4: must be at most 3, since at least one of"),
         ({"num-clients": 4, "new-clients": 2, "min-replies": 3}, "min-replies = 3: must be at most 2, the"),
-        ({"new-clients": 1, **NO_REPORT}, "new-clients = 1: .* clients report no scores"),
-        ({"per-class": True, **NO_REPORT}, "^per-class = true: .* clients report no scores; must be false$"),
-        ({"auc": True, **NO_REPORT}, "^auc = true: .* clients report no scores; must be false$"),
         ({"predictor": "etf"}, "^predictor = 'etf': method 'fedproto' has no .* one of auto, head, global"),
     ],
 )

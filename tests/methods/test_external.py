@@ -164,7 +164,7 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
         ({"method": "feddyn:bild"}, "'feddyn' has no function 'bild'"),
         ({"method": "no_page:number"}, "'no_page' has no function 'number'"),
         ({"method": "no_page:nothing"}, "the function returned NoneType, expected a pbfl_flwr.method.Method"),
-        ({"method": "no_page:silent"}, "int lacks the attribute reveals"),
+        ({"method": "no_page:silent"}, "int lacks the attribute classes, sizes"),
         ({"method": "no_page:named"}, "'local': predicts contains 'mine', .*; must be of head, global, "),
         ({"method": "no_page:headed"}, "primary_predictor = 'global': must be one listed in predicts: head$"),
         (

@@ -25,7 +25,6 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
         "aggregation": "ppa",
         "cpkd": "sample",
         "wire-dtype": "int8",
-        "dense-uploads": True,
     },
     "private": {"dp-clip": 1.0, "dp-noise": 0.5, "dp-randomness": "seed", "regularizer-form": "l2"},
     "adam": {"optimizer": "adam", "learning-rate": 0.001, "optimizer-state": "kept", "max-grad-norm": 1.0},

@@ -14,12 +14,11 @@ from pbfl_flwr.config import PrivacySettings, Scalar, parse
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
-from pbfl_flwr.methods import PROTECTED, SECTIONS, build_method
+from pbfl_flwr.methods import SECTIONS, build_method, using
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.prototypes.class_means import class_means, class_sums
 from pbfl_flwr.prototypes.privacy import (
     Release,
-    bucketed,
     clip_norms,
     delta_of,
     epsilon_of,
@@ -57,10 +56,10 @@ def stage_of(scaled: bool, **keys: Any) -> Release:
 
 
 @pytest.mark.parametrize("m", [1, 2, 3])
-@pytest.mark.parametrize(("scaled", "dense"), [(False, False), (True, False), (True, True), (False, True)])
-def test_one_sample_moves_a_table_by_at_most_the_sensitivity(m: int, scaled: bool, dense: bool) -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_one_sample_moves_a_table_by_at_most_the_sensitivity(m: int, scaled: bool) -> None:
     """Every data set of up to three samples of a class, out of five features, and every one that has one more."""
-    stage = stage_of(scaled, dp_unit="sample", min_class_count=m, dense_uploads=dense)
+    stage = stage_of(scaled, dp_unit="sample", min_class_count=m)
     allowed = stage.sensitivity(2)
     points = [GRID[0], GRID[1], GRID[2], GRID[9], GRID[10]]  # 0, and C and 2C in two opposite directions
     largest = 0.0
@@ -82,15 +81,13 @@ def test_a_sample_changes_the_row_of_its_class_only() -> None:
     assert float(torch.linalg.vector_norm(difference)) == pytest.approx(C)
 
 
-@pytest.mark.parametrize(("scaled", "dense"), [(False, False), (True, True)])
-def test_two_clients_differ_by_at_most_the_sensitivity(scaled: bool, dense: bool) -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_two_clients_differ_by_at_most_the_sensitivity(scaled: bool) -> None:
     """Whatever the two hold and their networks make of it: K rows of norm C each."""
-    stage = stage_of(scaled, dense_uploads=dense)
+    stage = stage_of(scaled)
     allowed = stage.sensitivity(2)
     assert allowed == 2 * C * math.sqrt(2)
     tables = [table(stage, [(a, 0), (b, 1)]) for a in GRID for b in GRID]
-    if dense:
-        tables += [table(stage, [(a, 0)]) for a in GRID]
     largest = max(
         float(torch.linalg.vector_norm(left[0] - right[0]))
         for left, right in itertools.product(tables, repeat=2)
@@ -136,13 +133,6 @@ def test_releases_add_up() -> None:
 # Stages -----------------------------------------------------------------------------------------------------
 
 
-def test_buckets_by_hand() -> None:
-    counts = torch.tensor([0, 1, 2, 3, 5, 6, 100])
-    assert bucketed(counts, "off") is counts
-    assert bucketed(counts, "powers").tolist() == [0, 1, 2, 4, 4, 8, 128]  # log2: 1.58, 2.32, 2.58, 6.64
-    assert bucketed(torch.tensor([0, 1, 14, 15, 26]), 10).tolist() == [0, 10, 10, 20, 30]
-
-
 def test_clipping_by_hand() -> None:
     rows = clip_norms(torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]]), 2.5)
     torch.testing.assert_close(rows, torch.tensor([[1.5, 2.0], [0.3, 0.4], [0.0, 0.0]]))
@@ -162,24 +152,16 @@ def test_a_class_of_one_sample_stays_at_home() -> None:
     assert not seen_once.payload.present.any()
 
 
-def test_counts_that_scale_are_bucketed() -> None:
-    stage = Release(PrivacySettings(min_class_count=1, count_bucket="powers"), scaled=True)
-    sent = stage.table(client_of([0, 0, 0, 1]), torch.ones(2, 2), torch.tensor([3, 1])).payload
-    assert sent.values.tolist() == [[4.0, 4.0], [1.0, 1.0]]
-    assert sent.num_examples == 5
-
-
 def test_noise_has_its_deviation_and_is_never_the_same() -> None:
     numbers = gaussian(400, 100)
     assert stats.kstest(numbers.flatten().numpy(), "norm").pvalue > 1e-6
     assert not torch.equal(numbers, gaussian(400, 100))
-    stage = stage_of(True, dp_noise=3.0, dense_uploads=True)
+    stage = stage_of(True, dp_noise=3.0)
     assert stage.sensitivity(2) == pytest.approx(2 * C * math.sqrt(2))
     client, means = client_of([0, 0]), torch.zeros(2, 2)
     first, second = (stage.table(client, means, torch.tensor([2, 0])).payload.values for _ in range(2))
     assert not torch.equal(first, second)
-    assert bool((first[1] != 0).all())  # the absent class is noise as well
-    seeded = stage_of(True, dp_noise=3.0, dense_uploads=True, dp_randomness="seed")
+    seeded = stage_of(True, dp_noise=3.0, dp_randomness="seed")
     first, second = (seeded.table(client, means, torch.tensor([2, 0])).payload.values for _ in range(2))
     assert torch.equal(first, second)
 
@@ -191,9 +173,9 @@ def test_noise_is_finite_for_every_draw(byte: bytes, monkeypatch: pytest.MonkeyP
     assert float(gaussian(1, 1)) == pytest.approx(16.419 if byte == b"\xff" else -16.419, abs=1e-3)
 
 
-@pytest.mark.parametrize(("scaled", "keys"), [(False, {}), (True, {"dense_uploads": True})])
-def test_the_rows_that_are_sent_bear_the_whole_noise(scaled: bool, keys: dict[str, Any]) -> None:
-    stage, means = stage_of(scaled, dp_noise=0.5, **keys), torch.full((2, 20_000), 0.25 * C)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_rows_that_are_sent_bear_the_whole_noise(scaled: bool) -> None:
+    stage, means = stage_of(scaled, dp_noise=0.5), torch.full((2, 20_000), 0.25 * C)
     rows = stage.table(client_of([0, 0, 0, 1]), means, torch.tensor([3, 1])).payload.values.double()
     sigma = (
         0.5 * 2 * C * math.sqrt(2)
@@ -204,7 +186,7 @@ def test_the_rows_that_are_sent_bear_the_whole_noise(scaled: bool, keys: dict[st
         0, abs=0.05 * sigma**2
     )  # every entry has its own
     # Noise of a seed can be taken off again: what is left are the clipped rows.
-    seeded, client = stage_of(scaled, dp_noise=0.5, dp_randomness="seed", **keys), client_of([0, 0, 0, 1])
+    seeded, client = stage_of(scaled, dp_noise=0.5, dp_randomness="seed"), client_of([0, 0, 0, 1])
     rows = seeded.table(client, means, torch.tensor([3, 1])).payload.values
     noise = sigma * torch.randn(2, 20_000, generator=client.generator("privacy"), dtype=torch.float64)
     left = torch.full((2, 20_000), C / 20_000**0.5, dtype=torch.float64)
@@ -245,19 +227,18 @@ NOISE: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 1.0}
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"dense-uploads": True}, "rule 'mean' divides by the number of clients"),
-        ({"dense-uploads": True, "method": "fedtgp", "aggregation": "ppa"}, "trains on every row"),
-        ({"dense-uploads": True, "method": "fedgh"}, "trains on every row"),
         ({"dp-noise": 1.0}, "dp-noise needs a clipping norm"),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "weighted"}, "sends exact counts"),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "ppa"}, "sends n_i exactly; set total-examples"),
         ({**NOISE, "method": "tinyproto"}, "sends n_i exactly; set aps-scale to a number"),
-        ({"dp-noise": 1.0, "dp-clip": 1.0, "count-bucket": "powers"}, "set count-bucket = 'off'"),
         ({**NOISE, "dp-unit": "sample", "protocol": "htfl"}, "needs every sample exactly once"),
         ({"dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"}, "needs every sample exactly once"),
         ({**NOISE, "method": "fedavg"}, "dp-clip = 1.0, dp-noise = 1.0: method 'fedavg'"),
-        ({"count-bucket": 5, "method": "gfpl"}, "count-bucket = 5: method 'gfpl' sends Mixtures"),
-        ({"count-bucket": 1}, "count-bucket = 1: must be greater than or equal to 2 or 'off' or 'powers'"),
+        ({"dp-clip": 1.0, "method": "gfpl"}, "dp-clip = 1.0: method 'gfpl' sends Mixtures"),
+        (
+            {"min-class-count": 3, "method": "fedcpd"},
+            "apply to fedgh, fedproto, fedtgp, tinyproto, protonorm",
+        ),
     ],
 )
 def test_rejects_settings_whose_privacy_cannot_be_guaranteed(keys: dict[str, Scalar], message: str) -> None:
@@ -266,9 +247,10 @@ def test_rejects_settings_whose_privacy_cannot_be_guaranteed(keys: dict[str, Sca
     assert "\n" not in str(error.value)
 
 
-def test_the_list_of_protected_methods_is_complete() -> None:
-    from pbfl_flwr.methods import METHODS
+def test_a_minimum_that_some_protocol_has_asks_for_no_protection() -> None:
+    for count in (1, 2):
+        build_method(parse({"min-class-count": count, "method": "fedavg"}, SECTIONS))
 
-    assert set(PROTECTED) == {
-        name for name in METHODS if build_method(parse({"method": name}, SECTIONS)).protects_uploads
-    }
+
+def test_who_uses_the_settings() -> None:
+    assert using("dp-noise") == ["fedgh", "fedproto", "fedtgp", "tinyproto", "protonorm"]

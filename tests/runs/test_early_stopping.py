@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.config import parse
-from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import status
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.results import scores
@@ -178,11 +177,6 @@ def test_run_is_complete_with_the_same_patience(early: Federation) -> None:
     assert not complete(patience=5)
     assert complete(patience=0, **{"num-server-rounds": 3})
     assert not complete(patience=0, **{"num-server-rounds": 4})
-
-
-def test_patience_needs_scores() -> None:
-    with pytest.raises(PbflError, match="patience = 3: with client-report = 'none' clients report no scores"):
-        parse({"patience": 3, "client-report": "none"})
 
 
 def test_warns_of_patience_before_the_first_exchange() -> None:

@@ -20,7 +20,7 @@ from pbfl_flwr.data.own.inspection import swapped_axes_warning
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
 from pbfl_flwr.experiments.results import resume_command
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
-from pbfl_flwr.methods import METHODS, SECTIONS, build_method, privacy_notes
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models.registry import architecture_of, architectures
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.sinks import check as check_sinks
@@ -156,8 +156,7 @@ def data_warnings(settings: Settings, loaded: LoadedData) -> list[str]:
 def config_warnings(
     settings: Settings, requested: RequestedKeys, partition: Partition, loaded: LoadedData
 ) -> list[str]:
-    """Return the warnings before a run: on data, keys without effect, privacy, training and method."""
-    method = build_method(settings)
+    """Return the warnings before a run: on data, keys without effect, training and method."""
     name = settings.run.method
     others = [
         key for key in requested.values if key.partition(".")[0] in METHODS and not key.startswith(f"{name}.")
@@ -166,7 +165,6 @@ def config_warnings(
         *(f"data: {note}" for note in partition.notes),
         *data_warnings(settings, loaded),
         *(f"{key}: without effect, the method is '{name}'" for key in others),
-        *(f"privacy: {note}" for note in privacy_notes(settings, method)),
         *training_warnings(settings),
     ]
 

@@ -144,8 +144,7 @@ def _train_and_save(session: ClientSession, message: Message, worker: Worker) ->
     payload = wire.encode(update.payload, session.settings.prototypes.wire_dtype)
     started = time.perf_counter()
     session.store.save(state_after_round(session, update, predictors, report))
-    if session.settings.privacy.client_report == "full":
-        report = replace(report, seconds=(*seconds[:-1], time.perf_counter() - started))
+    report = replace(report, seconds=(*seconds[:-1], time.perf_counter() - started))
     return Message(wire.content(payload, report.to_record()), reply_to=message)
 
 
@@ -190,10 +189,6 @@ def _report(
     seconds: tuple[float, float, float, float, float],
     metrics: Mapping[str, float] | None = None,
 ) -> Report:
-    """Return the report; with client-report "none" only entries that reveal nothing about the samples."""
-    if session.settings.privacy.client_report == "none":
-        epsilon = {name: value for name, value in (metrics or {}).items() if name == "epsilon"}
-        return Report(0, 0, participations, metrics=epsilon)
     held_out = scores.validation
     return Report(
         num_train=len(session.client.data.train.labels),

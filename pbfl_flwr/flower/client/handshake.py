@@ -51,7 +51,6 @@ def answer_handshake(message: Message, context: Context, worker: Worker) -> Mess
         client = Client(0, 1, task, built.network, data.on(device), seed=settings.run.seed)
         _try(architecture, run, client)
         worker.checked.add(attempt)
-    full = settings.privacy.client_report == "full"
     texts = {
         "columns": digest(data.columns),
         "weights": digest_of_weights(architecture),
@@ -73,8 +72,8 @@ def answer_handshake(message: Message, context: Context, worker: Worker) -> Mess
             "architecture": architecture,
             "parameters": [body, head],
             "device": str(device),
-            "num-train": len(data.train.labels) if full else 0,
-            "num-test": len(data.test.labels) if full else 0,
+            "num-train": len(data.train.labels),
+            "num-test": len(data.test.labels),
         }
     )
     return Message(wire.content(config=properties), reply_to=message)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.config import PREDICTORS, EvaluationSettings
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload, Reveal
+from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.class_metrics import Areas, ByClass
 
@@ -24,23 +24,6 @@ MAX_METRICS = 100  # of one report
 MAX_NAME = 100  # characters of a metric's name
 Table = NDArray[np.int64]
 _LARGEST_FLOAT = 1e40  # beyond float32; no valid loss, time or memory size is that large
-
-REVEALS = tuple(  # what the report reveals to the server
-    Reveal(what, how, "client-report = 'none'", message="report")
-    for what, how in (
-        ("number of training and test samples", "every round"),
-        ("accuracies and test loss", "of every predictor: how easy the client's data is"),
-        ("training losses", "the mean of every term, and what else the method reports"),
-        ("timings and memory", "they grow with the number of samples and depend on the hardware"),
-    )
-)
-BY_CLASS = Reveal(
-    "test samples of each class",
-    "how many, how many of them predicted correctly and how often predicted: which classes the client holds, even if "
-    "the upload hides it",
-    "per-class = false, or client-report = 'none'",
-    message="report",
-)
 
 
 @dataclass(frozen=True)

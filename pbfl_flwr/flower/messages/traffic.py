@@ -11,17 +11,9 @@ from flwr.common.serde_utils import metadata_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 
-from pbfl_flwr.payloads import Reveal
 from pbfl_flwr.runs.records import Bytes
 
 _HASH = "0" * 64  # has the length of the ids of Flower's objects
-
-SIZE = Reveal(
-    "size of the message",
-    "bytes grow with the rows that are sent, also visible in encrypted traffic",
-    "dense-uploads",
-)
-
 
 NO_BYTES = Bytes(payload=0, application=0, total=0)
 

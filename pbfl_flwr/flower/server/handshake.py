@@ -14,21 +14,9 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.grid import OnWait, ignore, poll
 from pbfl_flwr.flower.server.replies import error_reason
 from pbfl_flwr.flower.server.roster import client_from_reply
-from pbfl_flwr.payloads import RejectedPayload, Reveal
+from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import ClientRecord
 
-REVEALS = (  # what the handshake reveals to the server
-    Reveal("client id, or the device's name", "how the server tells clients apart", message="handshake"),
-    Reveal("number of training and test samples", "sent once", "client-report = 'none'", message="handshake"),
-    Reveal(
-        "names of the classes, input shape, hash of the columns' names or of the words",
-        "all clients must agree on them",
-        message="handshake",
-    ),
-    Reveal("architecture, number of parameters, kind of device", "for logs and costs", message="handshake"),
-    Reveal("hash of pretrained weights", "to warn if clients begin with different ones", message="handshake"),
-    Reveal("version of pbfl-flwr", "to warn if it differs from the server's", message="handshake"),
-)
 JOIN_PAUSE = 2.0  # seconds; Flower's simulation registers its nodes in a loop without pauses
 MAX_NODES_NAMED = 3  # in one line
 CLIENT_ID = "client-id = "  # contained in a reason if it already identifies the client

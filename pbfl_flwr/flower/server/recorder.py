@@ -16,7 +16,6 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.method import Method, settings_in
-from pbfl_flwr.methods import privacy_notes
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.runs import checkpoint
@@ -246,7 +245,6 @@ def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int
     log(INFO, "%s: %s clients, %s, d=%s", method.name, clients, models.models, models.feature_dim)
     warnings = [
         *settings.training.config_warnings(),
-        *privacy_notes(settings, method),
         *method.config_warnings(num_rounds),
     ]
     if malicious_clients := malicious(settings):

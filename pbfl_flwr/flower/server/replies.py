@@ -93,10 +93,9 @@ class ReplyRules:
     @classmethod
     def of(cls, settings: Settings, method: Method[Any, Any, Any], task: Task) -> ReplyRules:
         """Return the rules of a configuration."""
-        run, privacy = settings.run, settings.privacy
+        run = settings.run
         scaled = isinstance(method, Pipeline) and method.release.scaled
-        exact = privacy.client_report == "full" and privacy.count_bucket == "off"
-        limits = Plausibility(run.max_size_ratio, scaled, exact and not method.counts_draws)
+        limits = Plausibility(run.max_size_ratio, scaled, not method.counts_draws)
         wanted = requested(settings.evaluation, task)
         return cls(method, task, run.max_upload_mb * 2**20, wanted, limits)
 

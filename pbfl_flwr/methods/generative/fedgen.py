@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -42,7 +41,7 @@ from pbfl_flwr.methods.generative.generators import (
 )
 from pbfl_flwr.methods.sharing import answer, check_heads, initial, receive
 from pbfl_flwr.models.registry import architectures
-from pbfl_flwr.payloads import Reveal, Sizes, Weights, class_counts, joined, part_of
+from pbfl_flwr.payloads import Sizes, Weights, class_counts, joined, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import complete_batches, fit, forward
 
@@ -67,11 +66,6 @@ class LabelledHead:
         weights: its head and n_i.
         label_counts: (K,) int64 n_ij.
     """
-
-    reveals: ClassVar[tuple[Reveal, ...]] = (
-        *Weights.reveals,
-        Reveal("samples of each class", "n_ij, sent with the head"),
-    )
 
     weights: Weights
     label_counts: Tensor

@@ -44,7 +44,6 @@ from pbfl_flwr.methods.sharing import answer, check_both, check_heads, initial, 
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import (
     Prototypes,
-    Reveal,
     Weights,
     WeightsAndPrototypes,
 )
@@ -259,10 +258,6 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
     def validate(self, upload: WeightsAndPrototypes, state: GenerativeState, task: Task) -> None:
         """Check the network's tensors, and that rows of width d come with counts."""
         check_both(upload, state.taught.weights, task, counted=True)
-
-    def reveals(self) -> tuple[Reveal, ...]:
-        """Weights, class means, and their counts."""
-        return (*super().reveals(), Reveal("samples of each class", "n_ij, sent with the class means"))
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """Check that there is one architecture, with a linear head."""

@@ -18,7 +18,6 @@ from pbfl_flwr.payloads.contract import (
     no_others,
     whole_numbers,
 )
-from pbfl_flwr.payloads.reveals import PRESENCE, Reveal
 from pbfl_flwr.task import Task
 
 
@@ -39,19 +38,6 @@ class Mixtures:
     stds: Tensor
 
     max_components: ClassVar[int] = 2**20
-    reveals: ClassVar[tuple[Reveal, ...]] = (
-        PRESENCE,
-        Reveal(
-            "distribution of features",
-            "means, standard deviations and weights of the components, from which anyone can draw features",
-        ),
-        Reveal(
-            "features of single samples",
-            "the mean of a component fitted to one sample is that sample's feature",
-            single_samples=True,
-        ),
-        Reveal("samples of each class", "the components' weights, if scaled by counts (gfpl.weight)"),
-    )
 
     @classmethod
     def empty(cls, width: int) -> Mixtures:

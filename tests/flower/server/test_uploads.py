@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from flwr.app import Message
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments.show import privacy_line
 from pbfl_flwr.method import Client, Update
-from pbfl_flwr.methods import PROTECTED
+from pbfl_flwr.methods import using
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.privacy import epsilon_of
@@ -24,7 +23,7 @@ SUMS: dict[str, Any] = {"aggregation": "ppa", "total_examples": 100}
 
 
 @pytest.mark.parametrize(
-    ("method", "unit"), [*((method, "client") for method in PROTECTED), ("fedproto", "sample")]
+    ("method", "unit"), [*((method, "client") for method in using("dp-noise")), ("fedproto", "sample")]
 )
 def test_every_protected_method_uploads_noise_and_reports_epsilon(
     tmp_path: Path, method: str, unit: str
@@ -43,19 +42,6 @@ def test_every_protected_method_uploads_noise_and_reports_epsilon(
     clients = run.directory.client_records()
     assert f"ε = {epsilon_of(2.0, 2, 1e-5):.3g} for client 0" in str(privacy_line(about, clients))
     assert privacy_line(about, []) is None
-
-
-@pytest.mark.parametrize("rule", ["ppa", "aps-sum"])
-def test_dense_uploads_give_the_same_sum_as_sparse_ones(tmp_path: Path, rule: str) -> None:
-    keys: dict[str, Any] = {**SUMS, "aggregation": rule, "aps_scale": 0.1}
-    sparse = federation(tmp_path / "sparse", **keys).run().strategy
-    dense = federation(tmp_path / "dense", **keys, dense_uploads=True).run().strategy
-    assert torch.equal(dense.state.broadcast.values, sparse.state.broadcast.values)
-    assert torch.equal(dense.state.broadcast.present, sparse.state.broadcast.present)
-    assert dense.history[0].scalars.up == NUM_CLIENTS * 10 * 64
-    noisy = federation(tmp_path / "noisy", **keys, **NOISE, dense_uploads=True).run().strategy
-    assert bool(noisy.state.broadcast.present.all()), "with noise the present classes are hidden"
-    assert noisy.history[1].failures == []
 
 
 IDLE = "made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client 1"
@@ -99,22 +85,6 @@ def test_repeated_reply_has_the_same_noise(tmp_path: Path, randomness: str) -> N
     assert all(first == second for first, second in answers.values())
     again = federation(tmp_path / "b", **keys).run()
     assert (again.fingerprint == run.fingerprint) == (randomness == "seed")
-
-
-def test_report_none_reveals_nothing_of_the_samples(tmp_path: Path) -> None:
-    strategy = (
-        federation(tmp_path, client_report="none", fraction_train=0.6, on_disk=True, **NOISE).run().strategy
-    )
-    assert [line.failures for line in strategy.history] == [[], []]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
-    for line in lines:
-        assert set(line["num_train"]) == set(line["num_test"]) == {0}
-        assert all(correct == {} for correct in line["correct"])
-        assert all(loss == 0 for loss in line["test_loss"])
-        assert all(set(metrics) <= {"epsilon"} for metrics in line["metrics"])
-        assert all(seconds == [0.0] * 5 for seconds in line["seconds"])
-    assert strategy.roster is not None
-    assert {member.num_train for member in strategy.roster.clients.values()} == {0}
 
 
 def test_client_refuses_to_send_an_unbounded_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
