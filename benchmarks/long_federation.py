@@ -50,9 +50,9 @@ from pbfl_flwr.flower.deploy.superlink import ENDED
 from pbfl_flwr.flower.engines.grid import RUN_ID, LocalGrid, in_this_process, run_immediately
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import RoundRecord
+from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.util.atomic_files import DamagedState, write_atomically
 
 ROOT = Path(__file__).parents[1]

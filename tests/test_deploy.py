@@ -22,9 +22,9 @@ from pbfl_flwr.flower.deploy.superlink import ENDED
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import RoundRecord
+from pbfl_flwr.runs.tensor_files import load_tensors
 from tests.flower.inprocess import Fault, InProcessGrid, lost, same_tensors, silent
 from tests.real_runs import MARK, ROOT, left_behind, rounds_of, sets, start, wait
 

@@ -21,8 +21,9 @@ from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.payloads import Logits, Payload, Prototypes, WeightsAndPrototypes
 from pbfl_flwr.prototypes.alignment import Geometry, align, geometry
 from pbfl_flwr.prototypes.pipeline import Pipeline, PipelineState
-from pbfl_flwr.runs.client_store import ClientState, ClientStore, load_tensors
+from pbfl_flwr.runs.client_store import ClientState, ClientStore
 from pbfl_flwr.runs.directory import BROADCAST, CHECKPOINT
+from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.seeds import derive
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import is_external, own_code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pbfl_flwr.payloads import RejectedPayload, Serializable
-from pbfl_flwr.runs.client_store import load_tensors, save_tensors
 from pbfl_flwr.runs.directory import (
     BEST,
     BROADCAST,
@@ -12,6 +11,7 @@ from pbfl_flwr.runs.directory import (
     RunDirectory,
     RunRefused,
 )
+from pbfl_flwr.runs.tensor_files import load_tensors, save_tensors
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import DamagedState
 

@@ -1,127 +1,30 @@
-"""State files: reading and writing of tensors with checksum and schema version, and each client's state.
+"""Each client's state, in a tensor file.
 
-They are safetensors files, so other tools can read them and loading executes no code. A damaged file, or one of another
-run, client or architecture, is an error that names it; it is never overwritten.
+A damaged file, or one of another run, client or architecture, is an error that names it; it is never overwritten.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
-from pbfl_flwr.payloads import part_of, separate
+from pbfl_flwr.payloads import part_of
+from pbfl_flwr.runs.tensor_files import load_tensors, save_tensors
 from pbfl_flwr.util.atomic_files import (
-    SCHEMA,
     DamagedState,
     UnsavedState,
     make_directory,
-    write_atomically,
 )
 from pbfl_flwr.util.locks import Lock, need_locks
 
 # Metadata key: tensors of the reply that equal one of the model's and are stored once, name -> name in the model.
 SAME = "reply-in-model"
 WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-# What the library raises for bytes that are no such file, with dtypes and shapes that torch does not have among them.
-MALFORMED = (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AssertionError)
-SIZE_BYTES = 8  # of the header size at the start of a safetensors file
-
-
-def save_tensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str],
-    *,
-    private: bool = False,
-    flushed: bool = True,
-) -> None:
-    """Write tensors and metadata with schema version and checksum; no other process may write the file meanwhile.
-
-    Args:
-        path: the file.
-        tensors: by name.
-        metadata: of the file.
-        private: only the file's owner may read it.
-        flushed: see :func:`pbfl_flwr.util.atomic_files.write_atomically`.
-    """
-    contiguous = separate(tensors)
-    full = {**metadata, "schema": SCHEMA}
-    full["checksum"] = _checksum(contiguous, full)
-    data = _with_sorted_metadata(save(contiguous, full))
-    write_atomically(path, data, locked=True, private=private, flushed=flushed)
-
-
-def _with_sorted_metadata(file: bytes) -> tuple[bytes, bytes, memoryview]:
-    """Return the pieces of a safetensors file with sorted metadata, so that equal content gives equal bytes."""
-    header, begin = _header(file)
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % SIZE_BYTES)  # keeps the tensors aligned
-    return len(text).to_bytes(SIZE_BYTES, "little"), text, memoryview(file)[begin:]
-
-
-def _header(file: bytes) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file, and the offset of the tensors."""
-    begin = SIZE_BYTES + int.from_bytes(file[:SIZE_BYTES], "little")
-    return json.loads(file[SIZE_BYTES:begin]), begin
-
-
-def tensors_in(file: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file by name, sorted, each in memory of its own.
-
-    The library's order varies. The memory is aligned: with another alignment, matrix products of the same numbers may
-    round differently, and results would depend on where a file was stored in memory.
-
-    Raises:
-        Exception: one of MALFORMED, if it is not such a file.
-    """
-    tensors = load(file)
-    return {name: tensors.pop(name).clone() for name in sorted(tensors)}
-
-
-def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a file written by :func:`save_tensors`.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        DamagedState: if it is not such a file, of another schema, or its checksum is wrong.
-    """
-    if not path.exists():
-        raise FileNotFoundError(path)
-    advice = "move it away to start afresh"
-    try:
-        file = path.read_bytes()  # safe_open would take a Ctrl-C meanwhile for a damaged file
-        tensors = tensors_in(file)
-        metadata = dict(_header(file)[0].get("__metadata__") or {})
-    except (OSError, *MALFORMED) as error:
-        reason = str(error).partition("\n")[0]
-        raise DamagedState(f"state file {path} cannot be read ({reason}); {advice}") from None
-    if metadata.get("schema") != SCHEMA:
-        raise DamagedState(
-            f"state file {path} has schema {metadata.get('schema')!r}, expected {SCHEMA!r}; {advice}"
-        )
-    checksum = metadata.pop("checksum", "")
-    if checksum != _checksum(tensors, metadata):
-        raise DamagedState(f"state file {path} is damaged: its checksum does not match; {advice}")
-    return tensors, metadata
-
-
-def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    checksum = zlib.crc32(json.dumps(dict(metadata), sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        checksum = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), checksum)
-        checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, checksum)
-    return f"{checksum:08x}"
 
 
 def _shared_tensors(model: Mapping[str, Tensor], reply: Mapping[str, Tensor]) -> dict[str, str]:

@@ -19,9 +19,9 @@ from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.methods.averaging import average, copies, copy_into, shared_parameters
 from pbfl_flwr.payloads import RejectedPayload, Weights
-from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import BEST, CHECKPOINT, RunDirectory
 from pbfl_flwr.runs.saved_model import Card
+from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.serving.network import rebuild
 from pbfl_flwr.serving.states import SavedModel, read_state, states_of
 from pbfl_flwr.task import Task

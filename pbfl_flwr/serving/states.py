@@ -11,9 +11,10 @@ from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import part_of
-from pbfl_flwr.runs.client_store import ClientStore, load_tensors
+from pbfl_flwr.runs.client_store import ClientStore
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.saved_model import Card, fault
+from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.util.atomic_files import NODE
 
 

@@ -40,9 +40,9 @@ from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Upload
-from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Record, RoundRecord
+from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.task import Task
 
 TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1

@@ -28,7 +28,7 @@ from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.method import Client, Method, Predictor, Round
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload
-from pbfl_flwr.runs.client_store import load_tensors, save_tensors
+from pbfl_flwr.runs.tensor_files import load_tensors, save_tensors
 from pbfl_flwr.training.evaluation import Scores, evaluate
 from tests.flower.inprocess import (
     NUM_CLIENTS,

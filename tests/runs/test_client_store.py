@@ -17,9 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pbfl_flwr.flower.server import recorder
-from pbfl_flwr.runs import checkpoint
+from pbfl_flwr.runs import checkpoint, tensor_files
 from pbfl_flwr.runs import client_store as store
-from pbfl_flwr.runs.client_store import ClientState, ClientStore, load_tensors, save_tensors
+from pbfl_flwr.runs.client_store import ClientState, ClientStore
+from pbfl_flwr.runs.tensor_files import load_tensors, save_tensors
 from pbfl_flwr.util import atomic_files as files
 from pbfl_flwr.util.atomic_files import DamagedState, UnsavedState, write_atomically
 from tests.flower.inprocess import federation
@@ -280,7 +281,7 @@ def test_rejects_a_foreign_file(
     client: ClientStore, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], text: str
 ) -> None:
     if not change:
-        monkeypatch.setattr(store, "SCHEMA", "0")
+        monkeypatch.setattr(tensor_files, "SCHEMA", "0")
     client.save(STATE)
     monkeypatch.undo()
     other = replace(client, **change)

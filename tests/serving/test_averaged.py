@@ -17,7 +17,7 @@ from pbfl_flwr.method import Client
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import part_of
-from pbfl_flwr.runs.client_store import load_tensors, save_tensors
+from pbfl_flwr.runs.tensor_files import load_tensors, save_tensors
 from pbfl_flwr.serving.averaged import averaged
 from pbfl_flwr.serving.export import export
 from pbfl_flwr.serving.exported import open_exported

@@ -18,7 +18,7 @@ from torch import Tensor
 from pbfl_flwr.config.keys import WireDtype as WireDtype
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Payload, Prototypes, RejectedPayload, separate
-from pbfl_flwr.runs.client_store import MALFORMED, tensors_in
+from pbfl_flwr.runs.tensor_files import MALFORMED, tensors_in
 from pbfl_flwr.task import Task
 
 P = TypeVar("P", bound=Payload)

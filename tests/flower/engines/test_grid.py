@@ -24,8 +24,8 @@ from pbfl_flwr.flower.server.app import serve
 from pbfl_flwr.flower.server.grid import polling
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.tensor_files import load_tensors
 from tests.flower.inprocess import InProcessGrid, same_tensors
 
 KEYS: dict[str, Scalar] = {

@@ -11,7 +11,7 @@ import torch
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.show import failure_lines
-from pbfl_flwr.runs.client_store import load_tensors
+from pbfl_flwr.runs.tensor_files import load_tensors
 from tests.flower.inprocess import federation, flower_error, plain, shown, tiny_data
 from tests.flower.sites import run, sites, write_site
 

@@ -24,9 +24,9 @@ from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs import directory as history
-from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused
 from pbfl_flwr.runs.records import Scores
+from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.util.atomic_files import DamagedState
 from server_app import app as server_app
 from tests.flower.inprocess import (

@@ -21,7 +21,7 @@ from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes, Weights
 from pbfl_flwr.prototypes.pipeline import Pipeline
-from pbfl_flwr.runs.client_store import load_tensors
+from pbfl_flwr.runs.tensor_files import load_tensors
 from tests.flower.inprocess import (
     NUM_CLIENTS,
     Answer,

@@ -15,7 +15,7 @@ from pbfl_flwr.methods import using
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.privacy import epsilon_of
-from pbfl_flwr.runs.client_store import load_tensors
+from pbfl_flwr.runs.tensor_files import load_tensors
 from tests.flower.inprocess import FIRST_NODE, NUM_CLIENTS, Answer, Fault, federation
 
 NOISE: dict[str, Any] = {"dp_clip": 5.0, "dp_noise": 2.0}
