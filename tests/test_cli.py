@@ -19,6 +19,7 @@ import typer
 from pbfl_flwr.cli import app
 from pbfl_flwr.cli.common import INTERRUPTED, INTERRUPTED_NOTE, running
 from pbfl_flwr.config import Scalar
+from pbfl_flwr.config.toml import toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show
 from pbfl_flwr.experiments.console import clock, kilobytes
@@ -26,7 +27,6 @@ from pbfl_flwr.experiments.execute.progress import round_line
 from pbfl_flwr.experiments.plan import configuration, planned_runs
 from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.experiments.results import resume_command
-from pbfl_flwr.flower.deploy.superlink import toml
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import ClientsRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pbfl_flwr.config import Scalar, Settings, parse
-from pbfl_flwr.flower.deploy.superlink import toml
+from pbfl_flwr.config.toml import toml
 from pbfl_flwr.method import resolved_moment, settings_in
 from pbfl_flwr.methods import SECTIONS, build_method
 

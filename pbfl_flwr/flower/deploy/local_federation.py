@@ -15,12 +15,13 @@ from types import TracebackType
 from typing import Any
 
 from pbfl_flwr.config import Scalar, Settings
+from pbfl_flwr.config.toml import toml
 from pbfl_flwr.data import names_file
 from pbfl_flwr.errors import PbflError, expanded, in_utf8
 from pbfl_flwr.flower.client.device import client_id_of, own_settings
 from pbfl_flwr.flower.deploy import certificates as security
 from pbfl_flwr.flower.deploy.processes import free_port
-from pbfl_flwr.flower.deploy.superlink import ManagedSuperLink, toml
+from pbfl_flwr.flower.deploy.superlink import ManagedSuperLink
 from pbfl_flwr.flower.flower_version import has_one_port
 from pbfl_flwr.util.atomic_files import NODE
 

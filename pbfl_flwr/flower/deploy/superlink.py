@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pbfl_flwr.config import Scalar
+from pbfl_flwr.config.toml import toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy.bundle import copy_included
 from pbfl_flwr.flower.deploy.processes import Processes, executable, free_port, healthy, signals_ignored
@@ -37,12 +38,6 @@ START_SECONDS = 60.0
 CLI_SECONDS = 120.0
 CONNECTION = "own"  # the SuperLink's name in config.toml
 ATTEMPTS = 3  # another process may take the free port before the SuperLink does
-
-
-def toml(config: Mapping[str, Scalar]) -> str:
-    """Return flat keys as TOML; JSON's strings, numbers and booleans are valid TOML, except for the character 0x7F."""
-    lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items())
-    return "".join(lines).replace("\x7f", "\\u007f")
 
 
 def connection(name: str, address: str, ca: Path | None) -> str:

@@ -8,10 +8,11 @@ import pytest
 from flwr.common.config import parse_config_args
 
 from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.config.toml import toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.execute.deployment import plan
 from pbfl_flwr.flower.deploy import local_federation as deployment
-from pbfl_flwr.flower.deploy.superlink import connection, toml
+from pbfl_flwr.flower.deploy.superlink import connection
 from pbfl_flwr.methods import SECTIONS
 
 
