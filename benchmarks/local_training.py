@@ -40,6 +40,7 @@ from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.cpu_convolutions import optimize_layout
+from pbfl_flwr.models.precision import set_precision
 from pbfl_flwr.models.registry import FAMILIES
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.task import Task
@@ -132,8 +133,8 @@ def our_round(
     task = Task(K, D, shape)
     key = (architecture, shape, layout, precision)
     if key not in NETWORKS:
-        network = optimize_layout(build_model(architecture, task, 0), layout, precision).to(device)
-        NETWORKS[key] = network
+        network = optimize_layout(build_model(architecture, task, 0), layout)
+        NETWORKS[key] = set_precision(network, precision).to(device)
     images, labels = data_of(client, shape, samples)
     data = ClientData(
         Shard(images, labels),

@@ -13,14 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.contract import SplitModel
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 FEW_PIXELS = 4  # pixels of a map up to which the replacements are faster
 
 
-def optimize_layout(model: ModuleT, layout: str, precision: str = "float32") -> ModuleT:
+def optimize_layout(model: ModuleT, layout: str) -> ModuleT:
     """Arrange a network in place and return it.
 
     Args:
@@ -28,19 +25,7 @@ def optimize_layout(model: ModuleT, layout: str, precision: str = "float32") -> 
         layout: ``channels-last`` stores images as (B, h, w, C) and replaces convolutions: pointwise ones, and dense
             ones with few output pixels, by matrix products, depthwise ones over few pixels by sums; ``contiguous``
             leaves the network as built.
-        precision: ``bfloat16`` computes the body's products in it (torch's autocast); parameters, features and head
-            stay float32. Requires a :class:`SplitModel`, where body and head are separate.
-
-    Raises:
-        PbflError: if ``bfloat16`` is requested for another network.
     """
-    if precision == "bfloat16":
-        if not isinstance(model, SplitModel):
-            raise PbflError(
-                f"precision = 'bfloat16': {type(model).__name__} is not a pbfl_flwr.models.contract.SplitModel; "
-                "allowed for it is 'float32'"
-            )
-        model.reduced = torch.bfloat16
     if layout == "contiguous":
         return model
     for parent in list(model.modules()):

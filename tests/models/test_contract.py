@@ -18,6 +18,7 @@ from pbfl_flwr.models.contract import (
     random_inputs,
 )
 from pbfl_flwr.models.cpu_convolutions import optimize_layout
+from pbfl_flwr.models.precision import set_precision
 from pbfl_flwr.models.registry import ARCHITECTURES
 from tests.models.kinds import (
     EXAMPLES,
@@ -109,7 +110,7 @@ def test_names_tell_body_and_head_apart(name: str) -> None:
 def test_reduced_precision_hands_on_float32(name: str) -> None:
     task = task_of(name, width(name, 6), shapes(name)[-1])
     plain, reduced = (build_model(name, task, seed=0).eval() for _ in range(2))
-    optimize_layout(reduced, "channels-last", "bfloat16")
+    set_precision(optimize_layout(reduced, "channels-last"), "bfloat16")
     x = random_inputs(task, 4)
     with torch.no_grad():
         features = reduced.features(x)

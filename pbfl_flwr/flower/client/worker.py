@@ -27,6 +27,7 @@ from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.cpu_convolutions import optimize_layout
+from pbfl_flwr.models.precision import set_precision
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.cuda_graph import Recordings
@@ -192,7 +193,7 @@ def _built(
     architecture: str, task: Task, seed: int, device: torch.device, training: TrainingSettings
 ) -> Built:
     model = build_model(architecture, task, seed)
-    model = optimize_layout(model, training.layout, training.precision).to(device)
+    model = set_precision(optimize_layout(model, training.layout), training.precision).to(device)
     return Built(model, {name: tensor.clone() for name, tensor in model.state_dict().items()})
 
 
