@@ -71,9 +71,10 @@ class Machine:
     def here(cls, requested: Resources) -> Machine:
         """Return this machine, or the cluster if one is named; GPUs are detected only if some are requested."""
         if requested.ray_address:
-            from pbfl_flwr.flower.engines.ray_actors import cluster
+            from pbfl_flwr.flower.engines.ray_cluster import cluster_resources
 
-            return cluster(requested)
+            cpus, gpus = cluster_resources(requested.ray_address)
+            return cls(cpus, tuple(map(str, range(gpus))))
         import joblib
 
         cpus = int(joblib.cpu_count())  # respects container limits and the affinity mask

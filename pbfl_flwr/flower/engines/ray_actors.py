@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import socket
 import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -31,12 +29,12 @@ from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.device import release_gpu_memory
 from pbfl_flwr.flower.engines.executors import Worker, WorkerDied
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
+from pbfl_flwr.flower.engines.ray_cluster import connected
 from pbfl_flwr.runs.client_store import ClientStore
 from pbfl_flwr.util.atomic_files import make_directory, write_atomically
 
 DIED = "the Ray worker that ran it or its node died"
 RETRY_SECONDS = 10.0  # until a worker that did not start is tried again
-CONNECT_SECONDS = 10.0
 CHECK_SECONDS = 120.0  # for all nodes to import the package
 
 Files = dict[str, bytes]
@@ -44,58 +42,15 @@ Files = dict[str, bytes]
 
 
 @contextmanager
-def connected(resources: Resources, cpus: int) -> Iterator[None]:
-    """Connect to the cluster, or start a Ray with this many CPUs and end it afterwards.
-
-    Raises:
-        PbflError: if there is no cluster at the address.
-    """
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    # Short, since it contains Ray's sockets, whose paths are limited to about 100 characters.
-    scratch = tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None)
-    if not resources.ray_address:
-        options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": scratch}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Else Ray warns; _Actor hides GPUs itself.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        _need_answer(resources.ray_address)
-        try:
-            ray.init(address=resources.ray_address or "local", **options)
-        except ConnectionError as error:  # there is none to be found by the address auto
-            raise _no_cluster(resources.ray_address, error) from None
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _need_answer(address: str) -> None:
-    """Check that something answers at HOST:PORT; Ray would try for many minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdigit():
-        try:
-            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-        except OSError as error:
-            raise _no_cluster(address, error) from None
-
-
-def _no_cluster(address: str, error: OSError) -> PbflError:
-    return PbflError(f"--ray-address {address}: no Ray cluster answers ({error})")
-
-
-@contextmanager
 def ray_workers(resources: Resources, num_clients: int, states: Path) -> Iterator[list[Worker]]:
     """Yield the workers of a run, not started yet, while connected to the cluster or a Ray of the run's own.
 
     Raises:
-        PbflError: as :func:`connected`, :func:`check_nodes` and :func:`pbfl_flwr.flower.engines.placement.places`.
+        PbflError: as :func:`pbfl_flwr.flower.engines.ray_cluster.connected`, :func:`check_nodes` and
+            :func:`pbfl_flwr.flower.engines.placement.places`.
     """
     cpus = 0 if resources.ray_address else _num_workers(resources, num_clients) * resources.cpus_per_client
-    with connected(resources, cpus):
+    with connected(resources.ray_address, cpus):
         travel = bool(resources.ray_address) and not check_nodes(states)
         if travel:
             log(INFO, "not all Ray nodes see %s: the clients' states travel with their messages", states)
@@ -105,17 +60,6 @@ def ray_workers(resources: Resources, num_clients: int, states: Path) -> Iterato
 
 def _num_workers(resources: Resources, num_clients: int) -> int:
     return min(num_clients, len(places(Machine.here(resources), resources)))
-
-
-def cluster(resources: Resources) -> Machine:
-    """Return the CPUs and GPUs of the whole cluster as one machine.
-
-    Raises:
-        PbflError: as :func:`connected`.
-    """
-    with nullcontext() if ray.is_initialized() else connected(resources, 0):
-        total = ray.cluster_resources()
-    return Machine(int(total.get("CPU", 0)), tuple(map(str, range(int(total.get("GPU", 0))))))
 
 
 def check_nodes(states: Path) -> bool:

@@ -1,0 +1,74 @@
+"""The connection to a Ray cluster, or to a Ray of this process's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import ray
+
+from pbfl_flwr.errors import PbflError
+
+CONNECT_SECONDS = 10.0
+
+
+@contextmanager
+def connected(address: str, cpus: int) -> Iterator[None]:
+    """Connect to the cluster at an address, or without one start a Ray with this many CPUs and end it afterwards.
+
+    Raises:
+        PbflError: if there is no cluster at the address.
+    """
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    # Short, since it contains Ray's sockets, whose paths are limited to about 100 characters.
+    scratch = tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None)
+    if not address:
+        options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": scratch}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Else Ray warns; actors hide GPUs themselves.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        _need_answer(address)
+        try:
+            ray.init(address=address or "local", **options)
+        except ConnectionError as error:  # there is none to be found by the address auto
+            raise _no_cluster(address, error) from None
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _need_answer(address: str) -> None:
+    """Check that something answers at HOST:PORT; Ray would try for many minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise _no_cluster(address, error) from None
+
+
+def _no_cluster(address: str, error: OSError) -> PbflError:
+    return PbflError(f"--ray-address {address}: no Ray cluster answers ({error})")
+
+
+def cluster_resources(address: str) -> tuple[int, int]:
+    """Return the numbers of CPUs and GPUs of the whole cluster.
+
+    Raises:
+        PbflError: as :func:`connected`.
+    """
+    with nullcontext() if ray.is_initialized() else connected(address, 0):
+        total = ray.cluster_resources()
+    return int(total.get("CPU", 0)), int(total.get("GPU", 0))
