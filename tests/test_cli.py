@@ -548,8 +548,8 @@ def test_runs_that_the_system_refuses_are_unreadable_in_lists_and_one_line_elsew
 
 
 def test_round_line() -> None:
-    def line_of(entry: dict[str, Any], num_rounds: int, num_honest: int = 0) -> str:
-        return round_line(rounds_of(entry)[0], num_rounds, "global", num_honest)
+    def line_of(entry: dict[str, Any], num_rounds: int, num_clients: int = 0) -> str:
+        return round_line(rounds_of(entry)[0], num_rounds, "global", num_clients)
 
     assert line_of(entry(7, 0.25, 0.8125), 20) == (
         "round  7/20  accuracy 81.2 % (global, weighted)  loss 0.250  up 400 B  down 800 B  2.0 s"

@@ -27,6 +27,7 @@ from tests.flower.inprocess import InProcessGrid
 from tests.small_runs import pbfl
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = "PYTHONPATH=docs/examples"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
@@ -35,7 +36,7 @@ def commands(name: str) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
-        lines = re.findall(rf"^\s*(pbfl {name} [^\n]*)", text, re.MULTILINE)
+        lines = re.findall(rf"^\s*(?:{EXAMPLES} )?(pbfl {name} [^\n]*)", text, re.MULTILINE)
         calls.extend((str(page.relative_to(ROOT)), line.split("   #")[0].strip()) for line in lines)
     return calls
 
@@ -53,6 +54,7 @@ def test_documented_runs_are_accepted(
         raise PbflError("ready")
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     Path("mine.toml").touch()
     monkeypatch.setattr(configuration, "preflight", ready)
     monkeypatch.setattr(reproduction, "absent", lambda planned: {})

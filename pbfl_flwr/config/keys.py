@@ -6,8 +6,7 @@ A method's own keys are declared likewise, as the class ``Config`` of its module
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -37,7 +36,6 @@ KlReduction = Literal["batchmean", "mean"]
 Layout = Literal["channels-last", "contiguous"]
 Precision = Literal["float32", "bfloat16"]
 DpUnit = Literal["client", "sample"]
-AttackKind = Literal["sign-flip", "scale", "noise", "permute"]
 
 # Stages of the prototype pipeline; docs/methods explain them.
 RegularizerForm = Literal["mse", "l2"]
@@ -451,28 +449,6 @@ class PrivacySettings(Group):
     )
 
 
-class AttackSettings(Group):
-    """Malicious clients, which send falsified prototypes; simulations only, ``docs/faults.md``."""
-
-    prefix: ClassVar[str] = "attack."
-
-    kind: Literal["none", AttackKind] = Field(
-        "none",
-        description="what malicious clients send instead of their prototypes: none: there are no such clients",
-    )
-    share: float = Field(0.2, gt=0, lt=1, description="share of the clients that are malicious")
-    factor: float = Field(10.0, description="kind scale: factor by which prototypes are multiplied")
-
-    def notice(self, malicious: Sequence[int]) -> str:
-        """Return the message that names the attack and the malicious clients."""
-        factor = f" by {self.factor:g}" if self.kind == "scale" else ""
-        clients = ", ".join(map(str, malicious))
-        return (
-            f"attack {self.kind}{factor}: clients {clients} send falsified prototypes; accuracies are those of the "
-            "other clients"
-        )
-
-
 GROUPS: dict[str, type[Group]] = {
     "run": RunSettings,
     "data": DataSettings,
@@ -482,5 +458,4 @@ GROUPS: dict[str, type[Group]] = {
     "conventions": ConventionSettings,
     "prototypes": PrototypeSettings,
     "privacy": PrivacySettings,
-    "attack": AttackSettings,
 }

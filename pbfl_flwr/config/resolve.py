@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pbfl_flwr.config.keys import (
     GROUPS,
-    AttackSettings,
     ConventionSettings,
     DataSettings,
     EvaluationSettings,
@@ -73,7 +72,7 @@ class Settings(BaseModel):
     """The whole run configuration.
 
     Attributes:
-        run, data, models, training, evaluation, conventions, prototypes, privacy, attack: the groups of
+        run, data, models, training, evaluation, conventions, prototypes, privacy: the groups of
             keys, with the protocol applied.
         method_section: the keys ``<method>.<key>`` of the chosen method, without the prefix.
         allowed: functions ``my_package.module:function`` that may be imported; None for all that the keys name, as in a
@@ -90,7 +89,6 @@ class Settings(BaseModel):
     conventions: ConventionSettings = ConventionSettings()
     prototypes: PrototypeSettings = PrototypeSettings()
     privacy: PrivacySettings = PrivacySettings()
-    attack: AttackSettings = AttackSettings()
     method_section: dict[str, Scalar] = {}
     allowed: frozenset[str] | None = None
 

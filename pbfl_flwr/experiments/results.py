@@ -248,10 +248,7 @@ class FinishedRun:
         return self._clients[client].architecture
 
     def accuracies(self, predictor: str | None = None) -> dict[int, float]:
-        """Return client -> accuracy (0 to 1) on its test samples in the last round, for clients that were scored.
-
-        Malicious clients are excluded, as in all accuracies of a run.
-        """
+        """Return client -> accuracy (0 to 1) on its test samples in the last round, for clients that were scored."""
         if not self.clients:
             return {}
         last = self.clients[-1]
@@ -260,13 +257,11 @@ class FinishedRun:
     def _accuracies(self, columns: ClientsRecord, name: str) -> dict[int, float]:
         counters = zip(columns.client, columns.correct, columns.num_test, strict=True)
         return {
-            client: correct[name] / tests
-            for client, correct, tests in counters
-            if tests and name in correct and client not in self.about.malicious
+            client: correct[name] / tests for client, correct, tests in counters if tests and name in correct
         }
 
     def client_curves(self) -> dict[int, list[tuple[int, float]]]:
-        """Return client -> [(round, test accuracy from 0 to 1)] for the rounds it was scored in; none for malicious."""
+        """Return client -> [(round, test accuracy from 0 to 1)] for the rounds it was scored in."""
         curves: dict[int, list[tuple[int, float]]] = {}
         for number, columns in client_series(self.rounds, self.clients):
             for client, share in self._accuracies(columns, self.predictor).items():
@@ -324,13 +319,13 @@ class Group:
 
     @property
     def coverage(self) -> dict[str, str]:
-        """Predictor -> "n of M clients" for predictors whose accuracies do not cover all honest clients."""
+        """Predictor -> "n of M clients" for predictors whose accuracies do not cover all clients."""
         covered: dict[str, set[int]] = {}
         for run in self.runs:
             for name, score in run.scores.items():
                 points = [point[1] for point in (score.last, score.best, score.chosen) if point is not None]
                 covered.setdefault(name, set()).update(accuracy.clients for accuracy in points)
-        total = max(len(run.about.honest) for run in self.runs)
+        total = max(run.about.num_participants for run in self.runs)
         return {
             name: f"{span(numbers)} of {total}" for name, numbers in covered.items() if min(numbers) < total
         }

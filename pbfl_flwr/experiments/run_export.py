@@ -56,7 +56,7 @@ def as_json(run_dir: Path) -> str:
 
 
 def as_csv(run_dir: Path) -> str:
-    """Return CSV with a line per client, round and predictor; without malicious clients, as in all accuracies.
+    """Return CSV with a line per client, round and predictor.
 
     The round is the one whose model was scored: 0 is before the first. New clients' own rounds are numbered on from
     the last round of the run.
@@ -132,7 +132,7 @@ def _client_rows(about: RunRecord, number: int, columns: ClientsRecord) -> Itera
     clients = {client.client: client for client in about.clients}
     counters = zip(columns.client, columns.num_train, columns.num_test, columns.correct, strict=True)
     for client, train, tests, correct in counters:
-        if client in about.malicious or not tests:
+        if not tests:
             continue
         who = (client, clients[client].name, clients[client].architecture)
         for name in PREDICTORS:

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from rich.console import Console
 
-from pbfl_flwr.config import AttackSettings, Scalar
+from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import FEW
 from pbfl_flwr.experiments.console import clients_named, say
 from pbfl_flwr.experiments.notes import majority_lines
@@ -99,8 +99,6 @@ def settings_line(about: RunRecord, num_rounds: int) -> str:
     models = config["models"]
     if not about.simulated:  # a device may use another one
         models = ", ".join(dict.fromkeys(client.architecture for client in about.clients))
-    malicious = about.malicious
-    attack = f"; {AttackSettings.from_flat(config).notice(malicious)}" if malicious else ""
     mods = f"; mods {config['mods']}" if config.get("mods") else ""
     clients = f"{config['num-clients']} clients"
     if new := config.get("new-clients", 0):
@@ -109,7 +107,7 @@ def settings_line(about: RunRecord, num_rounds: int) -> str:
         f"{config['method']} on {data}, {clients}, "
         f"models {models}, d = {config['feature-dim']}, {num_rounds} round{'' if num_rounds == 1 else 's'}, "
         f"protocol {config['protocol']}, seed {config['seed']}, scored {about.moment} local training"
-        f"{attack}{mods}"
+        f"{mods}"
     )
 
 

@@ -105,8 +105,8 @@ Column = Text | Figures
 
 
 def _scored_clients(group: Group) -> str:
-    """Return the number of clients that the accuracies cover: all honest participants, or "n of M"."""
-    known = str(len(group.first.about.honest)) if group.scores else ""
+    """Return the number of clients that the accuracies cover: all participants, or "n of M"."""
+    known = str(group.first.about.num_participants) if group.scores else ""
     return group.coverage.get(group.first.predictor, known)
 
 

@@ -189,12 +189,11 @@ def _built(settings: Settings) -> Method[Any, Any, Any]:
 
 
 def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
-    """Check that a method supports all stages, privacy settings and attacks that the configuration asks for.
+    """Check that a method supports all stages and privacy settings that the configuration asks for.
 
     Raises:
         PbflError: naming the settings that it does not support.
     """
-    from pbfl_flwr.prototypes.attacks import check_attack
     from pbfl_flwr.prototypes.privacy import stronger_settings
 
     if idle := list(_without_effect(settings, method)):
@@ -205,7 +204,6 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
             f"{values}: method '{settings.run.method}' sends {method.up.__name__}, which these settings cannot "
             f"protect; they apply to {', '.join(using(unused[0]))}"
         )
-    check_attack(settings, method.up)
 
 
 def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pbfl_flwr.task import Task
 
-MAX_MAGNITUDE = 1e8  # larger entries are a fault or an attack: count-scaled features are far smaller
+MAX_MAGNITUDE = 1e8  # count-scaled features are far smaller
 MAX_COUNT = 2**40  # bound on a number of samples
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -302,7 +302,6 @@ class RunRecord(Record):
         primary_predictor: by which the run is reported.
         moment: when clients are scored, "before" or "after" local training.
         clients: in ascending client order.
-        malicious: clients that send falsified uploads.
         joined: labels of the clients that joined after round 1.
         ended_after: the last round if early stopping ended the run; None if not.
     """
@@ -315,7 +314,6 @@ class RunRecord(Record):
     primary_predictor: str
     moment: str
     clients: list[ClientRecord]
-    malicious: list[int] = []
     joined: list[str] = []
     ended_after: int | None = None
 
@@ -342,11 +340,9 @@ class RunRecord(Record):
         return len(self.clients) - int(self.configuration.get("new-clients", 0))
 
     @property
-    def honest(self) -> frozenset[int]:
-        """Ids of the clients that the accuracies can cover: participants that are not malicious."""
-        return frozenset([c.client for c in self.clients][: self.num_participants]) - frozenset(
-            self.malicious
-        )
+    def participants(self) -> frozenset[int]:
+        """Ids of the clients that the accuracies can cover: those of the run's rounds, without new clients."""
+        return frozenset(client.client for client in self.clients[: self.num_participants])
 
     @property
     def simulated(self) -> bool:

@@ -151,18 +151,3 @@ def test_by_a_predictor_the_page_shows_its_counts(tmp_path: Path) -> None:
     page = report.page(groups, sections)
     assert "test samples are those of head." in page
     assert "Without test samples" not in page  # each class has some, a and b for one predictor each
-
-
-def test_liars_are_not_in_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
-    from pbfl_flwr.experiments.pictures import by_class
-    from pbfl_flwr.experiments.pictures.style import Picture
-
-    path = run(tmp_path / "run", line())
-    edit(path / "run.json", malicious=[0])
-    (picture,) = by_class.clients_by_class(results.load([path]))
-    assert isinstance(picture, Picture)
-    cells = picture.figure.axes[0].images[0].get_array()
-    assert cells is not None
-    assert cells.shape == (3, 1)
-    assert np.isfinite(np.ma.filled(cells, np.nan)).sum() == 2

@@ -182,7 +182,7 @@ OF_ONE_ROW = "Runs of one row on different data: tinyproto."
             "xxxx",
             {"b0": [1], "b1": [1]},
             [("clients", "1")],
-            "Accuracies cover different clients (new-clients, attack, fraction-train, fraction-evaluate, failures), "
+            "Accuracies cover different clients (new-clients, fraction-train, fraction-evaluate, failures), "
             "so not compared over seeds: fedproto − tinyproto.",
         ),
         (
@@ -325,14 +325,13 @@ def test_clients_of_a_round_that_is_not_there_yet_do_not_count(tmp_path: Path) -
     assert [line.round for line in record.clients] == [1]
 
 
-def test_who_lies_and_who_has_no_test_samples_is_in_no_accuracy(tmp_path: Path) -> None:
+def test_who_has_no_test_samples_is_in_no_accuracy(tmp_path: Path) -> None:
     path = run(tmp_path / "a", 0.5, [1, 3])
     edit(path / "clients.jsonl", **{**client_line(1, [1, 3, 0]), "num_test": [4, 4, 0]})
-    assert results.FinishedRun.load(path).accuracies() == {0: 0.25, 1: 0.75}
-    edit(path / "run.json", malicious=[1])
     record = results.FinishedRun.load(path)
-    assert (record.accuracies(), record.client_curves()) == ({0: 0.25}, {0: [(1, 0.25)]})
-    assert record.scored == {0}
+    assert record.accuracies() == {0: 0.25, 1: 0.75}
+    assert record.client_curves() == {0: [(1, 0.25)], 1: [(1, 0.75)]}
+    assert record.scored == {0, 1}
 
 
 OTHER = {"local-epochs": 2}

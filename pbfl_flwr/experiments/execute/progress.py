@@ -10,7 +10,6 @@ from statistics import median
 
 from rich.console import Console
 
-from pbfl_flwr.config import AttackSettings
 from pbfl_flwr.experiments.console import clients_named, clock, kilobytes, percent, say
 from pbfl_flwr.experiments.status import State, show_status, snapshot
 from pbfl_flwr.runs.directory import NEW_CLIENTS, RunDirectory
@@ -46,7 +45,7 @@ class Follower:
         if not from_start:
             for file in self._files:
                 self._new_lines(file)
-        self._predictor, self._num_honest = "", 0
+        self._predictor, self._num_clients = "", 0
         self._seconds: list[float] = []
         self._warnings: set[str] = set()
         self._waiting = self._run.waiting()  # may be left by a process that was killed
@@ -55,13 +54,10 @@ class Follower:
         """Print the rounds written since the last call."""
         if not self._predictor and self._run.taken:
             about = self._run.record()
-            self._predictor, self._num_honest = about.primary_predictor, len(about.honest)
+            self._predictor, self._num_clients = about.primary_predictor, about.num_participants
             # When a run is resumed for more rounds, the record has their old number until the server begins.
             self._num_rounds = self._num_rounds or about.last_round
             self._say(introduction(about))
-            if about.malicious:
-                attack = AttackSettings.from_flat(about.configuration)
-                self._say(attack.notice(about.malicious), "yellow")
         rounds, new_clients = self._files
         for line in self._new_lines(rounds):
             self._round(RoundRecord.from_json(line, rounds))
@@ -96,10 +92,10 @@ class Follower:
     def _round(self, record: RoundRecord) -> None:
         self._seconds.append(record.seconds.total)
         if record.joined:
-            self._num_honest = len(self._run.record().honest)
+            self._num_clients = self._run.record().num_participants
         left = median(self._seconds[-5:]) * (self._num_rounds - record.round)
         self._say(
-            f"{round_line(record, self._num_rounds, self._predictor, self._num_honest)}  left {clock(left)}",
+            f"{round_line(record, self._num_rounds, self._predictor, self._num_clients)}  left {clock(left)}",
         )
         for warning in record.warnings:
             if warning not in self._warnings:  # each once per run; the history has those of every round
@@ -152,7 +148,7 @@ def introduction(about: RunRecord) -> str:
     )
 
 
-def round_line(record: RoundRecord, num_rounds: int, primary_predictor: str, num_honest: int = 0) -> str:
+def round_line(record: RoundRecord, num_rounds: int, primary_predictor: str, num_clients: int = 0) -> str:
     """Return a round's log line: accuracy, loss, bytes of all messages up and down, seconds.
 
     Args:
@@ -160,11 +156,11 @@ def round_line(record: RoundRecord, num_rounds: int, primary_predictor: str, num
         num_rounds: T.
         primary_predictor: the one that is reported; if it was not scored, e.g. before there are prototypes,
             another one is shown.
-        num_honest: number of participating clients that are not malicious; an accuracy over fewer says so.
+        num_clients: number of participating clients; an accuracy over fewer says so.
     """
     loss = "-" if record.test_loss is None else f"{record.test_loss:.3f}"
     width = len(str(num_rounds))
-    accuracy = accuracy_part(record, primary_predictor, num_honest)
+    accuracy = accuracy_part(record, primary_predictor, num_clients)
     text = (
         f"round {record.round:>{width}}/{num_rounds}  {accuracy}  loss {loss}  "
         f"up {kilobytes(record.bytes_up.total)}  down {kilobytes(record.bytes_down.total)}  "
@@ -181,13 +177,13 @@ def final_part(record: RoundRecord, primary_predictor: str) -> str:
     return f"  final {percent(record.final.accuracy[predictor].weighted)}"
 
 
-def accuracy_part(record: RoundRecord, primary_predictor: str, num_honest: int = 0) -> str:
+def accuracy_part(record: RoundRecord, primary_predictor: str, num_clients: int = 0) -> str:
     """Return the accuracy part of a round's line, by the primary predictor or, if not scored, another one."""
     predictor = _scored_by(record, primary_predictor)
     if predictor is None:
         return "accuracy not scored"
     accuracy = record.accuracy[predictor]
-    over = f", over {accuracy.clients} of {num_honest}" if accuracy.clients < num_honest else ""
+    over = f", over {accuracy.clients} of {num_clients}" if accuracy.clients < num_clients else ""
     text = f"accuracy {percent(accuracy.weighted)} ({predictor}, weighted{over})"
     return text if record.accuracy_of_round == record.round else f"{text} before training"
 

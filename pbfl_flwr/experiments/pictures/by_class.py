@@ -83,16 +83,14 @@ def clients_by_class(group: Group) -> Iterator[Picture]:
 def _by_client(run: FinishedRun) -> tuple[list[int], NDArray[np.float64]] | None:
     """Return (clients, accuracies (M, K)) of the shown predictor, from the last round in which it was scored.
 
-    NaN where a client has no test samples of a class. Malicious clients are excluded.
+    NaN where a client has no test samples of a class.
     """
     for columns in run.latest_clients():
         pairs = zip(columns.client, columns.by_class, strict=False)
         named = {
             client: counts
             for client, counts in pairs
-            if run.predictor in counts.get("right", {})
-            and sum(counts["tested"])
-            and client not in run.about.malicious
+            if run.predictor in counts.get("right", {}) and sum(counts["tested"])
         }
         if named:
             clients = sorted(named)

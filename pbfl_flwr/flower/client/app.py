@@ -36,7 +36,6 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.method import Client, Method, Predictor, resolved_moment
 from pbfl_flwr.payloads import Payload, RejectedPayload
-from pbfl_flwr.prototypes.attacks import attacked
 from pbfl_flwr.runs.client_store import ClientState
 from pbfl_flwr.training.evaluation import Scores, evaluate
 from pbfl_flwr.training.loop import REMEDY, Diverged
@@ -131,9 +130,8 @@ def _train_and_save(session: ClientSession, message: Message, worker: Worker) ->
         method.install(client, down)
         scores, evaluated = _timed_scores(client, method.predictors(client, down))
     started = time.perf_counter()
-    trained = method.local_update(client, down)
-    _check_usable(trained.payload, method, client)
-    update = attacked(session.settings, client, trained)
+    update = method.local_update(client, down)
+    _check_usable(update.payload, method, client)
     fitted = time.perf_counter() - started
     predictors = method.predictors(replace(client, memory=update.memory), down)
     if moment == "after":

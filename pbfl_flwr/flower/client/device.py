@@ -155,17 +155,12 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
     Of the functions that may be imported, the run's settings name none: only ``model`` and ``allow-code`` do.
 
     Raises:
-        PbflError: if --node-config has a key or value that is not allowed, or if the run configuration names an attack.
+        PbflError: if --node-config has a key or value that is not allowed.
     """
     if simulated(node):
         return settings
     if unknown := sorted(set(node) - set(NODE_KEYS) - {"partition-id", "num-partitions"}):
         raise PbflError(f"--node-config: unknown key '{unknown[0]}'; must be one of {', '.join(NODE_KEYS)}")
-    if settings.attack.kind != "none":
-        raise PbflError(
-            f"attack.kind = '{settings.attack.kind}': attacks are possible in simulations only; a device never "
-            "falsifies its uploads"
-        )
     changed: dict[str, Scalar] = {"data-dir": "", "download": False}
     changed |= {key: node[name] for name, key in NODE_KEYS.items() if key and name in node}
     if (path := _own_path(node, "data-path")) is not None:

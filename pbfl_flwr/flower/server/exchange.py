@@ -21,7 +21,6 @@ from flwr.serverapp import Grid
 
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.identity import IDENTITY, declared_identity
-from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.messages.traffic import weigh
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.method import Method
@@ -67,7 +66,6 @@ class Phase:
         scalars_down: numbers that carry information.
         started: :func:`time.perf_counter` when the messages were ready.
         names: of clients that have one.
-        malicious: clients that send falsified uploads.
     """
 
     messages: list[tuple[Message, int]]
@@ -76,7 +74,6 @@ class Phase:
     scalars_down: int
     started: float
     names: dict[int, str] = field(default_factory=dict)
-    malicious: frozenset[int] = frozenset()
 
     @property
     def number(self) -> int:
@@ -91,10 +88,6 @@ class Phase:
     def client_label(self, client: int) -> str:
         """Return a client's name, or its number if it has none."""
         return self.names.get(client, str(client))
-
-    def honest(self, reports: Mapping[int, Report]) -> dict[int, Report]:
-        """Return the reports without those of malicious clients; accuracies are computed over these."""
-        return {client: report for client, report in reports.items() if client not in self.malicious}
 
     def unanswered(self, replies: Iterable[Message]) -> dict[str, OverdueReply]:
         """Return the messages that have no reply yet, by message id."""
@@ -113,7 +106,6 @@ def phase_of(
     roster: Roster,
     experiment: str,
     dtype: wire.WireDtype,
-    malicious: frozenset[int] = frozenset(),
 ) -> Phase:
     """Return the phase with its messages, which are still to be sent."""
     messages, down, scalars, names = [], {}, 0, roster.names
@@ -138,7 +130,7 @@ def phase_of(
         down[number] = weigh(message)
         scalars += payload.scalars()
         messages.append((message, number))
-    return Phase(messages, plan, down, scalars, time.perf_counter(), names, malicious)
+    return Phase(messages, plan, down, scalars, time.perf_counter(), names)
 
 
 # Overdue replies --------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.method import Method, settings_in
 from pbfl_flwr.payloads import Payload, Serializable
-from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs.directory import ERROR, OTHER_CONFIGURATION, RESULT, RunDirectory, RunRefused
 from pbfl_flwr.runs.early_stopping import Score, score_of
@@ -90,7 +89,6 @@ class Recorder:
             primary_predictor=self._primary_predictor,
             moment=moment,
             clients=members,
-            malicious=list(malicious(self._settings)),
         )
         self._open_sinks()
 
@@ -196,19 +194,14 @@ class Recorder:
             self._warn(self._sinks.close())
 
     def _partition_record(self, clients: Sequence[ClientRecord]) -> PartitionRecord:
-        """Return the facts that depend only on a simulation's partition; scores leave out malicious clients."""
+        """Return the facts that depend only on a simulation's partition."""
         settings = self._settings
         partition = self._loaded.partition(settings.data, settings.run.num_clients)
         pool = self._loaded.pool(settings.data)
-        participants, malicious_clients = settings.run.participants, malicious(settings)
-        honest = [
-            split
-            for client, split in enumerate(partition.splits[:participants])
-            if client not in malicious_clients
-        ]
+        participants = settings.run.participants
         majority, new_client_majority = (
             replace(partition, splits=tuple(splits)).majority(pool.labels)
-            for splits in (honest, partition.splits[participants:])
+            for splits in (partition.splits[:participants], partition.splits[participants:])
         )
         class_counts = (partition.counts[:participants] > 0).sum(axis=1).tolist()
         return PartitionRecord(
@@ -247,8 +240,6 @@ def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int
         *settings.training.config_warnings(),
         *method.config_warnings(num_rounds),
     ]
-    if malicious_clients := malicious(settings):
-        warnings.append(settings.attack.notice(malicious_clients))
     for warning in warnings:
         log(WARNING, "%s", warning)
 

@@ -98,9 +98,9 @@ def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
 
 
 def scores(exchange: Exchange) -> Scores:
-    """Return the accuracies of an exchange over its honest clients."""
-    honest = exchange.phase.honest(exchange.reports)
-    return Scores(accuracy=summarise_accuracy(honest), validation=summarise_accuracy(on_validation(honest)))
+    """Return the accuracies of an exchange over its clients."""
+    reports = exchange.reports
+    return Scores(accuracy=summarise_accuracy(reports), validation=summarise_accuracy(on_validation(reports)))
 
 
 def updated_ages(
@@ -142,12 +142,11 @@ def round_fields(
     samples = [report.num_train for report in trained]
     names = sorted({name for report in trained for name in report.metrics or {}})
     reports = list(exchange.reports.values())
-    tested = list(phase.honest(exchange.reports).values())
     return {
         "round": phase.number,
         **dict(scores(exchange)),
         "accuracy_of_round": phase.number - 1 if moment == "before" else phase.number,
-        "test_loss": _mean([report.test_loss for report in tested], [report.num_test for report in tested]),
+        "test_loss": _mean([report.test_loss for report in reports], [report.num_test for report in reports]),
         "client_metrics": {
             name: _mean([(report.metrics or {}).get(name) for report in trained], samples) for name in names
         },

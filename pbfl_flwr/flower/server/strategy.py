@@ -48,7 +48,6 @@ from pbfl_flwr.methods import build_method
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.payloads.plausibility import NO_LIMITS
-from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.early_stopping import (
     Score,
@@ -327,7 +326,6 @@ class MethodStrategy(Strategy):
             self._clients.roster,
             experiment,
             settings.prototypes.wire_dtype,
-            frozenset(malicious(settings)),
         )
 
     def _rules(self, plan: RoundPlan) -> ReplyRules:

@@ -48,7 +48,7 @@ def exchange() -> Exchange:
     }
     down = {client: size(1, 10, 100) for client in reports}
     plan = RoundPlan(5, {0: "train", 1: "train", 2: "evaluate", 3: "train"})
-    phase = Phase([], plan, down, 12, 0.0, malicious=frozenset({3}))
+    phase = Phase([], plan, down, 12, 0.0)
     uploads = dict.fromkeys((0, 1, 3), Prototypes.empty(2, 2))
     up = {0: size(2, 20, 200), 1: size(3, 30, 300), 3: NO_BYTES, 2: size(0, 1, 1)}
     return Exchange(phase, [], uploads, reports, {4: "gone"}, up=up, scalars_up=7)
@@ -59,10 +59,10 @@ def test_round_record_by_hand(moment: Literal["before", "after"], scored: int) -
     fields = round_fields(exchange(), moment, {"loss": float("nan")}, 0.25, 1.0, exchange())
     record = RoundRecord(**fields, warnings=["a warning"], ages=[0, 3])
     assert (record.round, record.accuracy_of_round) == (5, scored)
-    assert record.accuracy["head"].weighted == 0.5  # (2 + 3 + 0)/(2 + 6 + 2), without the malicious client
-    assert record.accuracy["head"].clients == 3
-    assert (record.validation["head"].weighted, record.validation["head"].clients) == (0.25, 1)
-    assert record.test_loss == 1.5  # (2·0.5 + 6·1.5 + 2·2.5)/10: by test samples
+    assert record.accuracy["head"].weighted == 13 / 18  # (2 + 3 + 0 + 8)/(2 + 6 + 2 + 8)
+    assert record.accuracy["head"].clients == 4
+    assert (record.validation["head"].weighted, record.validation["head"].clients) == (6 / 9, 2)
+    assert record.test_loss == 87 / 18  # (2·0.5 + 6·1.5 + 2·2.5 + 8·9)/18: by test samples
     # (1·1 + 3·3 + 4·5)/8: by training samples
     assert record.client_metrics == {"held-back": 4.0, "loss.ce": 3.75}
     assert record.server_metrics == {"loss": None}
