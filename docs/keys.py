@@ -19,14 +19,12 @@ def lines(group: type[Group]) -> list[str]:
 
 
 def config_block() -> str:
-    """Return the keys as Flower reads them: those without a prefix first, then one table for each prefix."""
+    """Return the keys as Flower reads them: the common ones, then a table for each method with keys of its own."""
     blocks = [f"{TABLE}]"]
     for name, group in GROUPS.items():
-        if not group.prefix:
-            blocks += [f"# {name}", *lines(group)]
-    prefixed = {name: group for name, group in GROUPS.items() if group.prefix}
-    for name in [*prefixed, *SECTIONS]:
-        blocks += ["", f"{TABLE}.{name}]", *lines(prefixed.get(name) or SECTIONS[name])]
+        blocks += [f"# {name}", *lines(group)]
+    for name, group in SECTIONS.items():
+        blocks += ["", f"{TABLE}.{name}]", *lines(group)]
     return "\n".join(blocks) + "\n"
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import tomllib
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
@@ -28,12 +28,7 @@ HUB = "hf://"
 
 
 class Group(BaseModel):
-    """Keys that belong together; subclasses are immutable and refuse unknown keys.
-
-    Attributes:
-        prefix: of the keys' full names, e.g. ``faults.``; empty for keys without one, and for sections of methods,
-            whose prefix is the method's name.
-    """
+    """Keys that belong together; subclasses are immutable and refuse unknown keys."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -44,7 +39,6 @@ class Group(BaseModel):
         validate_by_alias=True,
         allow_inf_nan=False,
     )
-    prefix: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -61,19 +55,8 @@ class Group(BaseModel):
 
     @classmethod
     def key_names(cls) -> list[str]:
-        """Return the kebab-case keys of this group, without its prefix."""
+        """Return the kebab-case keys of this group; a method's own have no prefix here."""
         return [name.replace("_", "-") for name in cls.model_fields]
-
-    @classmethod
-    def from_flat(cls, flat: Mapping[str, Scalar]) -> Self:
-        """Return the group from a flat configuration, with defaults for keys that it lacks.
-
-        Raises:
-            ValidationError: if a value is invalid.
-        """
-        return cls.model_validate(
-            {key: flat[cls.prefix + key] for key in cls.key_names() if cls.prefix + key in flat}
-        )
 
 
 # Lists ------------------------------------------------------------------------------------------------------

@@ -104,9 +104,8 @@ class Settings(BaseModel):
     def as_dict(self) -> dict[str, Scalar]:
         """Return the configuration as flat run-config keys."""
         flat: dict[str, Scalar] = {}
-        for name, group in GROUPS.items():
-            values = getattr(self, name).model_dump(by_alias=True)
-            flat.update({group.prefix + key: value for key, value in values.items()})
+        for name in GROUPS:
+            flat.update(getattr(self, name).model_dump(by_alias=True))
         flat.update({f"{self.run.method}.{key}": value for key, value in self.method_section.items()})
         return flat
 
@@ -135,7 +134,7 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
         PbflError: with one line for every invalid key: the key, its value and what it must be.
     """
     sections = sections or {}
-    known = {group.prefix + key: name for name, group in GROUPS.items() for key in group.key_names()}
+    known = {key: name for name, group in GROUPS.items() for key in group.key_names()}
     by_table: dict[str, dict[str, Scalar]] = {}
     problems: list[str] = []
     for name, value in run_config.items():
@@ -150,8 +149,7 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
         by_table.setdefault(table, {})[key] = int(value) if _is_whole(value) else value
     problems = [*dict.fromkeys(problems)]
     groups: dict[str, Any] = {
-        name: _parse_group(group, by_table.get(name, {}), group.prefix, problems)
-        for name, group in GROUPS.items()
+        name: _parse_group(group, by_table.get(name, {}), "", problems) for name, group in GROUPS.items()
     }
     method = str(run_config.get("method", RunSettings().method))
     own = {
@@ -225,9 +223,7 @@ def _apply_protocol(settings: Settings) -> Settings:
         for field in type(group).model_fields:
             key, value = field.replace("_", "-"), getattr(group, field)
             row = PROTOCOLS.get(f"{settings.run.method}.{key}", PROTOCOLS.get(key))
-            if group.prefix or row is None:
-                continue
-            if value == "auto":
+            if row is not None and value == "auto":
                 changes[field] = row[settings.run.protocol]
         resolved[name] = group.model_copy(update=changes)
     return settings.model_copy(update=resolved)
@@ -260,17 +256,14 @@ def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, prob
 def _unknown(name: str, known: Mapping[str, str], sections: Mapping[str, type[Group]]) -> str:
     """Return the message for a key that there is not, by full name; ``known`` are those of GROUPS."""
     prefix, dot, key = name.partition(".")
-    tables = sorted({full.partition(".")[0] for full in known if "." in full} | set(sections))
     if dot and key in known:  # a [table] of a TOML file adds its prefix to all keys below it
         return (
             f"unknown key '{name}'; '{key}' is a common key: in a file move it above the first [table], with "
             f"--set omit '{prefix}.'"
         )
-    if dot and prefix not in tables:
-        return f"unknown section '{prefix}.'; sections are {', '.join(map(repr, tables))}"
-    names = [full for full in known if not dot or full.startswith(f"{prefix}.")]
-    if prefix in sections:
-        names += [f"{prefix}.{own}" for own in sections[prefix].key_names()]
+    if dot and prefix not in sections:
+        return f"unknown section '{prefix}.'; sections are {', '.join(map(repr, sorted(sections)))}"
+    names = [f"{prefix}.{own}" for own in sections[prefix].key_names()] if dot else [*known]
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean '{close[0]}'?" if close else "; `pbfl list keys` shows them all"
     return f"unknown key '{name}'{hint}"

@@ -146,7 +146,7 @@ def _group(name: str) -> tuple[str, list[Key]]:
     """Return the title and the keys of a configuration group, or of a method with keys of its own."""
     if name in GROUPS:
         title = (GROUPS[name].__doc__ or "").strip().partition("\n")[0].replace("``", "")
-        return title, list(_keys(GROUPS[name], GROUPS[name].prefix))
+        return title, list(_keys(GROUPS[name], ""))
     return METHODS[name].summary, list(_keys(SECTIONS[name], f"{name}."))
 
 

@@ -13,7 +13,7 @@ from pbfl_flwr.methods import SECTIONS
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 TABLES: list[tuple[str, type[Group]]] = [
-    *((group.prefix, group) for group in GROUPS.values()),
+    *(("", group) for group in GROUPS.values()),
     *((f"{method}.", group) for method, group in SECTIONS.items()),
 ]
 FIELDS = {

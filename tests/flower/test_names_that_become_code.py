@@ -56,7 +56,7 @@ def text_keys() -> Iterator[tuple[str, str]]:
                 group.model_validate({name: SPY})
             except ValueError:
                 continue
-            yield group.prefix + name
+            yield name
 
     for group in GROUPS.values():
         yield from (("fedproto", key) for key in texts(group))
