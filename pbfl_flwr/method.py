@@ -142,7 +142,8 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         moment: when the paper scores a client, relative to its local training.
         same_architecture: whether all clients need the same network.
         unit_features: whether the head expects features of unit length.
-        uses: keys of the group ``privacy`` that it honours; values of the others that ask for protection are refused.
+        uses: keys of the groups ``prototypes`` and ``privacy`` that it honours, of those that not every method does
+            (:class:`pbfl_flwr.config.parsing.Concerns`); the others are refused.
         counts_draws: whether an upload counts a sample each time it was drawn, hence more often in several epochs.
     """
 

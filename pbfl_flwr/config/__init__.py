@@ -7,8 +7,13 @@ resolved before round 1. run.json has the configuration, and the settings of the
 """
 
 from pbfl_flwr.config.keys import (
+    CHANGEABLE,
     GROUPS,
+    NEUTRAL,
     PREDICTORS,
+    PROTECTIONS,
+    SILENT,
+    STAGES,
     USUAL_RATE,
     Aggregation,
     Alignment,
@@ -34,16 +39,19 @@ from pbfl_flwr.config.parsing import (
     comma_list,
     named_values,
 )
-from pbfl_flwr.config.resolve import CHANGEABLE, PLACES, PROTOCOLS, Settings, parse, parse_section
+from pbfl_flwr.config.resolve import PROTOCOLS, Settings, completed, parse, parse_section, relevant
 
 __all__ = [
     "CHANGEABLE",
     "GROUPS",
     "HUB",
     "MAX_CLASSES",
-    "PLACES",
+    "NEUTRAL",
     "PREDICTORS",
+    "PROTECTIONS",
     "PROTOCOLS",
+    "SILENT",
+    "STAGES",
     "USUAL_RATE",
     "AbsolutePath",
     "Aggregation",
@@ -64,7 +72,9 @@ __all__ = [
     "class_name",
     "class_names",
     "comma_list",
+    "completed",
     "named_values",
     "parse",
     "parse_section",
+    "relevant",
 ]

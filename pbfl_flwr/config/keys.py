@@ -6,13 +6,14 @@ A method's own keys are declared likewise, as the class ``Config`` of its module
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from pbfl_flwr.config.parsing import (
     AbsolutePath,
     Augmentation,
+    Concerns,
     DataPath,
     Group,
     Labels,
@@ -51,6 +52,10 @@ Stale = Literal["keep", "drop"]
 
 PREDICTORS: tuple[str, ...] = get_args(Predictor)
 
+PLACE = Concerns(place=True, neutral=True, silent=True)
+COURSE = Concerns(changeable=True, neutral=True)
+"""Of keys that decide how a run proceeds, not what it computes."""
+
 
 class RunSettings(Group):
     """The federation and its rounds."""
@@ -63,14 +68,16 @@ class RunSettings(Group):
         "", description="settings of a method of your own, e.g. mu=0.1,warm=true"
     )
     num_clients: int = Field(20, ge=1, le=100_000, description="M, number of clients in the federation")
-    min_clients: int = Field(
+    min_clients: Annotated[int, COURSE] = Field(
         0,
         ge=0,
         description="number of devices needed to start a run, the others may join in any round; 0: all "
         "num-clients",
     )
-    num_server_rounds: int = Field(20, ge=1, le=1_000_000, description="T, number of rounds")
-    patience: int = Field(
+    num_server_rounds: Annotated[int, Concerns(changeable=True)] = Field(
+        20, ge=1, le=1_000_000, description="T, number of rounds"
+    )
+    patience: Annotated[int, Concerns(changeable=True)] = Field(
         0,
         ge=0,
         description="early stopping: the run ends after this many rounds without a better score of the primary "
@@ -92,11 +99,11 @@ class RunSettings(Group):
         description="rounds that the new clients then train; their uploads are not used",
     )
     min_replies: int = Field(1, ge=1, description="the run ends if a round has fewer valid training replies")
-    failure_policy: Literal["continue", "stop"] = Field(
+    failure_policy: Annotated[Literal["continue", "stop"], COURSE] = Field(
         "continue",
         description="if a client fails: continue with the others, or stop the run with an error that names it",
     )
-    max_upload_mb: int = Field(
+    max_upload_mb: Annotated[int, COURSE] = Field(
         256,
         ge=1,
         le=2048,
@@ -108,32 +115,36 @@ class RunSettings(Group):
         description="largest ratio of an upload's rows or tensors to the median of the round's uploads (ten times that "
         "for what grows with the number of samples); larger uploads are rejected; 0: off",
     )
-    round_timeout: float = Field(
+    round_timeout: Annotated[float, COURSE] = Field(
         3600.0, gt=0, le=31_536_000, description="seconds the server waits for a round's replies"
     )
-    join_timeout: float = Field(
+    join_timeout: Annotated[float, COURSE] = Field(
         180.0,
         gt=0,
         le=31_536_000,
         description="seconds the server waits for the clients to join, or for disconnected ones to return",
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="seed of weights, batches and sampling")
+    seed: Annotated[int, Concerns(neutral=True, silent=True)] = Field(
+        0, ge=0, lt=2**31, description="seed of weights, batches and sampling"
+    )
     protocol: Protocol = Field(
         "clean",
         description="code base whose conventions set the auto values of data loading, evaluation and averaging",
     )
-    run_dir: AbsolutePath = Field(
+    run_dir: Annotated[AbsolutePath, PLACE] = Field(
         "", description="directory of this run, an absolute path; empty: <home>/runs/<date>-<method>"
     )
-    state_dir: AbsolutePath = Field(
+    state_dir: Annotated[AbsolutePath, PLACE] = Field(
         "", description="directory in which clients store model and state; empty: <run-dir>/clients"
     )
-    resume: bool = Field(False, description="continue after the last round stored in run-dir")
+    resume: Annotated[bool, PLACE] = Field(
+        False, description="continue after the last round stored in run-dir"
+    )
     mods: UserFunctions = Field(
         "",
         description="Flower mods around the clients: a comma list of my_package.module:function, the outermost first",
     )
-    sinks: str = Field(
+    sinks: Annotated[str, COURSE] = Field(
         "",
         description="where metrics go in addition to the JSONL: a comma list of tensorboard, wandb, mlflow and "
         "prometheus; each needs its extra",
@@ -154,11 +165,11 @@ class DataSettings(Group):
     """The data and how it is dealt to the clients."""
 
     dataset: str = Field("digits", description="a name from `pbfl list datasets`")
-    data_dir: DataPath = Field(
+    data_dir: Annotated[DataPath, Concerns(silent=True)] = Field(
         "",
         description="directory or file of the data, or hf://<id> of a dataset on the hub; empty: <home>/data",
     )
-    download: bool = Field(
+    download: Annotated[bool, Concerns(silent=True)] = Field(
         False, description="allow torchvision and flwr-datasets to download what is missing"
     )
     max_samples: int = Field(
@@ -295,7 +306,7 @@ class TrainingSettings(Group):
         "auto",
         description="drop the incomplete last batch; small: only if the client has at least one full batch",
     )
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], Concerns(neutral=True, silent=True)] = Field(
         "auto", description="device of the training; auto: the GPU that Flower assigns, else the CPU"
     )
     layout: Literal[Auto, Layout] = Field(
@@ -311,7 +322,9 @@ class TrainingSettings(Group):
         description="replay training steps as CUDA graphs; several times as fast with small networks, without effect "
         "on other devices",
     )
-    threads: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
+    threads: Annotated[
+        Auto | Annotated[int, Field(ge=1, le=1024)], Concerns(changeable=True, neutral=True, silent=True)
+    ] = Field(
         "auto",
         description="torch threads of a client; auto: the worker's share of the cores, on a device all cores",
     )
@@ -367,11 +380,15 @@ class EvaluationSettings(Group):
         "global-local: of the client's own classes), nearest local prototype (local), or GFPL's "
         "fixed frame (etf)",
     )
-    eval_batch_size: int = Field(512, ge=1, le=1_000_000_000, description="batch size of the evaluation")
+    eval_batch_size: Annotated[int, Concerns(silent=True)] = Field(
+        512, ge=1, le=1_000_000_000, description="batch size of the evaluation"
+    )
 
 
 class PrototypeSettings(Group):
     """The stages of the prototype pipeline; ``auto`` is what the method's name stands for."""
+
+    concerns: ClassVar[Concerns] = Concerns(stage=True)
 
     regularizer_weight: NonNegative | Auto = Field(
         "auto", description="λ, weight of the prototype regularisation"
@@ -420,20 +437,22 @@ class PrototypeSettings(Group):
     stale: Stale = Field(
         "keep", description="keep or drop the global prototype of a class that no client sent in a round"
     )
-    wire_dtype: WireDtype = Field("float32", description="number format in which prototypes are sent")
+    wire_dtype: Annotated[WireDtype, Concerns()] = Field(  # every payload has numbers
+        "float32", description="number format in which prototypes are sent"
+    )
 
 
 class PrivacySettings(Group):
     """What of a client's class table leaves the device, and in which form; ``docs/privacy.md`` explains each."""
 
-    min_class_count: Annotated[int, Field(ge=1)] | Auto = Field(
+    min_class_count: Annotated[Annotated[int, Field(ge=1)] | Auto, Concerns(protection=True)] = Field(
         "auto",
         description="smallest number of samples with which a class is sent; auto: 2, under the reference protocols 1",
     )
-    dp_clip: float = Field(
+    dp_clip: Annotated[float, Concerns(protection=True)] = Field(
         0.0, ge=0, description="C, clipping norm of differential privacy (what is clipped: dp-unit); 0 is off"
     )
-    dp_noise: float = Field(
+    dp_noise: Annotated[float, Concerns(protection=True)] = Field(
         0.0,
         ge=0,
         description="z, noise multiplier: standard deviation of the Gaussian noise divided by the sensitivity; 0 "
@@ -459,3 +478,20 @@ GROUPS: dict[str, type[Group]] = {
     "prototypes": PrototypeSettings,
     "privacy": PrivacySettings,
 }
+
+
+def _concerning(
+    flag: Literal["place", "changeable", "neutral", "silent", "stage", "protection"],
+) -> tuple[str, ...]:
+    """Return the keys whose declaration sets this attribute of :class:`Concerns`, in order."""
+    return tuple(
+        key for group in GROUPS.values() for key in group.key_names() if getattr(group.concerns_of(key), flag)
+    )
+
+
+PLACES = _concerning("place")
+CHANGEABLE = _concerning("changeable")
+NEUTRAL = _concerning("neutral")
+SILENT = _concerning("silent")
+STAGES = _concerning("stage")
+PROTECTIONS = _concerning("protection")

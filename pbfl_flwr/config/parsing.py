@@ -10,8 +10,9 @@ import re
 import tomllib
 import unicodedata
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
@@ -27,8 +28,36 @@ HUB = "hf://"
 """Before the id of a dataset on the Hugging Face hub."""
 
 
+@dataclass(frozen=True)
+class Concerns:
+    """What a key concerns; it stands in the key's annotation, where the key is declared.
+
+    A key that sets nothing of this changes results: it cannot change when a run is resumed, and runs that differ in it
+    have different configurations. All methods accept it.
+
+    Attributes:
+        place: it names files of a run, or says that there are some.
+        changeable: it may change when a run is resumed.
+        neutral: runs that differ in it are averaged.
+        silent: a reproduction does not report it as a change of the paper's setting.
+        stage: only methods that name it in ``Method.uses`` have this stage; others refuse all but its default.
+        protection: likewise, others refuse values above the default of every protocol, which ask for protection.
+    """
+
+    place: bool = False
+    changeable: bool = False
+    neutral: bool = False
+    silent: bool = False
+    stage: bool = False
+    protection: bool = False
+
+
 class Group(BaseModel):
-    """Keys that belong together; subclasses are immutable and refuse unknown keys."""
+    """Keys that belong together; subclasses are immutable and refuse unknown keys.
+
+    Attributes:
+        concerns: what the keys concern that do not say it themselves.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -39,6 +68,7 @@ class Group(BaseModel):
         validate_by_alias=True,
         allow_inf_nan=False,
     )
+    concerns: ClassVar[Concerns] = Concerns()
 
     @model_validator(mode="before")
     @classmethod
@@ -57,6 +87,12 @@ class Group(BaseModel):
     def key_names(cls) -> list[str]:
         """Return the kebab-case keys of this group; a method's own have no prefix here."""
         return [name.replace("_", "-") for name in cls.model_fields]
+
+    @classmethod
+    def concerns_of(cls, key: str) -> Concerns:
+        """Return what a key concerns."""
+        declared = cls.model_fields[key.replace("-", "_")].metadata
+        return next((one for one in declared if isinstance(one, Concerns)), cls.concerns)
 
 
 # Lists ------------------------------------------------------------------------------------------------------

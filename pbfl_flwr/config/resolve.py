@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pbfl_flwr.config.keys import (
+    CHANGEABLE,
     GROUPS,
+    PLACES,
     ConventionSettings,
     DataSettings,
     EvaluationSettings,
@@ -50,22 +52,6 @@ PROTOCOLS: dict[str, dict[str, str | int]] = {
     "min-class-count": {"clean": 2, "htfl": 1, "pfl": 1, "fedproto": 1},
 }
 # "auto" leaves the value to the method; see the method's page.
-
-
-# Keys that name files of a run.
-PLACES = ("run-dir", "state-dir", "resume")
-# Keys that may change when a run is resumed.
-CHANGEABLE = (
-    "num-server-rounds",
-    "patience",
-    "round-timeout",
-    "join-timeout",
-    "failure-policy",
-    "min-clients",
-    "max-upload-mb",
-    "threads",
-    "sinks",
-)
 
 
 class Settings(BaseModel):
@@ -110,12 +96,8 @@ class Settings(BaseModel):
         return flat
 
     def relevant(self) -> dict[str, Scalar]:
-        """Return the keys that affect results: without PLACES and CHANGEABLE keys.
-
-        data-dir is included: for arrays, tables and folders nothing else identifies the data before it is read.
-        """
-        without = {*PLACES, *CHANGEABLE}
-        return {key: value for key, value in self.as_dict().items() if key not in without}
+        """Return the keys that affect results, see :func:`relevant`."""
+        return relevant(self.as_dict())
 
     def fingerprint(self) -> str:
         """Return a hash of all keys that affect results."""
@@ -161,6 +143,26 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
     if problems or (problems := _conflicts(settings := Settings(**groups, method_section=section))):
         raise PbflError("\n".join(problems))
     return _apply_protocol(settings)
+
+
+def relevant(configuration: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return the keys of a flat configuration that affect results: without PLACES and CHANGEABLE keys.
+
+    data-dir is included: for arrays, tables and folders nothing else identifies the data before it is read.
+    """
+    without = {*PLACES, *CHANGEABLE}
+    return {key: value for key, value in configuration.items() if key not in without}
+
+
+def completed(
+    recorded: Mapping[str, Scalar], sections: Mapping[str, type[Group]] | None = None
+) -> dict[str, Scalar]:
+    """Return a recorded configuration with all keys; one that it lacks is newer than the record, and at its default.
+
+    ``sections`` as in :func:`parse`.
+    """
+    chosen = {key: recorded[key] for key in ("method", "protocol") if key in recorded}
+    return {**parse(chosen, sections).as_dict(), **recorded}
 
 
 def _is_whole(value: object) -> bool:

@@ -12,10 +12,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from pbfl_flwr.config import NEUTRAL
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.pairs import paired_sheet
-from pbfl_flwr.experiments.results import NEUTRAL, Group
+from pbfl_flwr.experiments.results import Group
 from pbfl_flwr.experiments.run_tables import accuracy_sheet, class_sheets, client_sheet
 from pbfl_flwr.experiments.show import settings_line, warning_lines
 from pbfl_flwr.experiments.summary import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from shlex import quote
@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import CHANGEABLE, PLACES, PREDICTORS, DataSettings, Scalar
+from pbfl_flwr.config import NEUTRAL, PREDICTORS, DataSettings, Scalar, completed
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.runs.directory import RunDirectory
@@ -27,8 +27,6 @@ from pbfl_flwr.runs.records import (
     RunRecord,
 )
 
-# Keys in which runs that are averaged may differ.
-NEUTRAL = {"seed", "device", *PLACES, *CHANGEABLE} - {"num-server-rounds", "patience"}
 Statistic = Literal["weighted", "mean"]
 STATISTICS = ("mean", "std", "worst", "balanced", "macro_f1", "auc_macro", "auc_micro")
 LONGEST_LABEL = 40
@@ -345,8 +343,7 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
     if twice := [place for number, place in enumerate(places) if place in places[:number]]:
         raise PbflError(f"'{twice[0]}' is given twice; name it once")
     keyed: dict[tuple[object, int], list[FinishedRun]] = {}
-    for place in places:
-        record = FinishedRun.load(place, allowed, by)
+    for record in _with_the_same_keys([FinishedRun.load(place, allowed, by) for place in places]):
         key = frozenset(item for item in record.config.items() if item[0] not in NEUTRAL)
         repetition = 0  # a second run with the same seed goes into another group
         while any(record.seed == other.seed for other in keyed.get((key, repetition), [])):
@@ -354,6 +351,21 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
         keyed.setdefault((key, repetition), []).append(record)
     ordered = [tuple(sorted(records, key=lambda record: record.seed)) for records in keyed.values()]
     return [Group(label, records) for label, records in zip(_labels(ordered), ordered, strict=True)]
+
+
+def _with_the_same_keys(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
+    """Return the runs with every key in their configurations, if some records are older than a key of others."""
+    keys = {(str(run.config["method"]), frozenset(run.config)) for run in runs}
+    common = {frozenset(key for key in names if not key.startswith(f"{method}.")) for method, names in keys}
+    if len(common) == 1 and len(keys) == len({method for method, _ in keys}):
+        return [*runs]
+    from pbfl_flwr.methods import SECTIONS  # the sections' modules take seconds to import
+
+    every = [completed(run.config, SECTIONS) for run in runs]
+    return [
+        replace(run, about=run.about.model_copy(update={"configuration": configuration}))
+        for run, configuration in zip(runs, every, strict=True)
+    ]
 
 
 def same_data(one: FinishedRun, other: FinishedRun) -> bool:

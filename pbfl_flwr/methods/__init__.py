@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from pbfl_flwr.config import PREDICTORS, Group, PrototypeSettings, Settings, parse
+from pbfl_flwr.config import PREDICTORS, PROTECTIONS, STAGES, Group, Scalar, Settings, parse
+from pbfl_flwr.config.keys import Protocol
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.user_code import is_external
 
@@ -194,42 +194,32 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
     Raises:
         PbflError: naming the settings that it does not support.
     """
-    from pbfl_flwr.prototypes.privacy import stronger_settings
-
-    if idle := list(_without_effect(settings, method)):
-        raise PbflError("\n".join(idle))
-    if unused := [key for key in stronger_settings(settings.privacy) if key not in method.uses]:
-        values = ", ".join(f"{key} = {settings.as_dict()[key]!r}" for key in unused)
+    values, defaults = settings.as_dict(), _defaults(settings.run.method, settings.run.protocol)
+    unused = [key for key in STAGES if key not in method.uses and values[key] != defaults[key]]
+    if unused:
         raise PbflError(
-            f"{values}: method '{settings.run.method}' sends {method.up.__name__}, which these settings cannot "
-            f"protect; they apply to {', '.join(using(unused[0]))}"
+            "\n".join(
+                f"{key} = {values[key]!r}: method '{settings.run.method}' has no such stage; must be "
+                f"{defaults[key]!r}, the default"
+                for key in unused
+            )
+        )
+    asked = [key for key in PROTECTIONS if key not in method.uses and _protects(settings, key, values[key])]
+    if asked:
+        raise PbflError(
+            f"{', '.join(f'{key} = {values[key]!r}' for key in asked)}: method '{settings.run.method}' sends "
+            f"{method.up.__name__}, which these settings cannot protect; they apply to {', '.join(using(asked[0]))}"
         )
 
 
-def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterator[str]:
-    """Yield a line for every configured stage that does not change the method.
-
-    Methods made of stages (pipelines) use all of them, even where a value is already their default.
-    """
-    from pbfl_flwr.prototypes.pipeline import Pipeline
-
-    if isinstance(method, Pipeline):
-        return
-    run, stages = settings.run, settings.prototypes
-    defaults = _default_stages(run.method, run.protocol)
-    for field in type(stages).model_fields:
-        value, default = getattr(stages, field), getattr(defaults, field)
-        if value == default or field == "wire_dtype":  # wire_dtype applies to every payload
-            continue
-        without = settings.model_copy(update={"prototypes": stages.model_copy(update={field: default})})
-        if _built(without) == method:
-            key = field.replace("_", "-")
-            yield f"{key} = {value!r}: method '{run.method}' has no such stage; must be {default!r}, the default"
+def _defaults(method: str, protocol: str) -> Mapping[str, Scalar]:
+    return parse({"method": method, "protocol": protocol}).as_dict()
 
 
-@cache  # every message of every client builds the method
-def _default_stages(method: str, protocol: str) -> PrototypeSettings:
-    return parse({"method": method, "protocol": protocol}).prototypes
+def _protects(settings: Settings, key: str, value: Scalar) -> bool:
+    """Whether a value of one of PROTECTIONS, which are numbers, is above its default under every protocol."""
+    defaults = (_defaults(settings.run.method, protocol)[key] for protocol in get_args(Protocol))
+    return value != "auto" and float(value) > max(map(float, defaults))
 
 
 def using(key: str) -> list[str]:

@@ -112,6 +112,7 @@ class FedDistill(Method[DistillState, Logits, Logits]):
     state = DistillState
     down = Logits
     up = Logits
+    uses = frozenset({"stale"})
 
     def init(self, task: Task, seed: int) -> DistillState:
         """No class has a row yet."""

@@ -25,13 +25,13 @@ from pydantic import Field
 from torch import nn
 
 from pbfl_flwr import seeds
-from pbfl_flwr.config import Auto, Group, Settings, parse_section
+from pbfl_flwr.config import PROTECTIONS, Auto, Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import check_heads, initial, receive
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
 from pbfl_flwr.prototypes.class_means import class_sums_of, released_means
-from pbfl_flwr.prototypes.privacy import KEYS, Release, release
+from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.trainable import stack_uploads
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import classification, fit
@@ -59,7 +59,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
     name: str = "fedgh"
     moment: Moment = "before"
     release: Release = field(default_factory=Release, repr=False)
-    uses = KEYS
+    uses = frozenset(PROTECTIONS)
 
     state = Weights
     down = Weights

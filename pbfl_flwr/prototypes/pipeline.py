@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr import seeds
-from pbfl_flwr.config import Settings
+from pbfl_flwr.config import PROTECTIONS, STAGES, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
 from pbfl_flwr.models.contract import has_batch_norm
@@ -33,7 +33,7 @@ from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.class_means import Collector, released_means
 from pbfl_flwr.prototypes.combination import Combination
 from pbfl_flwr.prototypes.masks import Sparsity
-from pbfl_flwr.prototypes.privacy import KEYS, Release, release
+from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.regularizer import proportional_weights, prototype_regularizer
 from pbfl_flwr.prototypes.stages import RULES, Stages, resolved
 from pbfl_flwr.prototypes.trainable import (
@@ -109,7 +109,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     moment: Moment = "after"
     release: Release = field(default_factory=Release, repr=False)
     predicts = ("head", "global", "global-local", "local")
-    uses = KEYS
+    uses = frozenset((*STAGES, *PROTECTIONS))
 
     state = PipelineState
     down = Prototypes

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pbfl_flwr.config import PROTOCOLS, PrivacySettings
+from pbfl_flwr.config import PrivacySettings
 from pbfl_flwr.config.keys import Aggregation
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Update
@@ -45,8 +45,6 @@ from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.stages import RULES, scale_by_counts
 
 RELEASES = "releases"  # name in the client's memory of its number of noisy releases
-KEYS = frozenset(PrivacySettings.key_names())
-"""The keys that :func:`release` turns into stages: what a method that uses it puts into ``Method.uses``."""
 
 
 def clip_norms(rows: Tensor, bound: float) -> Tensor:
@@ -201,14 +199,3 @@ def release(settings: PrivacySettings, rule: Aggregation, *, sends_total: bool, 
         remedy = "total-examples" if rule == "ppa" else "aps-scale to a number"
         raise PbflError(f"dp-noise: rule '{rule}' sends n_i exactly; set {remedy}")
     return Release(settings, RULES[rule].scaled)
-
-
-def stronger_settings(settings: PrivacySettings) -> list[str]:
-    """Return the keys with a value stronger than the default, for methods that do not use them."""
-    usual = ("auto", *PROTOCOLS["min-class-count"].values())
-    asked = {
-        "min-class-count": settings.min_class_count not in usual,
-        "dp-clip": settings.dp_clip > 0,
-        "dp-noise": settings.dp_noise > 0,
-    }
-    return [key for key, stronger in asked.items() if stronger]

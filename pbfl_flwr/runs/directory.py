@@ -57,10 +57,6 @@ from pbfl_flwr.util.locks import Lock
 ERROR, NEW_CLIENTS, WAITING, RESULT = "error.txt", "new-clients.jsonl", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
 SERVER_LOCK = ".server.lock"
-OTHER_CONFIGURATION = (
-    "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds, patience "
-    "and the timeouts may differ when a run is resumed"
-)
 HANDOVER_SECONDS = 30.0  # to wait until a stopped ServerApp has ended
 RecordT = TypeVar("RecordT", bound=Record)
 PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")

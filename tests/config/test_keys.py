@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 
-from pbfl_flwr.config import GROUPS, Group, parse
+from pbfl_flwr.config import (
+    CHANGEABLE,
+    GROUPS,
+    NEUTRAL,
+    PROTECTIONS,
+    SILENT,
+    STAGES,
+    Group,
+    completed,
+    parse,
+)
+from pbfl_flwr.config.keys import PLACES
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan.configuration import flatten
 from pbfl_flwr.methods import SECTIONS
@@ -53,3 +64,22 @@ def test_values_beyond_the_bounds_of_a_key_are_rejected() -> None:
                     assert "\n" not in str(error.value)
                     tried += 1
     assert tried > 100
+
+
+def test_what_a_key_concerns_is_declared_with_it() -> None:
+    course = {"round-timeout", "join-timeout", "failure-policy", "min-clients", "max-upload-mb"}
+    course |= {"threads", "sinks"}
+    assert {*PLACES} == {"run-dir", "state-dir", "resume"}
+    assert {*CHANGEABLE} == {"num-server-rounds", "patience", *course}
+    assert {*NEUTRAL} == {"seed", "device", *PLACES, *course}
+    assert {*SILENT} == {*PLACES, "data-dir", "download", "device", "threads", "eval-batch-size", "seed"}
+    assert {*STAGES} == {*GROUPS["prototypes"].key_names()} - {"wire-dtype"}
+    assert {*PROTECTIONS} == {"min-class-count", "dp-clip", "dp-noise"}
+
+
+def test_a_record_lacks_only_keys_that_are_newer_and_at_their_defaults() -> None:
+    whole = parse({"method": "fedtgp", "protocol": "htfl", "seed": 3}, SECTIONS).as_dict()
+    newer = ("min-class-count", "feature-dim", "fedtgp.margin-cap")
+    recorded = {key: value for key, value in whole.items() if key not in newer}
+    assert completed(recorded, SECTIONS) == whole
+    assert completed({**recorded, "feature-dim": 7}, SECTIONS) == {**whole, "feature-dim": 7}

@@ -383,6 +383,36 @@ def test_runs_are_repetitions_only_where_their_results_may_differ_by_the_seed_al
     assert found == [("fedproto (cps-dim=auto)", [0, 1]), ("fedproto (cps-dim=2)", [2])]
 
 
+def without(run_dir: Path, key: str) -> Path:
+    """Make a run older than a key."""
+    about = json.loads((run_dir / "run.json").read_text())
+    about["configuration"].pop(key)
+    edit(run_dir / "run.json", **about)
+    return run_dir
+
+
+@pytest.mark.parametrize("newer", ["trim-share", "fedtgp.margin-cap"])
+def test_a_run_that_is_older_than_a_key_has_its_default(tmp_path: Path, newer: str) -> None:
+    changes: list[dict[str, Any]] = [{}, {}, {newer: 0.25}]
+    old, *others = [
+        run(tmp_path / str(seed), 0.5, [1, 3], method="fedtgp", seed=seed, **keys)
+        for seed, keys in enumerate(changes)
+    ]
+    default = json.loads((old / "run.json").read_text())["configuration"][newer]
+    found = results.load([without(old, newer), *others])
+    assert [[*group.by_seed()] for group in found] == [[0, 1], [2]]
+    assert [group.label for group in found] == [f"fedtgp ({newer}={value})" for value in (default, 0.25)]
+
+
+def test_runs_of_two_methods_have_the_same_data_if_one_is_older_than_a_key(tmp_path: Path) -> None:
+    old = without(run(tmp_path / "old", 0.5, [1, 3]), "max-samples")
+    new = run(tmp_path / "new", 0.5, [1, 3], method="local")
+    fewer = run(tmp_path / "fewer", 0.5, [1, 3], method="fedtgp", **{"max-samples": 50})
+    first, second, third = (group.first for group in results.load([old, new, fewer]))
+    assert results.same_data(first, second)
+    assert not results.same_data(first, third)
+
+
 def test_what_cannot_be_reported_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PbflError, match="is given twice"):

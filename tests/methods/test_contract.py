@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pbfl_flwr.config import PREDICTORS, PrototypeSettings, Scalar, parse
+from pbfl_flwr.config import PREDICTORS, PROTECTIONS, PrototypeSettings, Scalar, parse
+from pbfl_flwr.config import STAGES as STAGE_KEYS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client_module
 from pbfl_flwr.flower.client.worker import Worker
@@ -339,3 +340,34 @@ def test_a_stage_that_a_method_does_not_have_is_refused(key: str) -> None:
             message = ""
         refused = f"{key} = {value!r}: method '{method}' has no such stage; must be " in message
         assert refused is not used, (method, message)
+
+
+# Each key with values of which at least one is no method's own; what else must be set for the value to be valid.
+OTHERS: dict[str, tuple[tuple[Scalar, ...], dict[str, Scalar]]] = {
+    **{key: ((value,), {}) for key, value in STAGES.items()},
+    "aggregation": (("ppa", "mean"), {}),
+    "alignment": (("thomson", "unit"), {}),
+    "regularizer-form": (("mse", "l2"), {}),
+    "norm-bound": ((2.0,), {"aggregation": "mean"}),
+    "min-class-count": ((3,), {}),
+    "dp-clip": ((1.0,), {}),
+    "dp-noise": ((1.0,), {"dp-clip": 1.0, "aps-scale": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_uses_the_keys_that_it_says(name: str) -> None:
+    """That is: another value of the key makes another method."""
+    assert {*OTHERS} == {*STAGE_KEYS, *PROTECTIONS}
+
+    def built(**keys: Scalar) -> Method[Any, Any, Any]:
+        auxiliary: dict[str, Scalar] = dict.fromkeys(("fml.auxiliary", "fedkd.auxiliary"), "cnn2")
+        settings = parse({"method": name, "models": "cnn4", **auxiliary, **keys}, SECTIONS)
+        return METHODS[name].build(settings)
+
+    changing = {
+        key
+        for key, (values, more) in OTHERS.items()
+        if any(built(**more, **{key: value}) != built(**more) for value in values)
+    }
+    assert changing == built().uses

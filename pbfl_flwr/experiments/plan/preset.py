@@ -9,7 +9,7 @@ from pbfl_flwr.config.toml import toml
 from pbfl_flwr.method import resolved_moment, settings_in
 from pbfl_flwr.methods import SECTIONS, build_method
 
-PLACES = ("run-dir", "resume")  # keys of a single run, not part of a preset
+OF_ONE_RUN = ("run-dir", "resume")  # keys that are not part of a preset
 
 
 def as_preset(settings: Settings, requested: Mapping[str, Scalar], notes: Iterable[str]) -> str:
@@ -24,7 +24,7 @@ def as_preset(settings: Settings, requested: Mapping[str, Scalar], notes: Iterab
     predictor = settings.evaluation.predictor
     scored = method.primary_predictor if predictor == "auto" else predictor
     moment = resolved_moment(settings.evaluation, method)
-    values = {key: value for key, value in settings.as_dict().items() if key not in PLACES}
+    values = {key: value for key, value in settings.as_dict().items() if key not in OF_ONE_RUN}
     usual = parse({"method": settings.run.method}, SECTIONS).as_dict()
     different = [key for key, value in values.items() if key == "method" or value != usual.get(key)]
     by_protocol = [key for key in different if requested.get(key, "auto") == "auto" and key != "method"]

@@ -37,7 +37,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pbfl_flwr.config import DataSettings, Scalar, Settings
+from pbfl_flwr.config import SILENT, DataSettings, Scalar, Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan import configuration, planned_runs
@@ -45,14 +45,6 @@ from pbfl_flwr.experiments.plan.configuration import DirectoryName, flatten
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, check_names
 
 FOLDER = "experiments/reproductions"
-SILENT = {
-    *configuration.PATHS,
-    "download",
-    "device",
-    "threads",
-    "eval-batch-size",
-    "seed",
-}  # keys that :func:`changes` does not report as changes of the setting
 Scale = Literal["small", "paper"]
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Cell = Annotated[list[Percent], Field(max_length=2)]

@@ -10,15 +10,16 @@ from typing import Any
 
 from flwr.common import log
 
-from pbfl_flwr.config import Settings
+from pbfl_flwr.config import CHANGEABLE, Settings, completed, relevant
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.method import Method, settings_in
+from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs import checkpoint
-from pbfl_flwr.runs.directory import ERROR, OTHER_CONFIGURATION, RESULT, RunDirectory, RunRefused
+from pbfl_flwr.runs.directory import ERROR, RESULT, RunDirectory, RunRefused
 from pbfl_flwr.runs.early_stopping import Score, score_of
 from pbfl_flwr.runs.records import ClientRecord, NewClientsRecord, PartitionRecord, RoundRecord, RunRecord
 from pbfl_flwr.runs.result_hash import result_hash
@@ -45,7 +46,6 @@ class Recorder:
     ) -> None:
         self.run, self._settings, self._primary_predictor = run, settings, primary_predictor
         self._method, self._loaded = method, loaded
-        self._fingerprint = settings.fingerprint()
         self._best: Score = (False, -1.0)
         self._experiment = ""  # until the run has started
         self._sinks: Sinks | None = None
@@ -64,10 +64,13 @@ class Recorder:
             return None
         previous = self.run.record()
         self._experiment = previous.experiment
-        self.run.check_states(self._settings.run.state_dir)  # which is not part of the fingerprint
-        # The checkpoint is checked as well, but clients may have trained before the first one was written.
-        if not previous.experiment.startswith(f"{self._fingerprint}-"):
-            raise RunRefused(OTHER_CONFIGURATION.format(self.run.path))
+        self.run.check_states(self._settings.run.state_dir)  # which is not compared below
+        then, now = relevant(completed(previous.configuration, SECTIONS)), self._settings.relevant()
+        if odd := [f"{key} = {value}" for key, value in then.items() if now.get(key) != value]:
+            raise RunRefused(
+                f"run-dir = '{self.run.path}' was made with another configuration, {', '.join(odd)}; only "
+                f"{', '.join(CHANGEABLE)} may differ when a run is resumed"
+            )
         self.run.remove(ERROR)
         return previous
 
@@ -98,7 +101,7 @@ class Recorder:
         """Return (state, finished rounds, history) of the run to resume, None if no round was finished.
 
         Raises:
-            RunRefused: if the checkpoint is of another configuration or already has more rounds, or if a simulation's
+            RunRefused: if the checkpoint is of another run or already has more rounds, or if a simulation's
                 dataset has changed.
             PbflError: if the checkpoint is damaged.
         """
@@ -108,7 +111,7 @@ class Recorder:
                 f"data-dir = '{data.data_dir}': the samples of dataset = '{data.dataset}' are not those with which "
                 f"run-dir = '{self.run.path}' began"
             )
-        resumed = checkpoint.resume(self.run, kind, task, self._fingerprint)
+        resumed = checkpoint.resume(self.run, kind, task, self._experiment)
         done = resumed[1] if resumed else 0
         if done > num_rounds:
             raise RunRefused(
@@ -144,7 +147,7 @@ class Recorder:
                 self._best = score
                 state, after = (finished.state, number) if final else (scored, number - 1)
                 checkpoint.save_best(self.run, state, after, score[1], self._primary_predictor)
-        checkpoint.save(self.run, finished.state, broadcast, number, self._fingerprint)
+        checkpoint.save(self.run, finished.state, broadcast, number, self._experiment)
         if self._sinks is not None:
             self._warn(self._sinks.log(record))
 

@@ -84,6 +84,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
     state = WeightsAndPrototypes
     down = WeightsAndPrototypes
     up = WeightsAndPrototypes
+    uses = frozenset({"stale"})
     same_architecture = True
 
     @property

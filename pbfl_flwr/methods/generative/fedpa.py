@@ -165,6 +165,7 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
     state = GenerativeState
     down = GeneratorBroadcast
     up = WeightsAndPrototypes
+    uses = frozenset({"stale"})
 
     def init(self, task: Task, seed: int) -> GenerativeState:
         """Return newly initialised weights and generator, which is not sent yet, and no prototypes."""

@@ -90,6 +90,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     state = MixtureState
     down = Mixtures
     up = Mixtures
+    uses = frozenset({"stale"})
 
     def local_update(self, client: Client, down: Mixtures) -> Update[Mixtures]:
         """Retrain on received mixtures, train E epochs, and send mixtures in rounds of exchange."""

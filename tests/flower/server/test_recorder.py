@@ -40,6 +40,7 @@ from tests.flower.inprocess import (
     silent,
     stored_rounds,
 )
+from tests.small_runs import edit
 
 
 def lines(run: Federation) -> list[dict[str, Any]]:
@@ -116,6 +117,25 @@ def test_refused_run_does_not_change_an_existing_one(
     with pytest.raises(RunRefused, match=reason):
         again(run.path.parent, **keys).run()
     assert {file.name: file.read_bytes() for file in run.path.iterdir() if file.is_file()} == before
+
+
+@pytest.mark.parametrize("newer", ["learning-rate", "threads", "trim-share"])
+def test_a_run_that_is_older_than_a_key_resumes_with_its_default(
+    tmp_path: Path, two_rounds: Federation, newer: str
+) -> None:
+    configuration = two_rounds.directory.record().configuration
+    edit(tmp_path / "run" / "run.json", configuration={k: v for k, v in configuration.items() if k != newer})
+    with pytest.raises(RunRefused, match=r"another configuration, learning-rate = 0\.01; only min-clients, "):
+        again(tmp_path, num_server_rounds=3, learning_rate=0.5).run()
+    assert again(tmp_path, num_server_rounds=3).run().strategy.done == 3
+    assert newer in two_rounds.directory.record().configuration
+
+
+def test_the_checkpoint_of_another_run_is_refused(tmp_path: Path, two_rounds: Federation) -> None:
+    other = federation(tmp_path / "other", "local", on_disk=True).run().directory.path
+    shutil.copy(other / "checkpoint.safetensors", tmp_path / "run")
+    with pytest.raises(RunRefused, match=r"checkpoint\.safetensors is not of the run in .*/run"):
+        again(tmp_path).run()
 
 
 def test_lost_or_damaged_checkpoint_is_reported_and_history_kept(
