@@ -18,7 +18,7 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, plan, selected
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.runs.records import VERSION, ClientsRecord, NewClientsRecord, RoundRecord
+from pbfl_flwr.runs.records import VERSION, ClientsRecord, RoundRecord
 
 
 def pbfl(*arguments: object) -> Result:
@@ -94,12 +94,12 @@ def _printing_to(output: int, *arguments: object) -> tuple[int, str]:
 
 
 def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dict[str, Any]:
-    """One line of rounds.jsonl: two clients, 100 bytes up and 300 down each; of new-clients.jsonl with ``after``.
+    """One line of rounds.jsonl: two clients, 100 bytes up and 300 down each.
 
     Args:
         number: of the round.
         heads, globals_: weighted accuracies of head and global.
-        more: other fields; what they lack (statistics of an accuracy, seconds, the clients' columns) is filled in.
+        more: other fields; what they lack (statistics of an accuracy, seconds) is filled in.
     """
     accuracy = {"head": {"weighted": heads}} | (
         {} if globals_ is None else {"global": {"weighted": globals_}}
@@ -127,8 +127,6 @@ def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dic
     if final := more.get("final"):
         scores = {name: _with_statistics(final[name]) for name in ("accuracy", "validation") if name in final}
         line["final"] = {"failures": [], **final, **scores}
-    if "after" in more:
-        line.setdefault("columns", columns(number, [{}, {}]))
     return line
 
 
@@ -169,9 +167,8 @@ def columns(number: int, correct: list[dict[str, int]], tests: int = 4, **more: 
 
 
 def rounds_of(*lines: dict[str, Any]) -> list[RoundRecord]:
-    """The records of lines of rounds.jsonl or, with ``after``, of new-clients.jsonl."""
-    kinds = (NewClientsRecord if "after" in line else RoundRecord for line in lines)
-    return [kind.from_json(line, "a line") for kind, line in zip(kinds, lines, strict=True)]
+    """The records of lines of rounds.jsonl."""
+    return [RoundRecord.from_json(line, "a line") for line in lines]
 
 
 def records(number: int) -> tuple[RoundRecord, ClientsRecord]:

@@ -264,30 +264,21 @@ def test_show(tmp_path: Path) -> None:
     assert ["bytes, mean over all clients: payload", "100 B", "300 B", "400 B"] in rows
     assert ["including Flower's objects", "200 B", "400 B", "600 B"] in rows
     assert ["scalars, all clients, last round", "12", "20", "32"] in rows
-    assert ["by the paper's formula, all participants", "36"] in rows
+    assert ["by the paper's formula, all clients", "36"] in rows
     assert "client 1 failed in 2 rounds, first 2: out of paper" in text
     assert "resume with" not in text
 
 
 def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
-    keys = {"new-clients": 1, "new-client-rounds": 1, "num-server-rounds": 2}
-    run = write_run(
-        tmp_path / "run", [over(1, entry(1, 0.5, 0.5)), entry(2, 0.5, 0.5, warnings=["held back"])], **keys
-    )
+    lines_of = [over(1, entry(1, 0.5, 0.5)), entry(2, 0.5, 0.5, warnings=["held back"])]
+    run = write_run(tmp_path / "run", lines_of, **{"num-server-rounds": 3})
     (run / "partition.json").write_text(json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "warnings": []}))
     lines = pbfl("show", run).stdout.splitlines()
     assert lines[0] == str(run)
-    assert lines[1].startswith(
-        "fedproto on digits, dirichlet(0.1), 2 clients (1 of them new after the last round), "
-    )
+    assert lines[1].startswith("fedproto on digits, dirichlet(0.1), 2 clients, models ")
     assert ", 2 rounds, protocol " in lines[1]
     assert "last round: held back" in lines
-    assert f"0 of 1 rounds of the new clients; resume with: pbfl run --resume {run}" in lines
-    write_lines(run / "new-clients.jsonl", entry(3, 0.25, 0.75, after=2))
-    text = pbfl("show", run).stdout
-    assert "1 new client after round 2: sample-weighted accuracy, %" in " ".join(text.split())
-    assert ["own rounds", "head", "global (primary)"] in cells_of(text)
-    assert ["1", "25.00", "75.00"] in cells_of(text)
+    assert f"2 of 3 rounds; resume with: pbfl run --resume {run}" in lines
     unscored = write_run(tmp_path / "unscored", [entry(1, 0.5, None, accuracy={})])
     text = pbfl("show", unscored).stdout
     assert "no accuracies: no client has reported any" in text
@@ -354,7 +345,7 @@ def test_a_count_that_is_not_known_has_a_reason_below(tmp_path: Path) -> None:
     assert "The paper's scalars are unknown" not in pbfl("show", run).stdout
     edit(run / "partition.json", paper_scalars=None)
     text = pbfl("show", run).stdout
-    assert ["by the paper's formula, all participants", "-"] in cells_of(text)
+    assert ["by the paper's formula, all clients", "-"] in cells_of(text)
     assert text.count("The paper's scalars are unknown without a formula") == 1
 
 
@@ -423,8 +414,8 @@ def test_show_for_other_programs(tmp_path: Path) -> None:
     assert (scored["best"]["weighted"], scored["validation-chosen"]) == (0.625, None)
     assert found["costs"]["bytes"]["up"] == {"payload": 200, "with-reports": 220, "with-flower": 400}
     assert (found["costs"]["scalars-by-the-papers-formula"], found["costs"]["seconds"]) == (36.0, 2.0)
-    assert found["majority"]["clients"] == 0.7512
-    assert found["failures"] == [{"round": 2, "new-client": False, **failures[0]}]
+    assert found["majority"] == 0.7512
+    assert found["failures"] == [{"round": 2, **failures[0]}]
     shown = [line.split() for line in pbfl("show", run).stdout.splitlines()]
     assert ["0", "cnn4", "cpu", "6", "2", "100.00"] in shown  # of the last scoring, after round 2
     lines = pbfl("show", run, "--format", "csv").stdout.splitlines()
@@ -441,18 +432,6 @@ def test_show_for_other_programs(tmp_path: Path) -> None:
     found = json.loads(pbfl("show", begun, "--format", "json").stdout)
     assert (found["rounds"], found["costs"]) == ({"done": 0, "wanted": 3}, None)
     assert len(pbfl("show", begun, "--format", "csv").stdout.splitlines()) == 1
-
-
-def test_new_clients_for_other_programs(tmp_path: Path) -> None:
-    keys = {"new-clients": 1, "new-client-rounds": 1, "num-clients": 3}
-    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.75)], **keys)
-    line = entry(2, 0.75, None, after=1, columns=columns(2, [{"head": 3}], client=[1]))
-    write_lines(run / "new-clients.jsonl", line)
-    found = json.loads(pbfl("show", run, "--format", "json").stdout)["new-clients"]
-    assert found["rounds"] == {"done": 1, "wanted": 1}
-    assert [(each["round"], each["weighted"]) for each in found["accuracies"]["head"]] == [(1, 0.75)]
-    lines = pbfl("show", run, "--format", "csv").stdout.splitlines()
-    assert lines[1:] == ["2,1,,cnn4,6,4,head,3,0.750000"]
 
 
 def test_many_runs_are_a_list(tmp_path: Path) -> None:
@@ -568,11 +547,11 @@ def test_many_clients_that_fail_alike_are_one_line() -> None:
         "client 0 failed in round 1: gone",
         "client 1 failed in 2 rounds, first 1: gone",
     ]
-    mixed = [entry(3, 0.5, 0.5, after=2, failures=failures(0)), entry(1, 0.5, 0.5, failures=failures(9, 2))]
+    mixed = [entry(3, 0.5, 0.5, failures=failures(0)), entry(1, 0.5, 0.5, failures=failures(9, 2))]
     assert list(show.failure_lines(rounds_of(*mixed))) == [
+        "client 0 failed in round 3: gone",
         "client 2 failed in round 1: gone",
         "client 9 failed in round 1: gone",
-        "new client 0 failed in round 1 of its own: gone",
     ]
     odd = {"client": 1, "reason": "boom"}
     many = [entry(1, 0.5, 0.5, failures=[*failures(*range(7)), odd])]

@@ -41,7 +41,7 @@ EXPERIMENTS: tuple[tuple[str, ...], ...] = (
     ("results", "tables"),
     ("notes",),
     ("summary", "pairs", "run_tables", "status", "run_export", "artefacts"),
-    ("show", "pictures"),
+    ("show", "pictures", "new_clients"),
     ("report",),
     ("plan",),
     ("execute", "catalogue"),

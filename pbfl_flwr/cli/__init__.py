@@ -51,6 +51,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "watch": experiments.watch,
     "show": experiments.show,
     "report": experiments.report,
+    "new-clients": experiments.new_clients,
     "list": experiments.list_,
     "certs": deployment.certs,
     "keys": deployment.keys,

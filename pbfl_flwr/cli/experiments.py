@@ -1,4 +1,4 @@
-"""``pbfl run``, ``watch``, ``show``, ``report``, ``list`` and ``privacy``: runs and configurations."""
+"""``pbfl run``, ``watch``, ``show``, ``report``, ``new-clients`` and ``list``: runs and configurations."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ Topic = Literal[
     "methods", "models", "weights", "datasets", "presets", "comparisons", "reproductions", "keys", "runs"
 ]
 Form = Literal["text", "json", "csv"]
+Allowed = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE:FUNCTION",
+        help="Code named by a run that may be imported: a model or method; may be repeated.",
+    ),
+]
 
 
 def run(
@@ -182,14 +190,7 @@ def report(
     ] = Path("report.html"),
     by: By = None,
     png: Annotated[bool, typer.Option("--png", help="Also write the pictures as PNG files.")] = False,
-    allowed: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--import",
-            metavar="MODULE:FUNCTION",
-            help="Code named by a run that may be imported for pictures: a model or method; may be repeated.",
-        ),
-    ] = None,
+    allowed: Allowed = None,
     svg: Annotated[bool, typer.Option("--svg", help="Also write the pictures as SVG files.")] = False,
 ) -> None:
     """Write a self-contained HTML report of one or several runs: tables, statistics, pictures."""
@@ -206,6 +207,21 @@ def report(
     say(console, f"written to {written[0]} ({kilobytes(written[0].stat().st_size)})")
     if len(written) > 1:
         say(console, f"{len(written) - 1} pictures in {written[-1].parent}")
+
+
+def new_clients(
+    run: RunDir,
+    clients: Annotated[int, typer.Option("--clients", min=1, help="How many.")] = 5,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of local training.")] = 5,
+    allowed: Allowed = None,
+) -> None:
+    """Let clients that were not in a run train with its last broadcast, and print their accuracies."""
+    from pbfl_flwr.experiments.new_clients import new_client_sheet
+    from pbfl_flwr.experiments.results import FinishedRun
+
+    with reading(str(run)):
+        finished = FinishedRun.load(expanded(run).absolute(), allowed or ())
+    new_client_sheet(finished, clients, rounds).show(screen())
 
 
 def list_(

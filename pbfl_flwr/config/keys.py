@@ -87,17 +87,6 @@ class RunSettings(Group):
     fraction_evaluate: float = Field(
         1.0, ge=0, le=1, description="share of the other clients that are evaluated in a round"
     )
-    new_clients: int = Field(
-        0,
-        ge=0,
-        description="number of clients (those with the highest ids) that take part only after the last round",
-    )
-    new_client_rounds: int = Field(
-        5,
-        ge=1,
-        le=1_000_000,
-        description="rounds that the new clients then train; their uploads are not used",
-    )
     min_replies: int = Field(1, ge=1, description="the run ends if a round has fewer valid training replies")
     failure_policy: Annotated[Literal["continue", "stop"], COURSE] = Field(
         "continue",
@@ -151,14 +140,9 @@ class RunSettings(Group):
     )
 
     @property
-    def participants(self) -> int:
-        """Number of clients that take part in the rounds."""
-        return self.num_clients - self.new_clients
-
-    @property
     def trained(self) -> int:
         """Number of clients to train in a round if all are available; a minimum if others may still join."""
-        return max(1, round(self.fraction_train * (self.min_clients or self.participants)))
+        return max(1, round(self.fraction_train * (self.min_clients or self.num_clients)))
 
 
 class DataSettings(Group):
@@ -427,7 +411,7 @@ class PrototypeSettings(Group):
     total_examples: int = Field(
         0,
         ge=0,
-        description="n in PPA: training samples of all clients except new-clients, scaled by the share that answered; "
+        description="n in PPA: training samples of all clients, scaled by the share that answered; "
         "0: the sum of the n_i that clients report",
     )
     alignment: Literal[Auto, Alignment] = Field(

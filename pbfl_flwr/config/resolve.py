@@ -173,7 +173,7 @@ def _is_whole(value: object) -> bool:
 def _conflicts(settings: Settings) -> list[str]:
     """Return a line for every key whose value conflicts with another key."""
     run, data, training = settings.run, settings.data, settings.training
-    min_clients, new_clients = f"min-clients = {run.min_clients}", f"new-clients = {run.new_clients}"
+    min_clients = f"min-clients = {run.min_clients}"
     lines = {
         f"method-settings = {run.method_settings!r}: needs a method of your own (my_package.module:build); `pbfl list "
         f"keys {run.method}.` shows the settings of '{run.method}'": run.method_settings
@@ -184,14 +184,9 @@ def _conflicts(settings: Settings) -> list[str]:
             data.partitioner and (data.dataset, data.partition) != ("flwr-datasets", "natural")
         ),
         f"{min_clients}: must be at most num-clients = {run.num_clients}": run.min_clients > run.num_clients,
-        f"{min_clients}: with {new_clients} all clients must have joined when the run starts; must be 0": (
-            run.min_clients and run.new_clients
-        ),
-        f"{new_clients}: must be at most {run.num_clients - 1}, since at least one of num-clients = "
-        f"{run.num_clients} must take part in the rounds": run.new_clients >= run.num_clients,
         f"min-replies = {run.min_replies}: must be at most {run.trained}, the clients that train in a round "
-        f"(fraction-train = {run.fraction_train:g} of {run.min_clients or run.participants})": (
-            run.new_clients < run.num_clients and run.min_replies > run.trained
+        f"(fraction-train = {run.fraction_train:g} of {run.min_clients or run.num_clients})": (
+            run.min_replies > run.trained
         ),
     }
     return [line for line, conflicting in lines.items() if conflicting]

@@ -35,15 +35,15 @@ def method_of(run: FinishedRun) -> Method[Any, Any, Any]:
     Raises:
         PbflError: if its configuration is of another version, or it is code that is not installed or not allowed.
     """
-    _check_allowed(run, str(run.config["method"]))
+    check_allowed(run, str(run.config["method"]))
     return build_method(parse(run.config, SECTIONS).allowing(run.allowed))
 
 
-def _check_allowed(run: FinishedRun, name: str) -> None:
+def check_allowed(run: FinishedRun, name: str) -> None:
     """Refuse to import code that a run directory, which may be untrusted, names unless the user allowed it."""
     if is_external(name) and name not in run.allowed:
         raise PbflError(
-            f"'{name}' is code to be allowed: pbfl report --import {name}, in Python FinishedRun.load(run, ['{name}'])"
+            f"'{name}' is code to be allowed: --import {name}, in Python FinishedRun.load(run, ['{name}'])"
         )
 
 
@@ -102,7 +102,7 @@ def network(run: FinishedRun, client: int, state: ClientState) -> SplitModel:
         PbflError: if its architecture cannot be built here, or is code that was not allowed.
     """
     architecture = run.architecture(client)
-    _check_allowed(run, architecture)
+    check_allowed(run, architecture)
     model = build_model(without_weights(own_code(architecture, run.allowed)), run.about.task, run.seed)
     model.load_state_dict(dict(state.model))
     model.eval()

@@ -76,11 +76,11 @@ def print_hanging(console: Console, head: str, text: str, indent: int, style: st
     console.print(shown, soft_wrap=True)
 
 
-def clients_named(names: Sequence[str], kind: str = "client") -> str:
+def clients_named(names: Sequence[str]) -> str:
     """Return "client 3" for one client, or the number of clients and the first few names."""
     if len(names) == 1:
-        return f"{kind} {names[0]}"
-    return f"{len(names)} {kind}s ({abbreviate(names)})"
+        return f"client {names[0]}"
+    return f"{len(names)} clients ({abbreviate(names)})"
 
 
 def percent(share: float) -> str:

@@ -19,7 +19,7 @@ PAIRED_NOTES = (
 )
 
 OTHER_CLIENTS = (
-    "Accuracies cover different clients (new-clients, fraction-train, fraction-evaluate, failures), so not "
+    "Accuracies cover different clients (fraction-train, fraction-evaluate, failures), so not "
     "compared over seeds"
 )
 NO_CLIENT = "No client scored by both in every common seed, so not compared over clients"
@@ -115,9 +115,8 @@ def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tu
 
 def _coverage(run: FinishedRun) -> list[set[str]]:
     """Return the clients that a run's accuracies can cover, and those that the last one covers, by name."""
-    return [
-        {run.client_name(client) for client in clients} for clients in (run.about.participants, run.scored)
-    ]
+    everyone = {client.client for client in run.about.clients}
+    return [{run.client_name(client) for client in clients} for clients in (everyone, run.scored)]
 
 
 def _differences(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:

@@ -133,7 +133,7 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
     """Return the table of costs per round, one row per configuration."""
     note = (
         "Mean over rounds and seeds. Payload: mean over all clients; all bytes: with Flower's objects, of all clients; "
-        "the paper's scalars: of all participants."
+        "the paper's scalars: of all clients."
     )
     return summary_sheet("Cost per round", groups, [RUN], [*COSTS, MEMORY], [note], about_runs=False)
 

@@ -21,7 +21,6 @@ from pbfl_flwr.runs.records import (
     Accuracy,
     ClientRecord,
     ClientsRecord,
-    NewClientsRecord,
     PartitionRecord,
     RoundRecord,
     RunRecord,
@@ -130,7 +129,6 @@ class FinishedRun:
         rounds: finished rounds.
         clients: the clients' counters up to the last of these rounds.
         partition: content of partition.json.
-        new_clients: rounds of the new clients, which came after the last of these rounds.
         allowed: code named by the run that may be imported, as my_package.module:function.
         by: the requested predictor; empty means the primary predictor.
         statistic: the accuracy that is tabulated: sample-weighted, or the unweighted mean over clients.
@@ -141,7 +139,6 @@ class FinishedRun:
     rounds: Sequence[RoundRecord]
     clients: Sequence[ClientsRecord]
     partition: PartitionRecord
-    new_clients: Sequence[NewClientsRecord] = ()
     allowed: frozenset[str] = frozenset()
     by: str = ""
     statistic: Statistic = "weighted"
@@ -159,11 +156,10 @@ class FinishedRun:
         about, rounds = directory.record(), directory.round_records()
         if not rounds:
             raise PbflError(f"'{path}' has no finished round yet; there is nothing to report")
-        new_clients = directory.new_client_records(len(rounds))
         # clients.jsonl is written before rounds.jsonl, so it may have one round more.
         clients = [record for record in directory.client_records() if record.round <= rounds[-1].round]
         partition = directory.partition()
-        return cls(path, about, rounds, clients, partition, new_clients, frozenset(allowed), by, statistic)
+        return cls(path, about, rounds, clients, partition, frozenset(allowed), by, statistic)
 
     @property
     def config(self) -> Mapping[str, Scalar]:
@@ -199,11 +195,9 @@ class FinishedRun:
         scalars, ``seconds`` and ``peak_mb`` are per round. Besides, the rounds of ``last``, ``best`` and
         ``validation_chosen``, with ``_round`` in their names.
         """
-        rounds, clients = self.rounds, self.about.num_participants
+        rounds, clients = self.rounds, len(self.about.clients)
         shares: dict[str, float | None] = {
-            "new_clients": self.new_client_accuracy(),
             "majority": self.partition.majority,
-            "new_clients_majority": self.partition.new_client_majority,
             **{name: getattr(score.last[1], self.statistic) for name, score in self.scores.items()},
         }
         row: dict[str, float | None] = {
@@ -277,11 +271,6 @@ class FinishedRun:
         final = self.clients[-1].final if self.clients else None
         return [*([final] if final else []), *reversed(self.clients)]
 
-    def new_client_accuracy(self) -> float | None:
-        """Return the new clients' sample-weighted accuracy after all their own rounds; None if there is none."""
-        scored = series(self.new_clients)[-1][1] if self.new_clients else {}
-        return scored[self.predictor].weighted if self.predictor in scored else None
-
     def curve(self, predictor: str | None = None) -> list[tuple[int, float]]:
         """Return (round, sample-weighted accuracy) for the rounds in which the predictor was scored."""
         name = predictor or self.predictor
@@ -323,7 +312,7 @@ class Group:
             for name, score in run.scores.items():
                 points = [point[1] for point in (score.last, score.best, score.chosen) if point is not None]
                 covered.setdefault(name, set()).update(accuracy.clients for accuracy in points)
-        total = max(run.about.num_participants for run in self.runs)
+        total = max(len(run.about.clients) for run in self.runs)
         return {
             name: f"{span(numbers)} of {total}" for name, numbers in covered.items() if min(numbers) < total
         }

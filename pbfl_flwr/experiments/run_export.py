@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.config import PREDICTORS
-from pbfl_flwr.experiments.results import client_series, scores, series
+from pbfl_flwr.experiments.results import client_series, scores
 from pbfl_flwr.experiments.tables import csv_text
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.records import Accuracy, ClientsRecord, NewClientsRecord, RoundRecord, RunRecord
+from pbfl_flwr.runs.records import Accuracy, ClientsRecord, RoundRecord, RunRecord
 
 CLIENTS = (
     "round",
@@ -36,7 +36,7 @@ def as_json(run_dir: Path) -> str:
     """
     run = RunDirectory(run_dir)
     about, rounds = run.record(), run.round_records()
-    new_clients, partition = run.new_client_records(len(rounds)), run.partition()
+    partition = run.partition()
     document = {
         "run": str(run_dir),
         "result-hash": run.result() or None,
@@ -46,11 +46,10 @@ def as_json(run_dir: Path) -> str:
         "rounds": {"done": len(rounds), "wanted": about.last_round},
         "ended-with": run.error() or None,
         "accuracies": _accuracies(rounds),
-        "new-clients": _of_new_clients(about, new_clients),
-        "majority": {"clients": partition.majority, "new-clients": partition.new_client_majority},
+        "majority": partition.majority,
         "costs": _costs(about, rounds, partition.paper_scalars) if rounds else None,
         "warnings": rounds[-1].warnings if rounds else [],
-        "failures": list(_failures([*rounds, *new_clients])),
+        "failures": list(_failures(rounds)),
     }
     return json.dumps(document, indent=1) + "\n"
 
@@ -58,17 +57,14 @@ def as_json(run_dir: Path) -> str:
 def as_csv(run_dir: Path) -> str:
     """Return CSV with a line per client, round and predictor.
 
-    The round is the one whose model was scored: 0 is before the first. New clients' own rounds are numbered on from
-    the last round of the run.
+    The round is the one whose model was scored: 0 is before the first.
 
     Raises:
         PbflError: if there is no run, or it is damaged.
     """
     run = RunDirectory(run_dir)
     about, rounds = run.record(), run.round_records()
-    new_clients = run.new_client_records(len(rounds))
     points = client_series(rounds, run.client_records())
-    points += client_series(new_clients, [record.columns for record in new_clients])
     rows = (row for number, columns in points for row in _client_rows(about, number, columns))
     return csv_text([CLIENTS, *rows])
 
@@ -84,18 +80,6 @@ def _point(point: tuple[int, Accuracy] | None) -> dict[str, Any] | None:
     return None if point is None else {"round": point[0], **point[1].to_json()}
 
 
-def _of_new_clients(about: RunRecord, new_clients: Sequence[NewClientsRecord]) -> dict[str, Any] | None:
-    """Return the new clients' rounds, and their accuracies by their own round number; None without new clients."""
-    if not (wanted := about.new_client_rounds):
-        return None
-    after = new_clients[0].after if new_clients else 0
-    points: dict[str, list[dict[str, Any] | None]] = {}
-    for number, accuracy in series(new_clients):
-        for name, statistics in accuracy.items():
-            points.setdefault(name, []).append(_point((number - after, statistics)))
-    return {"rounds": {"done": len(new_clients), "wanted": wanted}, "accuracies": points}
-
-
 def _costs(about: RunRecord, rounds: Sequence[RoundRecord], paper: float | None) -> dict[str, Any]:
     """Return the cost per round: bytes and seconds are means over rounds, summed over clients."""
     ways = {
@@ -107,7 +91,7 @@ def _costs(about: RunRecord, rounds: Sequence[RoundRecord], paper: float | None)
     }
     kinds = {"payload": "payload", "with-reports": "application", "with-flower": "total"}
     return {
-        "clients": about.num_participants,
+        "clients": len(about.clients),
         "bytes": {
             way: {kind: fmean(getattr(count, name) for count in counts) for kind, name in kinds.items()}
             for way, counts in ways.items()
@@ -123,9 +107,8 @@ def _costs(about: RunRecord, rounds: Sequence[RoundRecord], paper: float | None)
 
 def _failures(rounds: Sequence[RoundRecord]) -> Iterator[dict[str, Any]]:
     for record in rounds:
-        new = isinstance(record, NewClientsRecord)
         for failure in record.all_failures:
-            yield {"round": record.round, "new-client": new, **failure.to_json()}
+            yield {"round": record.round, **failure.to_json()}
 
 
 def _client_rows(about: RunRecord, number: int, columns: ClientsRecord) -> Iterator[tuple[object, ...]]:

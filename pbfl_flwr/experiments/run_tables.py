@@ -13,7 +13,6 @@ from pbfl_flwr.experiments.notes import accuracy_name, coverage_lines
 from pbfl_flwr.experiments.results import (
     FinishedRun,
     Group,
-    series,
 )
 from pbfl_flwr.experiments.summary import (
     AUC_MACRO,
@@ -64,27 +63,9 @@ def _marked(predictor: str, run: FinishedRun) -> str:
     return f"{predictor} (primary)" if predictor == run.about.primary_predictor else predictor
 
 
-def new_client_sheet(run: FinishedRun) -> Sheet:
-    """Return the table of the new clients' accuracies after each of their own rounds, of a run that has any."""
-    points, after = series(run.new_clients), run.new_clients[0].after
-    predictors = [name for name in PREDICTORS if any(name in accuracy for _, accuracy in points)]
-    clients = run.config["new-clients"]
-    rows = [
-        (
-            str(number - after),
-            *(f"{100 * accuracy[name].weighted:.2f}" if name in accuracy else "-" for name in predictors),
-        )
-        for number, accuracy in points
-    ]
-    title = (
-        f"{clients} new client{'' if clients == 1 else 's'} after round {after}: sample-weighted accuracy, %"
-    )
-    return Sheet(title, ("own rounds", *(_marked(name, run) for name in predictors)), tuple(rows), (), 0)
-
-
 def cost_sheet(run: FinishedRun) -> Sheet:
     """Return the table of a run's costs per round: bytes, scalars, seconds, memory."""
-    rounds, clients = run.rounds, run.about.num_participants
+    rounds, clients = run.rounds, len(run.about.clients)
     rows = []
     labels = {
         "payload": "bytes, mean over all clients: payload",
@@ -98,7 +79,7 @@ def cost_sheet(run: FinishedRun) -> Sheet:
     last, paper = rounds[-1].scalars, run.partition.paper_scalars
     rows += [
         ("scalars, all clients, last round", f"{last.up:,}", f"{last.down:,}", f"{last.up + last.down:,}"),
-        ("  by the paper's formula, all participants", "", "", "-" if paper is None else f"{paper:,.0f}"),
+        ("  by the paper's formula, all clients", "", "", "-" if paper is None else f"{paper:,.0f}"),
         ("seconds", "", "", f"{fmean(record.seconds.total for record in rounds):.2f}"),
     ]
     peak = max(record.peak_mb for record in rounds)

@@ -18,10 +18,9 @@ from pbfl_flwr.experiments.run_tables import (
     class_sheets,
     client_sheet,
     cost_sheet,
-    new_client_sheet,
 )
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.records import ClientsRecord, NewClientsRecord, RoundRecord, RunRecord
+from pbfl_flwr.runs.records import ClientsRecord, RoundRecord, RunRecord
 
 
 def show_run(run_dir: Path, console: Console) -> None:
@@ -34,16 +33,10 @@ def show_run(run_dir: Path, console: Console) -> None:
     about, done = directory.record(), len(directory.round_records())
     say(console, str(run_dir), "bold")
     say(console, settings_line(about, done))
-    new_clients = 0
     if done:
-        run = FinishedRun.load(run_dir)
-        new_clients = len(run.new_clients)
-        _show_results(run, console)
+        _show_results(FinishedRun.load(run_dir), console)
     if done < about.last_round:
         say(console, f"{done} of {about.last_round} rounds; resume with: {resume_command(run_dir, about)}")
-    elif new_clients < (wanted := about.new_client_rounds):
-        rounds = f"{new_clients} of {wanted} rounds of the new clients"
-        say(console, f"{rounds}; resume with: {resume_command(run_dir, about)}")
     if result := directory.result():
         say(console, f"result hash {result}")
     if error := directory.error():
@@ -60,15 +53,10 @@ def _show_results(run: FinishedRun, console: Console) -> None:
         say(console, sentence)
     for sheet in class_sheets([group]):
         sheet.without_first_column().show(console)
-    if run.new_clients:
-        new_client_sheet(run).show(console)
-        for sentence in majority_lines([run.partition.new_client_majority], "a new client"):
-            say(console, sentence)
     if any(client.name for client in run.about.clients):
         client_sheet([group]).show(console)
     cost_sheet(run).show(console)
-    columns = [*run.clients, *(record.columns for record in run.new_clients)]
-    if line := privacy_line(run.config, columns):
+    if line := privacy_line(run.config, run.clients):
         say(console, line)
     for line in warning_lines(run):
         say(console, line, "yellow")
@@ -82,7 +70,7 @@ def warning_lines(run: FinishedRun) -> list[str]:
         warnings.append(
             f"joined during the run: {', '.join(joined)}; accuracies of earlier rounds exclude them"
         )
-    return [*warnings, *failure_lines([*run.rounds, *run.new_clients])]
+    return [*warnings, *failure_lines(run.rounds)]
 
 
 def settings_line(about: RunRecord, num_rounds: int) -> str:
@@ -100,11 +88,8 @@ def settings_line(about: RunRecord, num_rounds: int) -> str:
     if not about.simulated:  # a device may use another one
         models = ", ".join(dict.fromkeys(client.architecture for client in about.clients))
     mods = f"; mods {config['mods']}" if config.get("mods") else ""
-    clients = f"{config['num-clients']} clients"
-    if new := config.get("new-clients", 0):
-        clients += f" ({new} of them new after the last round)"
     return (
-        f"{config['method']} on {data}, {clients}, "
+        f"{config['method']} on {data}, {config['num-clients']} clients, "
         f"models {models}, d = {config['feature-dim']}, {num_rounds} round{'' if num_rounds == 1 else 's'}, "
         f"protocol {config['protocol']}, seed {config['seed']}, scored {about.moment} local training"
         f"{mods}"
@@ -129,31 +114,22 @@ def privacy_line(configuration: Mapping[str, Scalar], clients: Sequence[ClientsR
 
 
 def failure_lines(rounds: Sequence[RoundRecord]) -> Iterator[str]:
-    """Yield a line per client and failure reason; new clients last, with their own round numbers.
-
-    Their rounds may follow those of the run.
-    """
-    by_client: dict[tuple[bool, int, str, str], list[int]] = {}
+    """Yield a line per client and failure reason, with the rounds."""
+    by_client: dict[tuple[int, str, str], list[int]] = {}
     for record in rounds:
-        after = record.after if isinstance(record, NewClientsRecord) else None
         for failure in record.all_failures:
-            who = after is not None, failure.client, failure.label, failure.reason
-            by_client.setdefault(who, []).append(record.round - (after or 0))
-    by_reason: dict[tuple[bool, str], list[tuple[str, list[int]]]] = {}
-    for (new, _, client, reason), numbers in sorted(by_client.items()):
-        by_reason.setdefault((new, reason), []).append((client, numbers))
-    for (new, reason), failed in by_reason.items():
-        kind = "new client" if new else "client"
+            by_client.setdefault((failure.client, failure.label, failure.reason), []).append(record.round)
+    by_reason: dict[str, list[tuple[str, list[int]]]] = {}
+    for (_, client, reason), numbers in sorted(by_client.items()):
+        by_reason.setdefault(reason, []).append((client, numbers))
+    for reason, failed in by_reason.items():
         together = sorted({number for _, numbers in failed for number in numbers})
         lines = [([client], numbers) for client, numbers in failed]
         if len(lines) > FEW:
             lines = [([client for client, _ in failed], together)]
         for clients, numbers in lines:
-            yield f"{clients_named(clients, kind)} failed in {_when(numbers, new)}: {reason}"
+            yield f"{clients_named(clients)} failed in {_when(numbers)}: {reason}"
 
 
-def _when(numbers: Sequence[int], new: bool) -> str:
-    own = " of its own" if new else ""
-    if len(numbers) == 1:
-        return f"round {numbers[0]}{own}"
-    return f"{len(numbers)} rounds{own}, first {numbers[0]}"
+def _when(numbers: Sequence[int]) -> str:
+    return f"round {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} rounds, first {numbers[0]}"

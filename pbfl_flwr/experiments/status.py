@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.results import resume_command, scores
 from pbfl_flwr.experiments.tables import csv_text
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.locks import in_use, was_used
-from pbfl_flwr.runs.records import NewClientsRecord, RoundRecord, RunRecord
+from pbfl_flwr.runs.records import RoundRecord, RunRecord
 
 DEPTH = 3  # runs/<reproduction>/<block>/<run>
 COLUMNS = ("run", "method", "dataset", "seed", "rounds", "primary predictor", "last", "state")
@@ -38,7 +38,6 @@ class RunStatus:
         about: content of run.json; None before it exists.
         rounds: finished rounds.
         error: why the run ended early; empty if it did not.
-        new_clients: rounds of the new clients, which come after the last of these rounds.
         waiting: text on the clients that the server has been waiting for; it appears after a minute.
         active: whether a process works on the run.
     """
@@ -47,7 +46,6 @@ class RunStatus:
     about: RunRecord | None
     rounds: Sequence[RoundRecord]
     error: str
-    new_clients: Sequence[NewClientsRecord]
     waiting: str
     active: bool
 
@@ -64,11 +62,7 @@ class RunStatus:
     @property
     def state(self) -> State:
         """Status of the run: "stopped" if no process works on it; "waiting" before it begins."""
-        if (
-            self.about is not None
-            and len(self.rounds) >= self.wanted
-            and len(self.new_clients) >= self.about.new_client_rounds
-        ):
+        if self.about is not None and len(self.rounds) >= self.wanted:
             return "finished"
         if self.error:
             return "failed"
@@ -87,9 +81,7 @@ def snapshot(path: Path) -> RunStatus:
     run = RunDirectory(path)
     about = run.record() if run.taken else None
     rounds = run.round_records()
-    return RunStatus(
-        path, about, rounds, run.error(), run.new_client_records(len(rounds)), run.waiting(), active
-    )
+    return RunStatus(path, about, rounds, run.error(), run.waiting(), active)
 
 
 def show_status(status: RunStatus, console: Console) -> None:
@@ -104,8 +96,6 @@ def show_status(status: RunStatus, console: Console) -> None:
         say(console, f"waiting for a run: {status.path} {missing}", "yellow")
     else:
         say(console, _progress_line(status))
-        if wanted := about.new_client_rounds:
-            say(console, f"new clients: {len(status.new_clients)} of {wanted} own rounds")
     if status.waiting and state in ("waiting", "running"):
         say(console, status.waiting, "yellow")
     if about is not None and state == "stopped":

@@ -25,9 +25,6 @@ BEST_NOTE = (
     "“Best” is chosen on the test data and therefore biased upwards; the validation-chosen round needs "
     "validation-share."
 )
-NEW_NOTE = (
-    "New clients took no part in the rounds: sample-weighted accuracy after all their own rounds afterwards."
-)
 BALANCE_NOTE = (
     "Balanced accuracy (mean of the class accuracies) and macro-F1 (mean of the class F1 scores): last round, by the "
     "predictor of the row, over the pooled test samples of all clients."
@@ -105,8 +102,8 @@ Column = Text | Figures
 
 
 def _scored_clients(group: Group) -> str:
-    """Return the number of clients that the accuracies cover: all participants, or "n of M"."""
-    known = str(group.first.about.num_participants) if group.scores else ""
+    """Return the number of clients that the accuracies cover: all, or "n of M"."""
+    known = str(len(group.first.about.clients)) if group.scores else ""
     return group.coverage.get(group.first.predictor, known)
 
 
@@ -128,10 +125,8 @@ BALANCED = Figures("balanced accuracy", "balanced", optional=True, note=BALANCE_
 MACRO_F1 = Figures("macro-F1", "macro_f1", optional=True)
 AUC_MACRO = Figures("AUC macro", "auc_macro", optional=True)
 AUC_MICRO = Figures("AUC micro", "auc_micro", optional=True)
-NEW = Figures("new clients", "new_clients", optional=True, note=NEW_NOTE)
 BY_PREDICTOR = tuple(Figures(name, name, optional=True) for name in PREDICTORS)
 MAJORITY = Figures("majority class", "majority")
-NEW_MAJORITY = Figures("new clients' majority class", "new_clients_majority")
 UP = Figures("payload up", "up", kilobytes)
 DOWN = Figures("payload down", "down", kilobytes)
 TOTAL = Figures("all bytes per round", "total", kilobytes)
@@ -149,14 +144,13 @@ ACCURACIES = (
     MACRO_F1,
     AUC_MACRO,
     AUC_MICRO,
-    NEW,
     *BY_PREDICTOR,
 )
 COSTS = (UP, DOWN, TOTAL, PAPER, SECONDS)
-FAIRNESS = (LAST, BEST, CHOSEN, MEAN, STD, WORST, BEST_DECILE, LOWEST, NEW)
+FAIRNESS = (LAST, BEST, CHOSEN, MEAN, STD, WORST, BEST_DECILE, LOWEST)
 IN_CSV: tuple[Column, ...] = (
     SCORED, CLIENTS, SEEDS, ROUNDS, LAST, BEST, STD, BEST_STD, WORST, MEAN, BEST_DECILE, LOWEST, *COSTS, MEMORY,
-    *BY_PREDICTOR, CHOSEN, NEW, MAJORITY, NEW_MAJORITY, AUC_MACRO, AUC_MICRO, BALANCED, MACRO_F1,
+    *BY_PREDICTOR, CHOSEN, MAJORITY, AUC_MACRO, AUC_MICRO, BALANCED, MACRO_F1,
 )  # fmt: skip
 
 
@@ -220,7 +214,6 @@ def run_notes(groups: Sequence[Group]) -> list[str]:
         *([f"Not scored for every seed: {'; '.join(partly)}."] if partly else []),
         *coverage_lines([(group.label, group.coverage) for group in groups]),
         *majority_lines(partition.majority for partition in partitions),
-        *majority_lines((partition.new_client_majority for partition in partitions), "a new client"),
     ]
 
 
@@ -238,8 +231,7 @@ def comparison_sheet(title: str, groups: Sequence[Group], lead: Sequence[Column]
     first = [*lead, predictor_column(groups), *moment_column(groups)]
     note = (
         f"{accuracy_note(groups)} Columns named after predictors are last-round accuracies; payload is per round, the "
-        "mean over all clients, including those not selected; the paper's scalars are summed over all participating "
-        "clients."
+        "mean over all clients, including those not selected; the paper's scalars are summed over all clients."
     )
     return summary_sheet(title, groups, first, [SEEDS, ROUNDS, *ACCURACIES, *COSTS], [note])
 

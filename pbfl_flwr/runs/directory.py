@@ -7,13 +7,12 @@
               waiting.txt             what the server waits for, after a minute of waiting; removed afterwards
               rounds.jsonl            a line per round: accuracies, loss, bytes, seconds, failures, server metrics
               clients.jsonl           a line per round: every client's counters; "final" in the last: the final scoring
-              new-clients.jsonl         a line per round of the new clients after the last round (new-clients)
               result.txt              hash of the results, once the run is finished
               partition.json          samples of each class on each client, before the train/test split (simulation)
               prototypes.safetensors  the server's broadcast after the last round
               checkpoint.safetensors  the server's full state after the last round
               best.safetensors        the server's state with the best accuracy so far
-              clients/<experiment>/   the clients' own models (simulation); .best in the name: of the best round
+              clients/<experiment>/   the clients' own models (simulation)
 
 The files with tensors are written and read in :mod:`~pbfl_flwr.runs.checkpoint`. This module does not import
 torch, so that commands that only read a run start fast.
@@ -38,7 +37,6 @@ from pbfl_flwr.errors import PbflError, format_exception, printable
 from pbfl_flwr.runs.records import (
     VERSION,
     ClientsRecord,
-    NewClientsRecord,
     PartitionRecord,
     Record,
     RoundRecord,
@@ -54,7 +52,7 @@ from pbfl_flwr.util.atomic_files import (
 )
 from pbfl_flwr.util.locks import Lock
 
-ERROR, NEW_CLIENTS, WAITING, RESULT = "error.txt", "new-clients.jsonl", "waiting.txt", "result.txt"
+ERROR, WAITING, RESULT = "error.txt", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
 SERVER_LOCK = ".server.lock"
 HANDOVER_SECONDS = 30.0  # to wait until a stopped ServerApp has ended
@@ -205,14 +203,6 @@ class RunDirectory:
         """
         return _records(self.path / "clients.jsonl", ClientsRecord)
 
-    def new_client_records(self, after: int) -> list[NewClientsRecord]:
-        """Return the rounds of the new clients that trained after round ``after`` of the run.
-
-        Raises:
-            DamagedState: if a complete line is damaged or of another version.
-        """
-        return [line for line in _records(self.path / NEW_CLIENTS, NewClientsRecord) if line.after == after]
-
     def partition(self) -> PartitionRecord:
         """Return partition.json; without the file a record without facts.
 
@@ -243,14 +233,6 @@ class RunDirectory:
         self._append("clients.jsonl", clients)
         self._append("rounds.jsonl", record)
 
-    def add_new_clients(self, record: NewClientsRecord) -> None:
-        """Append a round of the new clients; it is on disk when this returns.
-
-        Raises:
-            UnsavedState: if writing fails.
-        """
-        self._append(NEW_CLIENTS, record)
-
     def _append(self, name: str, record: Record) -> None:
         try:
             created = not (self.path / name).exists()
@@ -271,8 +253,6 @@ class RunDirectory:
         """Remove rounds after ``done`` from the histories; no checkpoint was written for them."""
         self._truncate("rounds.jsonl", [record.round for record in self.round_records()], done)
         self._truncate("clients.jsonl", [record.round for record in self.client_records()], done)
-        new_clients = _records(self.path / NEW_CLIENTS, NewClientsRecord)
-        self._truncate(NEW_CLIENTS, [record.after for record in new_clients], done)
 
     def _truncate(self, name: str, numbers: Sequence[int], done: int) -> None:
         """Remove the lines whose number is greater than ``done``, and an incomplete last one."""

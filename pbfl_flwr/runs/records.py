@@ -1,4 +1,4 @@
-"""What run.json and a line of rounds.jsonl, clients.jsonl and new-clients.jsonl hold.
+"""What run.json and a line of rounds.jsonl and clients.jsonl hold.
 
 Every program that writes or reads them uses these classes. ``VERSION`` stands in run.json and grows when a field
 changes its name or meaning. The module imports neither torch nor Flower, so that commands that only read a run start
@@ -227,18 +227,6 @@ class ClientsRecord(Record):
     final: ClientsRecord | None = None
 
 
-class NewClientsRecord(RoundRecord):
-    """A line of new-clients.jsonl: a round of the clients that come after the run's last round.
-
-    Attributes:
-        after: the run's last round, with whose state they train.
-        columns: the clients' counters.
-    """
-
-    after: int
-    columns: ClientsRecord
-
-
 class ClientRecord(Record):
     """A client's properties, from its reply in the handshake.
 
@@ -330,20 +318,6 @@ class RunRecord(Record):
         return self.clients[0].task
 
     @property
-    def new_client_rounds(self) -> int:
-        """Number of rounds that new clients train after the last round; 0 without new clients."""
-        return int(self.configuration["new-client-rounds"]) if self.configuration.get("new-clients") else 0
-
-    @property
-    def num_participants(self) -> int:
-        """Number of clients in the run's rounds, without new clients."""
-        return len(self.clients) - int(self.configuration.get("new-clients", 0))
-
-    @property
-    def participants(self) -> frozenset[int]:
-        """Ids of the clients that the accuracies can cover: those of the run's rounds, without new clients."""
-        return frozenset(client.client for client in self.clients[: self.num_participants])
-
     @property
     def simulated(self) -> bool:
         """Whether the run is a simulation; devices have data that the simulation engine has not."""
@@ -368,7 +342,6 @@ class PartitionRecord(Record):
         counts: (M, K).
         warnings: on the partition.
         majority: accuracy of always predicting a client's most frequent training class.
-        new_client_majority: the same for the new clients; None without any.
         paper_scalars: scalars sent per round according to the paper's formula; None if there is none.
         data: hash of the dataset's samples.
     """
@@ -376,7 +349,6 @@ class PartitionRecord(Record):
     counts: list[list[int]] | None = None
     warnings: list[str] = []
     majority: float | None = None
-    new_client_majority: float | None = None
     paper_scalars: float | None = None
     data: str | None = None
 

@@ -23,8 +23,7 @@ DIGITS = 12  # among a million different runs, two have the same hash with proba
 def result_hash(run: RunDirectory, rounds: int) -> str:
     """Return a hash of the server's state and of every client's number of correct predictions in every round.
 
-    Times, bytes, names and nodes are excluded, since they can differ between runs with the same results. Rounds of
-    new clients after the run's last round are included.
+    Times, bytes, names and nodes are excluded, since they can differ between runs with the same results.
 
     Raises:
         DamagedState: if one of its files is damaged.
@@ -33,8 +32,6 @@ def result_hash(run: RunDirectory, rounds: int) -> str:
     for columns in run.client_records():
         last = columns.round == rounds  # an extended run may also have a final scoring of an earlier round
         _add(digest.update, columns, last)
-    for record in run.new_client_records(rounds):
-        _add(digest.update, record.columns, True)
     for part in _state(run.path / "checkpoint.safetensors"):
         digest.update(part)
     return digest.hexdigest()[:DIGITS]

@@ -42,10 +42,7 @@ def state_file(path: Path, client: str) -> Path:
     folder = _experiment(path)
     if client:
         who: int | str = int(client) if client.isdecimal() else client
-        roots = (folder.parent, *folder.parent.glob(f"{NODE}*"))
-        late = [home for root in roots for home in root.glob(f"{folder.name}-new-*")]  # after the last round
-        newest = sorted(late, key=lambda home: (len(home.name), home.name), reverse=True)
-        homes = [folder, *newest, *_of_nodes(folder)]
+        homes = [folder, *_of_nodes(folder)]
         files = [file for home in homes if (file := ClientStore(home, "", who, "").path).is_file()]
         if not files:
             raise PbflError(f"{folder} holds no client {client}; it holds {_shown(_in(folder))}")
@@ -57,7 +54,7 @@ def state_file(path: Path, client: str) -> Path:
 
 
 def states_of(run: Path) -> list[Path]:
-    """Return the last states of all clients in a run directory, without new clients after the last round."""
+    """Return the last states of all clients in a run directory."""
     return _in(_experiment(run))
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from pbfl_flwr.config import comma_list
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.runs.records import NewClientsRecord, Record, RoundRecord, RunRecord
+from pbfl_flwr.runs.records import Record, RoundRecord, RunRecord
 
 Metrics = dict[str, float]
 
@@ -86,12 +86,12 @@ class Sinks:
                 raise PbflError(f"sinks = '{sinks}': {name} cannot be opened: {_text(error)}") from error
 
     def log(self, record: RoundRecord) -> list[str]:
-        """Log a round of the run, or of its new clients, in all sinks.
+        """Log a round of the run in all sinks.
 
         Returns:
             A warning for every sink that failed, which is then dropped.
         """
-        entries = [new_client_step(record)] if isinstance(record, NewClientsRecord) else steps(record)
+        entries = steps(record)
 
         def log_all(sink: Sink) -> None:
             for step, metrics in entries:
@@ -150,21 +150,6 @@ def steps(record: RoundRecord) -> list[tuple[int, Metrics]]:
 def kind_of(reason: str) -> str:
     """Return the kind of a failure: "rejected", "timeout", "disconnected" or "error"."""
     return next((kind for start, kind in KINDS.items() if reason.startswith(start)), "error")
-
-
-def new_client_step(record: NewClientsRecord) -> tuple[int, Metrics]:
-    """Return (step, metrics) of a round of the new clients.
-
-    The step is that of the run's last round, since the run may be continued and steps must not decrease; the metrics'
-    names contain the number of rounds that the new clients have trained.
-    """
-    scored = [(record.accuracy_of_round, record.accuracy)]
-    if record.final is not None:
-        scored.append((record.round, record.final.accuracy))
-    metrics: Metrics = {}
-    for number, accuracy in scored:
-        metrics.update(_flat(f"new-clients/{number - record.after}/accuracy", accuracy))
-    return record.after, metrics
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:

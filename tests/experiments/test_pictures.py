@@ -264,7 +264,7 @@ def test_code_that_a_run_names_is_imported_only_for_who_asks(
     about["clients"][0]["architecture"] = "strange_page:net"
     edit(path / "run.json", **about)
     record = results.FinishedRun.load(path)
-    with pytest.raises(PbflError, match="'strange_page:build' is code to be allowed: pbfl report --import"):
+    with pytest.raises(PbflError, match="'strange_page:build' is code to be allowed: --import"):
         artefacts.method_of(record)
     with pytest.raises(PbflError, match="'strange_page:net' is code to be allowed"):
         artefacts.network(record, 0, ClientState(1, 1, {}))

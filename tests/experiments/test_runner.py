@@ -61,27 +61,22 @@ def test_a_score_is_over_those_who_have_joined_by_then(tmp_path: Path) -> None:
 
 
 def test_what_a_run_says_of_its_rounds(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [], **{"num-server-rounds": 12, "new-clients": 1})
+    run = write_run(tmp_path / "run", [], **{"num-server-rounds": 12})
     follower = Follower(run, 12, console := terminal(), "a")
 
-    def told(file: str, *lines: dict[str, Any]) -> list[str]:
-        write_lines(run / file, *lines)
+    def told(*lines: dict[str, Any]) -> list[str]:
+        write_lines(run / "rounds.jsonl", *lines)
         follower.update()
         return printed(console)
 
-    assert told("rounds.jsonl") == ["a: 2 clients (cnn4 x2) on cpu; inputs 1x16x16, K = 3, d = 4"]
+    assert told() == ["a: 2 clients (cnn4 x2) on cpu; inputs 1x16x16, K = 3, d = 4"]
     slow, quick = {"total": 60.0}, {"total": 10.0}
     lines = [entry(n, 0.25, 0.5, seconds=slow if n < 7 else quick, warnings=["late"]) for n in range(1, 10)]
     lines[8] |= {"failures": [{"client": 1, "reason": "boom"}, {"client": 0, "reason": "boom"}]}
-    found = told("rounds.jsonl", *lines)
+    found = told(*lines)
     assert found[-2].endswith("10.0 s  left 0:30")  # three rounds, the median of the last five is 10 s
     assert found[-1] == "a:   2 clients (1, 0) failed: boom"
     assert found.count("a:   warning: late") == 1
-    later = entry(14, 0.25, 0.5, after=12, accuracy_of_round=13)
-    later |= {"final": {"accuracy": entry(14, 0.25, 0.75)["accuracy"], "failures": []}}
-    assert told("new-clients.jsonl", later)[len(found) :] == [
-        "a: new clients, own round 2  accuracy 50.0 % (global, weighted) before training  2.0 s  final 75.0 %"
-    ]
 
 
 def test_whom_the_server_waits_for_is_told_once(tmp_path: Path) -> None:

@@ -87,8 +87,7 @@ def short(keys: Keys) -> Keys:
         cut["cps-dim"] = 8
     shorter = EXCHANGED if keys["method"] == "gfpl" else SHORT.get(str(keys["method"]), {})
     cut |= {key: value for key, value in shorter.items() if not ((text or windows) and value == "cnn2")}
-    # New clients are tried in tests/flower/server/test_new_clients.py.
-    return {**{key: value for key, value in keys.items() if not key.startswith("new-client")}, **cut}
+    return {**keys, **cut}
 
 
 def distinct() -> list[tuple[str, Keys]]:

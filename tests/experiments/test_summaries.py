@@ -56,24 +56,21 @@ def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> Non
     rounds[1]["accuracy"]["global"]["std"] = 0.25
     counted = {"balanced": 0.3125, "macro_f1": 0.1875, "auc_macro": 0.6875, "auc_micro": 0.8125}
     rounds[3]["accuracy"]["global"] |= {"mean": 0.5625, **counted}
-    path = write_run(tmp_path / "a", rounds, **{"new-clients": 1})
+    path = write_run(tmp_path / "a", rounds)
     write_lines(path / "clients.jsonl", client_line(4, [*range(20, 0, -1)], tests=20))  # 5 %, 10 %, .. 100 %
-    later = [entry(number, 0.25, weighted, after=4) for number, weighted in ((5, 0.125), (6, 0.875))]
-    write_lines(path / "new-clients.jsonl", *later)
     plain = write_run(tmp_path / "b", [entry(1, 0.5, 0.5)], method="local")
     found, without = groups = results.load([path, plain])
     figures = {
         "last": 62.5,
         "best": 75,
         "validation_chosen": 68.75,
-        "new_clients": 87.5,
     }
     figures |= {"last_round": 4, "best_round": 2, "validation_chosen_round": 3}
     figures |= {"mean": 56.25, "std": 12.5, "best_std": 25, "worst": 50, "best_decile": 97.5, "lowest": 5}
     figures |= {"head": 25, "global": 62.5, "majority": 75.12, **{key: 100 * n for key, n in counted.items()}}
     figures |= {
-        "up": 200,
-        "down": 600,
+        "up": 100,
+        "down": 300,
         "total": 1200,
         "paper": 36,
         "seconds": 2,
@@ -85,11 +82,11 @@ def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> Non
     assert {key: in_csv[key] for key in figures if key in in_csv} == {
         key: f"{value:.4f}" for key, value in figures.items() if not key.endswith("_round")
     }
-    assert in_csv["last_sd"] == in_csv["local"] == in_csv_without["new_clients"] == ""
+    assert in_csv["last_sd"] == in_csv["local"] == in_csv_without["validation_chosen"] == ""
 
     sheet = summary.comparison_sheet("", groups)
     row, row_without = rows_of(sheet)
-    optional = {"validation-chosen": "68.75", "new clients": "87.50"}
+    optional = {"validation-chosen": "68.75"}
     optional |= {
         "balanced accuracy": "31.25",
         "macro-F1": "18.75",
@@ -98,13 +95,12 @@ def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> Non
     }
     accuracies = {"last": "62.50", "best (on test data)": "75.00", "std over clients": "12.50", **optional}
     accuracies |= {"worst decile": "50.00", "head": "25.00", "global": "62.50", "seeds": "1", "rounds": "4"}
-    costs = {"payload up": "200 B", "payload down": "600 B", "all bytes per round": "1.2 kB"}
+    costs = {"payload up": "100 B", "payload down": "300 B", "all bytes per round": "1.2 kB"}
     costs |= {"paper's scalars": "36", "s per round": "2.0"}
     assert row == {"run": found.label, "primary predictor": "global", **accuracies, **costs}
     assert {row_without[name] for name in optional} == {"-"}
     notes = "\n".join(sheet.notes)
-    for said in ("Balanced accuracy (mean", "New clients took no part"):
-        assert f"\n{said}" in notes
+    assert "\nBalanced accuracy (mean" in notes
     assert "\nNever" not in notes
     sheet = summary.comparison_sheet("", [without])
     assert not {*optional, "local", "etf"} & {*sheet.columns}
@@ -182,7 +178,7 @@ OF_ONE_ROW = "Runs of one row on different data: tinyproto."
             "xxxx",
             {"b0": [1], "b1": [1]},
             [("clients", "1")],
-            "Accuracies cover different clients (new-clients, fraction-train, fraction-evaluate, failures), "
+            "Accuracies cover different clients (fraction-train, fraction-evaluate, failures), "
             "so not compared over seeds: fedproto − tinyproto.",
         ),
         (

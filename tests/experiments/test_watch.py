@@ -13,7 +13,7 @@ from pbfl_flwr.experiments import status
 from pbfl_flwr.experiments.execute.progress import follow
 from pbfl_flwr.runs.directory import ERROR, SERVER_LOCK, WAITING, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK, claim, lock_of
-from tests.small_runs import edit, entry, pbfl, printed, records, terminal, write_lines, write_run
+from tests.small_runs import edit, entry, pbfl, printed, records, terminal, write_run
 
 
 def shown(view: status.RunStatus) -> str:
@@ -37,16 +37,6 @@ def test_the_pace_is_the_median_of_the_last_five_rounds(tmp_path: Path) -> None:
         view = status.snapshot(run)
     assert view.state == "running"
     assert "9 of 12 rounds, 0:10 per round, 0:30 left" in shown(view)
-
-
-def test_new_clients_are_shown_as_far_as_they_have_come(tmp_path: Path) -> None:
-    keys = {"new-clients": 1, "new-client-rounds": 2}
-    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **keys)
-    write_lines(run / "new-clients.jsonl", entry(2, 0.5, 0.5, after=1))
-    with lock_of(run):
-        view = status.snapshot(run)
-    assert view.state == "running"
-    assert "new clients: 1 of 2 own rounds" in shown(view)
 
 
 def test_whom_the_server_waits_for_is_shown(tmp_path: Path) -> None:

@@ -13,10 +13,7 @@ from pbfl_flwr.methods import SECTIONS, build_method
     ("keys", "reason"),
     [
         ({"min-clients": 21}, "min-clients = 21: must be at most num-clients = 20"),
-        ({"min-clients": 2, "new-clients": 1}, "with new-clients = 1 all clients must have joined"),
         ({"min-clients": 2, "min-replies": 3}, r"min-replies = 3: must be at most 2, .* = 1 of 2\)"),
-        ({"num-clients": 4, "new-clients": 4}, "new-clients = 4: must be at most 3, since at least one of"),
-        ({"num-clients": 4, "new-clients": 2, "min-replies": 3}, "min-replies = 3: must be at most 2, the"),
         ({"predictor": "etf"}, "^predictor = 'etf': method 'fedproto' has no .* one of auto, head, global"),
     ],
 )

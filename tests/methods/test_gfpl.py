@@ -55,14 +55,6 @@ def test_rounds_of_exchange_and_a_warning_if_none_shows(make_method, own, exchan
         )
 
 
-def test_warns_if_new_clients_get_no_mixtures(make_method):
-    method = make_method("gfpl", new_clients=2, num_clients=6)
-    (message,) = method.config_warnings(12)
-    assert message.startswith("num-server-rounds = 12: new clients get no mixtures")
-    assert method.config_warnings(20) == make_method("gfpl").config_warnings(12) == []
-    assert make_method("gfpl", new_clients=2, num_clients=6, own=OFF).config_warnings(12) == []
-
-
 def test_only_rounds_of_exchange_carry_components(make_method, make_client):
     method = make_method("gfpl", own={"start": 2, "interval": 2, "components": 2})
     holders = {0: (0, 0, 0, 1, 1, 1), 1: (1, 1, 1, 1, 2, 2)}

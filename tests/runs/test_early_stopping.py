@@ -131,14 +131,6 @@ def test_fewer_requested_rounds_are_no_early_end(tmp_path: Path) -> None:
     assert run.directory.result() == ""
 
 
-def test_new_clients_come_after_an_early_end(tmp_path: Path) -> None:
-    run = ended(tmp_path, new_clients=1, new_client_rounds=2)
-    assert len(run.strategy.history) == 3
-    assert [entry.after for entry in run.strategy.new_client_rounds] == [3, 3]
-    assert run.directory.result()
-    assert status.snapshot(run.directory.path).state == "finished"
-
-
 def test_run_resumed_without_patience_has_the_same_result(tmp_path: Path) -> None:
     whole = ended(tmp_path / "whole", rounds=5, patience=0, learning_rate=0.05)
     parts = ended(tmp_path / "parts", rounds=5)

@@ -18,10 +18,7 @@ SERVER = ("checkpoint.safetensors", "prototypes.safetensors", "best.safetensors"
 
 
 def test_runs_with_the_same_seed_have_equal_hashes(tmp_path: Path) -> None:
-    runs = [
-        federation(tmp_path / str(order), on_disk=True, order=order, new_clients=1, new_client_rounds=1).run()
-        for order in (1, 2)
-    ]
+    runs = [federation(tmp_path / str(order), on_disk=True, order=order).run() for order in (1, 2)]
     one, two = (run.directory for run in runs)
     assert one.result() == two.result() == result_hash(one, 2)
     assert f"result hash {one.result()}" in pbfl("show", one.path).stdout

@@ -14,7 +14,6 @@ from pbfl_flwr import sinks
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.records import NewClientsRecord
 from tests.flower.inprocess import federation
 from tests.small_runs import entry, rounds_of
 
@@ -76,30 +75,6 @@ def test_figures_stand_at_the_step_they_belong_to() -> None:
     assert early["test-loss"] == 0.25  # of the same pass
     assert "test-loss" not in late
     assert "bytes/up/payload" not in early
-
-
-def test_new_clients_stand_at_the_last_round_under_the_number_of_their_own() -> None:
-    step, figures = sinks.new_client_step(NewClientsRecord.from_json(entry(7, 0.5, None, after=5), "a line"))
-    expected = {"weighted": 0.5, "mean": 0.5, "std": 0.125, "worst": 0.375, "clients": 2.0}
-    assert (step, figures) == (5, {f"new-clients/2/accuracy/head/{name}": n for name, n in expected.items()})
-    final = {"accuracy": {"head": {"weighted": 0.75}}}
-    before = entry(7, 0.5, None, after=5, accuracy_of_round=6, final=final)
-    step, figures = sinks.new_client_step(NewClientsRecord.from_json(before, "a line"))
-    assert step == 5
-    assert figures["new-clients/1/accuracy/head/weighted"] == 0.5
-    assert figures["new-clients/2/accuracy/head/weighted"] == 0.75
-
-
-def test_accuracies_of_new_clients_reach_the_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = Recording()
-    register(monkeypatch, "recording", sink)
-    keys: dict[str, Any] = {"num-clients": 3, "num-server-rounds": 2, "models": "cnn4", "sinks": "recording"}
-    federation(tmp_path, on_disk=True, **keys, new_clients=1, new_client_rounds=2).run()
-    assert [step for step, _ in sink.steps] == [1, 2, 2, 2]
-    assert sink.closed
-    records = RunDirectory(tmp_path / "run").new_client_records(2)
-    for number, (record, (_, figures)) in enumerate(zip(records, sink.steps[2:4], strict=True), start=1):
-        assert figures[f"new-clients/{number}/accuracy/head/weighted"] == record.accuracy["head"].weighted
 
 
 def test_unknown_sinks_and_missing_libraries_are_named_before_anything_starts(

@@ -40,7 +40,7 @@ def make_partition(pool: Pool, settings: DataSettings, num_clients: int) -> Part
     """
     if 0 < settings.max_samples < len(pool.labels):
         rows = _drawn(pool, settings)
-        return _of_all(rows, make_partition(_thinned(pool, rows), settings, num_clients), len(pool.labels))
+        return _of_all(rows, make_partition(thinned(pool, rows), settings, num_clients), len(pool.labels))
     if pool.in_train is not None and pool.owner is not None:
         return _as_in_files(pool, pool.owner, pool.in_train, num_clients)
     official = settings.test_split == "official"
@@ -72,7 +72,7 @@ def _drawn(pool: Pool, settings: DataSettings) -> Rows:
     return np.sort(rng.choice(len(pool.labels), settings.max_samples, replace=False))
 
 
-def _thinned(pool: Pool, rows: Rows) -> Pool:
+def thinned(pool: Pool, rows: Rows) -> Pool:
     """Return a pool of these rows without their inputs, which partitioning does not need."""
     return replace(
         pool,

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from pbfl_flwr.experiments.console import clients_named, clock, kilobytes, percent, say
 from pbfl_flwr.experiments.status import State, show_status, snapshot
-from pbfl_flwr.runs.directory import NEW_CLIENTS, RunDirectory
-from pbfl_flwr.runs.records import NewClientsRecord, RoundRecord, RunRecord
+from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.records import RoundRecord, RunRecord
 
 STOPPED_SECONDS = 60.0  # how long a stopped run may take to be resumed before following ends
 
@@ -36,15 +36,12 @@ class Follower:
         self._num_rounds = num_rounds
         self._console = console
         self._begin = f"{name}: " if name else ""
-        self._files = (run_dir / "rounds.jsonl", run_dir / NEW_CLIENTS)
-        self._versions: dict[
-            Path, tuple[int, int]
-        ] = {}  # modification time and size when a file was last read
+        self._file = run_dir / "rounds.jsonl"
+        self._version = (0, 0)  # modification time and size of the file when it was last read
         # By content: a resumed run first removes rounds after its checkpoint, then writes them again.
         self._seen: set[bytes] = set()
         if not from_start:
-            for file in self._files:
-                self._new_lines(file)
+            self._new_lines()
         self._predictor, self._num_clients = "", 0
         self._seconds: list[float] = []
         self._warnings: set[str] = set()
@@ -54,45 +51,36 @@ class Follower:
         """Print the rounds written since the last call."""
         if not self._predictor and self._run.taken:
             about = self._run.record()
-            self._predictor, self._num_clients = about.primary_predictor, about.num_participants
+            self._predictor, self._num_clients = about.primary_predictor, len(about.clients)
             # When a run is resumed for more rounds, the record has their old number until the server begins.
             self._num_rounds = self._num_rounds or about.last_round
             self._say(introduction(about))
-        rounds, new_clients = self._files
-        for line in self._new_lines(rounds):
-            self._round(RoundRecord.from_json(line, rounds))
-        for line in self._new_lines(new_clients):
-            self._new_client_round(NewClientsRecord.from_json(line, new_clients))
+        for line in self._new_lines():
+            self._round(RoundRecord.from_json(line, self._file))
         if (waiting := self._run.waiting()) != self._waiting:
             self._waiting = waiting
             if waiting:
                 self._say(f"  {waiting}", "dim")
 
-    def _new_lines(self, file: Path) -> list[bytes]:
-        """Return the complete lines of a file, which need not exist yet, that were not returned before."""
+    def _new_lines(self) -> list[bytes]:
+        """Return the complete lines of the file, which need not exist yet, that were not returned before."""
         try:
-            status = file.stat()
-            if (version := (status.st_mtime_ns, status.st_size)) == self._versions.get(file):
+            status = self._file.stat()
+            if (version := (status.st_mtime_ns, status.st_size)) == self._version:
                 return []
-            content = file.read_bytes()
+            content = self._file.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return []
-        self._versions[file] = version
+        self._version = version
         complete = content[: content.rfind(b"\n") + 1].splitlines()
         lines = [line for line in complete if line not in self._seen]
         self._seen.update(lines)
         return lines
 
-    def _new_client_round(self, record: NewClientsRecord) -> None:
-        text = f"new clients, own round {record.round - record.after}"
-        seconds = f"{record.seconds.total:.1f} s{final_part(record, self._predictor)}"
-        self._say(f"{text}  {accuracy_part(record, self._predictor)}  {seconds}")
-        self._failures(record)
-
     def _round(self, record: RoundRecord) -> None:
         self._seconds.append(record.seconds.total)
         if record.joined:
-            self._num_clients = self._run.record().num_participants
+            self._num_clients = len(self._run.record().clients)
         left = median(self._seconds[-5:]) * (self._num_rounds - record.round)
         self._say(
             f"{round_line(record, self._num_rounds, self._predictor, self._num_clients)}  left {clock(left)}",
@@ -137,7 +125,7 @@ def follow(path: Path, console: Console, seconds: float, now: Callable[[], float
 
 
 def introduction(about: RunRecord) -> str:
-    """Return one line on the participants: clients, architectures, devices, data."""
+    """Return one line on the clients: their number, architectures, devices, data."""
     task = about.task
     networks = Counter(client.architecture for client in about.clients)
     devices = Counter(client.device for client in about.clients)

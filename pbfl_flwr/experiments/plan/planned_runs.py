@@ -163,15 +163,14 @@ def check_finished(run: PlannedRun) -> bool:
     rounds, until = wanted.run.num_server_rounds, made.run.num_server_rounds
     if about.ended_after is not None and about.ended_after <= rounds:
         rounds = until = about.ended_after
-    # Its first rounds are not the shorter run: the final scoring, new clients and schedules depend on the last round.
+    # Its first rounds are not the shorter run: the final scoring and schedules depend on the last round.
     done = len(directory.round_records())
     if done >= rounds and until > rounds:
         raise PbflError(
             f"{run.directory} was run with num-server-rounds = {until}, not {rounds}; give at least as many "
             "rounds, or another --out"
         )
-    new_client_rounds = wanted.run.new_client_rounds if wanted.run.new_clients else 0
-    return done >= rounds and len(directory.new_client_records(rounds)) >= new_client_rounds
+    return done >= rounds
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,11 @@ class RoundPlan:
         number: of the round, from 1.
         kinds: client -> what it is asked to do.
         absent: client -> why it gets no message.
-        new_clients: whether it is a round of the new clients, after the run's last round.
     """
 
     number: int
     kinds: Mapping[int, Kind]
     absent: Mapping[int, str] = field(default_factory=dict)
-    new_clients: bool = False
 
 
 @dataclass(frozen=True)

@@ -235,15 +235,15 @@ class Membership:
     def _may_join(self) -> bool:
         return bool(self.run.min_clients) and len(self.roster.clients) < self.run.num_clients
 
-    def absent(self, grid: Grid, server_round: int, check: bool = False) -> dict[int, str]:
+    def absent(self, grid: Grid, server_round: int) -> dict[int, str]:
         """Return client -> why it cannot get a message now, after looking for clients that reconnected.
 
         To avoid querying the nodes in every round, it looks only after a round with failures, while a client has been
-        missing since the run was resumed, while others may join, or if ``check`` is set.
+        missing since the run was resumed, or while others may join.
         """
         self.collect_overdue(grid)
         missing = any(client.node == NO_NODE for client in self.roster.clients.values())
-        if not (self.failed or missing or self._may_join or check):
+        if not (self.failed or missing or self._may_join):
             return {}
         online = set(grid.get_node_ids())
         self._look_for_clients(grid, online, server_round)

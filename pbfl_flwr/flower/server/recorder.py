@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs.directory import ERROR, RESULT, RunDirectory, RunRefused
 from pbfl_flwr.runs.early_stopping import Score, score_of
-from pbfl_flwr.runs.records import ClientRecord, NewClientsRecord, PartitionRecord, RoundRecord, RunRecord
+from pbfl_flwr.runs.records import ClientRecord, PartitionRecord, RoundRecord, RunRecord
 from pbfl_flwr.runs.result_hash import result_hash
 from pbfl_flwr.sinks import Sinks
 from pbfl_flwr.task import Task
@@ -151,17 +150,6 @@ class Recorder:
         if self._sinks is not None:
             self._warn(self._sinks.log(record))
 
-    def add_new_clients(self, record: NewClientsRecord) -> None:
-        """Write a round of the new clients.
-
-        Raises:
-            UnsavedState: if writing fails.
-        """
-        self._flush_states()
-        self.run.add_new_clients(record)
-        if self._sinks is not None:
-            self._warn(self._sinks.log(record))
-
     def _flush_states(self) -> None:
         """Flush the state files that simulated clients saved in this round; devices flush their own.
 
@@ -169,7 +157,7 @@ class Recorder:
             UnsavedState: if flushing fails.
         """
         root = Path(self._settings.run.state_dir or self.run.path / "clients")
-        for folder in root.glob(f"{self._experiment}*"):  # includes those of new clients
+        if (folder := root / self._experiment).is_dir():
             try:
                 flush_directory(folder)
             except OSError as error:
@@ -182,12 +170,9 @@ class Recorder:
 
     def close(self) -> None:
         """Write the result hash if the run is finished, and close the sinks."""
-        run = self._settings.run
-        new_client_rounds = run.new_client_rounds if run.new_clients else 0
         try:
             rounds = self.run.record().last_round
-            finished = len(self.run.round_records()) >= rounds
-            if finished and len(self.run.new_client_records(rounds)) >= new_client_rounds:
+            if len(self.run.round_records()) >= rounds:
                 result = result_hash(self.run, rounds)
                 self.run.write_line(RESULT, result)
                 log(INFO, "result hash %s", result)
@@ -201,17 +186,11 @@ class Recorder:
         settings = self._settings
         partition = self._loaded.partition(settings.data, settings.run.num_clients)
         pool = self._loaded.pool(settings.data)
-        participants = settings.run.participants
-        majority, new_client_majority = (
-            replace(partition, splits=tuple(splits)).majority(pool.labels)
-            for splits in (partition.splits[:participants], partition.splits[participants:])
-        )
-        class_counts = (partition.counts[:participants] > 0).sum(axis=1).tolist()
+        class_counts = (partition.counts > 0).sum(axis=1).tolist()
         return PartitionRecord(
             counts=partition.counts.tolist(),
             warnings=list(partition.notes),
-            majority=majority,
-            new_client_majority=new_client_majority,
+            majority=partition.majority(pool.labels),
             paper_scalars=self._method.paper_scalars(clients[0].task, class_counts),
             data=pool.fingerprint(),
         )
@@ -254,20 +233,15 @@ def log_exchange(exchange: Exchange) -> None:
         log(WARNING, "round %s: client %s failed: %s", phase.number, phase.client_label(client), reason)
 
 
-def log_record(record: RoundRecord, primary_predictor: str, num_rounds: int, after: int = 0) -> None:
-    """Log the warnings and the accuracy of a finished round.
-
-    ``num_rounds`` is of the run or, if the record is of its new clients, of these; then ``after`` is the run's last
-    round.
-    """
+def log_record(record: RoundRecord, primary_predictor: str, num_rounds: int) -> None:
+    """Log the warnings and the accuracy of a finished round of ``num_rounds``."""
     for warning in record.warnings:
         log(WARNING, "round %s: %s", record.round, warning)
     accuracy = record.latest.accuracy.get(primary_predictor)
     log(
         INFO,
-        "%sround %s/%s: accuracy %s (%s), %s clients trained, %.1f s",
-        "new clients, " if after else "",
-        record.round - after,
+        "round %s/%s: accuracy %s (%s), %s clients trained, %.1f s",
+        record.round,
         num_rounds,
         f"{100 * accuracy.weighted:.1f} %" if accuracy else "not scored yet",
         primary_predictor,

@@ -95,12 +95,6 @@ class Roster:
         labels = (f"client {client.label}" for client in self.clients.values() if client.node == node)
         return next(labels, f"node {node}")
 
-    def without(self, clients: Collection[int]) -> Roster:
-        """Return the roster without these clients."""
-        if not clients:
-            return self
-        return Roster({number: client for number, client in self.clients.items() if number not in clients})
-
     def sample(
         self, fraction: float, seed: int, server_round: int, without: Collection[int] = ()
     ) -> list[int]:

@@ -46,13 +46,11 @@ def need_success(exchange: Exchange, run: RunSettings) -> None:
         RunEnded: if one did.
     """
     if exchange.failures and run.failure_policy == "stop":
-        plan, (client, reason) = exchange.phase.plan, next(iter(exchange.failures.items()))
+        number, (client, reason) = exchange.phase.number, next(iter(exchange.failures.items()))
         label = exchange.phase.client_label(client)
-        who, rounds = f"round {plan.number}: client {label}", f"Rounds up to {plan.number - 1}"
-        if plan.new_clients:
-            who, rounds = f"new client {label}", "All rounds"
         raise RunEnded(
-            f"{who} failed: {reason}; failure-policy is 'stop'. {rounds} are kept and can be resumed"
+            f"round {number}: client {label} failed: {reason}; failure-policy is 'stop'. Rounds up to {number - 1} are "
+            "kept and can be resumed"
         )
 
 

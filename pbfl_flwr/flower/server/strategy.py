@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ from pbfl_flwr.method import Moment, Round, resolved_moment
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Payload, Serializable
-from pbfl_flwr.payloads.plausibility import NO_LIMITS
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.early_stopping import (
     Score,
@@ -56,7 +54,7 @@ from pbfl_flwr.runs.early_stopping import (
     score_of,
     scores_by_round,
 )
-from pbfl_flwr.runs.records import ClientsRecord, NewClientsRecord, RoundRecord, Scores
+from pbfl_flwr.runs.records import ClientsRecord, RoundRecord, Scores
 from pbfl_flwr.sinks import check
 from pbfl_flwr.task import Task
 
@@ -76,7 +74,6 @@ class MethodStrategy(Strategy):
         state: the method's state after the last finished round.
         history: a record per finished round, as in rounds.jsonl.
         done: number of finished rounds.
-        new_client_rounds: likewise, of the new clients after the last round.
         task: what all clients agree on; None before the handshake.
         membership: the clients and their nodes; None before the handshake.
     """
@@ -89,7 +86,6 @@ class MethodStrategy(Strategy):
         self.run = RunDirectory(directory) if directory else None
         self.state: Any = None
         self.history: list[RoundRecord] = []
-        self.new_client_rounds: list[NewClientsRecord] = []
         self.done = 0
         self.experiment = f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
         self.moment: Moment = resolved_moment(settings.evaluation, self.method)
@@ -112,21 +108,10 @@ class MethodStrategy(Strategy):
         return self.membership.roster if self.membership else None
 
     @property
-    def participants(self) -> Roster:
-        """The clients of the regular rounds: all but the new clients, which train afterwards."""
-        return self._clients.roster.without(self._new_clients)
-
-    @property
     def _clients(self) -> Membership:
         if self.membership is None:
             raise RuntimeError("prepare(grid) comes first")
         return self.membership
-
-    @property
-    def _new_clients(self) -> frozenset[int]:
-        """The clients that train only after the last round: those with the highest numbers."""
-        run = self.settings.run
-        return frozenset(range(run.participants, run.num_clients))
 
     @property
     def _scores(self) -> dict[int, Score]:
@@ -234,8 +219,6 @@ class MethodStrategy(Strategy):
                 early = patience_exhausted(self._scores, self.done, run.patience)
                 if self.run is not None and early and self.done < run.num_server_rounds:
                     self.run.update(ended_after=self.done)
-                if run.new_clients:
-                    self._train_new_clients(grid, timeout)
             finally:
                 self._set_waiting("")
                 if self._recorder is not None:
@@ -269,7 +252,7 @@ class MethodStrategy(Strategy):
             started = time.perf_counter()
             exchange = self._exchange(grid, self._plan(grid, number), timeout, self.state)
             try:
-                stopping.check_exchange(exchange, self.participants, self.settings)
+                stopping.check_exchange(exchange, self._clients.roster, self.settings)
                 break
             except stopping.NodesUnreachable as error:
                 repeats += 1
@@ -286,27 +269,22 @@ class MethodStrategy(Strategy):
     def _plan(self, grid: Grid, number: int) -> RoundPlan:
         """Sample the clients that train, and those of the others that are only scored."""
         run, absent = self.settings.run, self._absent(grid, number)
-        roster = self.participants
+        roster = self._clients.roster
         training = roster.sample(run.fraction_train, run.seed, number, absent)
         scored = roster.scored(run.fraction_evaluate, run.seed, number, training)
         kinds: dict[int, Kind] = {client: "evaluate" for client in scored if client not in absent}
         return RoundPlan(number, {**kinds, **dict.fromkeys(training, "train")}, absent)
 
-    def _absent(
-        self, grid: Grid, number: int, new_clients: bool = False, check: bool = False
-    ) -> dict[int, str]:
-        """Return which participants, or new clients, cannot get a message now, and why.
-
-        Records clients that have just joined. ``check`` as in :meth:`Membership.absent`.
-        """
+    def _absent(self, grid: Grid, number: int) -> dict[int, str]:
+        """Return which clients cannot get a message now, and why; records clients that have just joined."""
         members = self._clients
         before = len(members.joined)
-        absent = members.absent(grid, number, check)
+        absent = members.absent(grid, number)
         if self.run is not None and (joined := members.joined[before:]):  # written before they get a message
             everyone = [*members.roster.clients.values()]
             # Also in run.json, since an unfinished round has no line.
             self.run.update(clients=everyone, joined=[*self.run.record().joined, *joined])
-        return {client: why for client, why in absent.items() if (client in self._new_clients) == new_clients}
+        return absent
 
     def _exchange(self, grid: Grid, plan: RoundPlan, timeout: float, state: Serializable) -> Exchange:
         """Broadcast a state in the messages of a plan and read the replies. The timeout is in seconds."""
@@ -316,26 +294,24 @@ class MethodStrategy(Strategy):
         return self._read(phase, replies, state)
 
     def _messages(self, plan: RoundPlan, state: Serializable) -> Phase:
-        settings, experiment = self.settings, self.experiment
-        if plan.new_clients:
-            experiment += f"-new-{self.done}"
+        settings = self.settings
         return phase_of(
             plan,
             self.method,
             state,
             self._clients.roster,
-            experiment,
+            self.experiment,
             settings.prototypes.wire_dtype,
         )
 
-    def _rules(self, plan: RoundPlan) -> ReplyRules:
-        rules = ReplyRules.of(self.settings, self.method, self._task)
-        return replace(rules, plausibility=NO_LIMITS) if plan.new_clients else rules
+    @property
+    def _rules(self) -> ReplyRules:
+        return ReplyRules.of(self.settings, self.method, self._task)
 
     def _read(self, phase: Phase, replies: list[Message], state: Serializable) -> Exchange:
         """Decode and validate replies, and remember which clients failed or are late."""
         self._clients.overdue.add(phase.unanswered(replies))
-        exchange = read(replies, phase, self._rules(phase.plan), state)
+        exchange = read(replies, phase, self._rules, state)
         self._clients.failed = frozenset(exchange.failures)
         recorder.log_exchange(exchange)
         return exchange
@@ -357,8 +333,8 @@ class MethodStrategy(Strategy):
             RunEnded: if the aggregate is not finite.
         """
         run = self.settings.run
-        M = len(self.participants.clients) if self.membership else run.participants
-        round_info = Round(server_round, self._task, M, run.seed, run.participants)
+        M = len(self._clients.roster.clients) if self.membership else run.num_clients
+        round_info = Round(server_round, self._task, M, run.seed, run.num_clients)
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
         with seeds.seeded(seeds.derive(run.seed, "server", server_round)):
@@ -415,7 +391,7 @@ class MethodStrategy(Strategy):
     def _final_scoring(self, grid: Grid, number: int, state: Serializable, timeout: float) -> Exchange:
         """Score all clients with the final state."""
         absent = self._absent(grid, number)
-        kinds: dict[int, Kind] = dict.fromkeys(self.participants.clients.keys() - absent, "evaluate")
+        kinds: dict[int, Kind] = dict.fromkeys(self._clients.roster.clients.keys() - absent, "evaluate")
         final = self._exchange(grid, RoundPlan(number, kinds, absent), timeout, state)
         stopping.need_success(final, self.settings.run)
         return final
@@ -446,47 +422,6 @@ class MethodStrategy(Strategy):
         broadcast: Payload = self.method.broadcast(state, min(self._clients.roster.clients))
         return broadcast
 
-    # New clients after the last round -----------------------------------------------------------------------
-
-    def _train_new_clients(self, grid: Grid, timeout: float) -> None:
-        """Measure what the federation gives to clients that did not take part; recorded rounds of theirs are kept.
-
-        Each new client trains for some rounds with the server's final broadcast and is scored; its uploads are not
-        used, so the server's state does not change. Its own state is stored under another experiment name than that
-        of the run, so it is new again if the run is continued for more rounds.
-        """
-        run, after = self.settings.run, self.done
-        self.new_client_rounds = self.run.new_client_records(after) if self.run else []
-        first = after + len(self.new_client_rounds) + 1
-        for number in range(first, after + run.new_client_rounds + 1):
-            record = self._new_client_round(grid, number, after, timeout)
-            recorder.log_record(record, self.primary_predictor, run.new_client_rounds, after)
-            self.new_client_rounds.append(record)
-            if self._recorder is not None:
-                self._recorder.add_new_clients(record)
-
-    def _new_client_round(self, grid: Grid, number: int, after: int, timeout: float) -> NewClientsRecord:
-        started, run = time.perf_counter(), self.settings.run
-
-        def exchange(kind: Kind) -> Exchange:
-            absent = self._absent(grid, number, new_clients=True, check=number == after + 1)
-            kinds = dict.fromkeys(self._new_clients - absent.keys(), kind)
-            plan = RoundPlan(number, kinds, absent, new_clients=True)
-            result = self._exchange(grid, plan, timeout, self.state)
-            stopping.need_success(result, run)
-            return result
-
-        trained = exchange("train")
-        last = self.moment == "before" and number == after + run.new_client_rounds
-        final = exchange("evaluate") if last else None
-        server_metrics, total = self.method.report(self.state), time.perf_counter() - started
-        return NewClientsRecord(
-            **rounds.round_fields(trained, self.moment, server_metrics, 0.0, total, final),
-            warnings=[*self.method.round_warnings(self.state), *rounds.upload_warnings(trained)],
-            after=after,
-            columns=rounds.clients_record(trained, final),
-        )
-
     # Flower's hooks, for a loop other than start: a thin face over the functions above -----------------------
 
     def configure_train(
@@ -509,7 +444,7 @@ class MethodStrategy(Strategy):
         if self._phase is None:
             raise RuntimeError("configure_train comes first")
         exchange = self._read(self._phase, list(replies), self.state)
-        stopping.check_exchange(exchange, self.participants, self.settings)
+        stopping.check_exchange(exchange, self._clients.roster, self.settings)
         metrics = _train_metrics(self._commit(self._finished(exchange, self._phase.started)))
         return wire.encode(self._broadcast(self.state)), metrics
 

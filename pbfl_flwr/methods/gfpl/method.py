@@ -81,7 +81,6 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     stale: Stale = "keep"
     primary_predictor: str = "head"
     predicts: tuple[str, ...] = ("head", "etf")
-    new_clients: int = 0
     name: str = "gfpl"
     _frames: dict[tuple[int, int, int], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -194,7 +193,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         return c.pseudo_features and number >= c.start and number % c.interval == 0
 
     def config_warnings(self, num_rounds: int) -> list[str]:
-        """Warn if the run ends before clients retrain on pseudo-features, or new clients would get no mixtures."""
+        """Warn if the run ends before clients retrain on pseudo-features."""
         c = self.config
         first = math.ceil(c.start / c.interval) * c.interval
         if not c.pseudo_features:
@@ -204,11 +203,6 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
                 f"num-server-rounds = {num_rounds}: the first exchange of mixtures is in round {first} and takes "
                 "effect in the next one, so clients never use each other's mixtures; gfpl.start and gfpl.interval "
                 "set the rounds of exchange"
-            ]
-        if self.new_clients and not self.exchanges(num_rounds):
-            return [
-                f"num-server-rounds = {num_rounds}: new clients get no mixtures, which are broadcast only after a "
-                f"round of exchange; to send them some, use a multiple of gfpl.interval = {c.interval}"
             ]
         return []
 
@@ -241,4 +235,4 @@ def build(settings: Settings) -> Gfpl:
         )
     primary_predictor = "head" if config.cross_entropy else "etf"
     predicts = ("head", "etf") if config.dual_classifier else ("head",)
-    return Gfpl(config, settings.prototypes.stale, primary_predictor, predicts, settings.run.new_clients)
+    return Gfpl(config, settings.prototypes.stale, primary_predictor, predicts)

@@ -15,7 +15,7 @@ from pbfl_flwr.flower.server.replies import Exchange
 from pbfl_flwr.flower.server.rounds import clients_record, on_validation, summarise_accuracy
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import RoundRecord
-from pbfl_flwr.sinks import new_client_step, steps
+from pbfl_flwr.sinks import steps
 from pbfl_flwr.training.class_metrics import Areas
 from tests.flower.inprocess import SPLITS, altered, federation, numbers, same_tensors
 from tests.flower.messages.test_report import FIRST, SECOND, report_by_class
@@ -56,20 +56,18 @@ def without_classes(history: Sequence[RoundRecord]) -> list[Any]:
 
 @pytest.mark.parametrize("method", ["fedproto", "fedavg"])
 def test_class_metrics_accompany_every_accuracy(tmp_path: Path, method: str) -> None:
-    keys: dict[str, Any] = {"new_clients": 1, "new_client_rounds": 1}
-    run = federation(tmp_path / "on", method, on_disk=True, per_class=True, **keys).run()
-    off = federation(tmp_path / "off", method, on_disk=True, **keys).run()
+    run = federation(tmp_path / "on", method, on_disk=True, per_class=True).run()
+    off = federation(tmp_path / "off", method, on_disk=True).run()
     assert without_classes(run.strategy.history) == without_classes(off.strategy.history)
     assert same_tensors(*(of.strategy.state.to_tensors() for of in (run, off))), "training must not notice"
-    last, (new,) = run.strategy.history[-1], run.strategy.new_client_rounds
-    for record in (last, new):
-        places = [record.accuracy]
-        if run.strategy.moment == "before":
-            assert record.final is not None
-            places.append(record.final.accuracy)
-        assert all(set(score.to_json()) >= SCORES for place in places for score in place.values())
+    last = run.strategy.history[-1]
+    places = [last.accuracy]
+    if run.strategy.moment == "before":
+        assert last.final is not None
+        places.append(last.final.accuracy)
+    assert all(set(score.to_json()) >= SCORES for place in places for score in place.values())
     assert not any(SCORES & set(score.to_json()) for score in off.strategy.history[-1].accuracy.values())
-    tested = [sum(test.get(label, 0) for _, test in SPLITS[:4]) for label in range(10)]
+    tested = [sum(test.get(label, 0) for _, test in SPLITS) for label in range(10)]
     figures = {name: value for _, step in steps(last) for name, value in step.items()}
     assert not any("by_class" in known or "tested" in known for known in figures)
     for name, score in last.accuracy.items():
@@ -79,7 +77,6 @@ def test_class_metrics_accompany_every_accuracy(tmp_path: Path, method: str) -> 
         correct = sum((value or 0.0) * n for value, n in zip(shares, tested, strict=True))
         assert correct / sum(tested) == pytest.approx(score.weighted)
         assert figures[f"accuracy/{name}/macro_f1"] == pytest.approx(last.latest.accuracy[name].macro_f1)
-    assert any(known.endswith("head/balanced_mean") for known in new_client_step(new)[1])
     columns = run.directory.client_records()[-1]
     pooled = [0] * 10
     for counts, n in zip(columns.by_class, columns.num_test, strict=True):
@@ -108,8 +105,8 @@ def test_malformed_counts_reject_one_client_only(tmp_path: Path) -> None:
 
 
 def test_areas_are_recorded_as_means_weighted_by_samples(tmp_path: Path) -> None:
-    run = federation(tmp_path / "on", auc=True, new_clients=1, new_client_rounds=1).run().strategy
-    off = federation(tmp_path / "off", new_clients=1, new_client_rounds=1).run().strategy
+    run = federation(tmp_path / "on", auc=True).run().strategy
+    off = federation(tmp_path / "off").run().strategy
     for on_record, off_record in zip(run.history, off.history, strict=True):
         for name, score in on_record.accuracy.items():
             assert score.auc_macro is not None
@@ -117,7 +114,6 @@ def test_areas_are_recorded_as_means_weighted_by_samples(tmp_path: Path) -> None
             assert 0 < min(score.auc_macro, score.auc_micro) <= max(score.auc_macro, score.auc_micro) <= 1
             same = score.model_copy(update={"auc_macro": None, "auc_micro": None})
             assert same == off_record.accuracy[name]
-    assert run.new_client_rounds[0].accuracy["head"].auc_micro is not None
 
     def with_areas(samples: int, areas: Areas) -> Report:
         record = Report(9, samples, 1, {"head": 1}, areas={"head": areas}).to_record()

@@ -130,19 +130,6 @@ def test_run_that_needs_all_clients_does_not_resume_without_one(tmp_path: Path, 
         run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True, join_timeout=1.0, **keys).run()
 
 
-def test_missing_new_client_of_a_resumed_run_is_not_asked(tmp_path: Path) -> None:
-    """It takes no part in the rounds, so that nobody fails in them for its sake."""
-    nodes = sites(tmp_path, "a", "c", "d")
-    keys: dict[str, Any] = {"new_clients": 1, "new_client_rounds": 1, "join_timeout": 0.01}
-    run(tmp_path, nodes, num_server_rounds=1, **keys).run()
-    fed = run(tmp_path, nodes[:2], num_server_rounds=3, num_clients=3, resume=True, **keys).run()
-    assert [line.failures for line in fed.strategy.history[1:]] == [[], []]
-    (line,) = fed.strategy.new_client_rounds
-    (failure,) = line.failures
-    assert (failure.client, failure.name) == (2, "d")
-    assert failure.reason == "its node is not connected"
-
-
 def test_run_of_devices_resumes_only_with_the_same_devices(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "c")
     run(tmp_path, nodes, num_server_rounds=1).run()
