@@ -141,6 +141,8 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         predicts: all names that :meth:`predictors` may return.
         moment: when the paper scores a client, relative to its local training.
         same_architecture: whether all clients need the same network.
+        keeps_nothing: whether the broadcast is all of a client's network but its buffers, so that a client with neither
+            buffers nor memory needs no state of its own.
         unit_features: whether the head expects features of unit length.
         uses: keys of the groups ``prototypes`` and ``privacy`` that it honours, of those that not every method does
             (:class:`pbfl_flwr.config.parsing.Concerns`); the others are refused.
@@ -155,6 +157,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     predicts: tuple[str, ...] = ("head",)
     moment: Moment = "after"
     same_architecture: bool = False
+    keeps_nothing: bool = False
     unit_features: bool = False
     uses: frozenset[str] = frozenset()
     counts_draws: bool = False

@@ -18,4 +18,4 @@ from pbfl_flwr.methods.sharing import SharedWeights
 
 def build(settings: Settings) -> SharedWeights:
     """Return the method."""
-    return SharedWeights.configured("fedavg", settings)
+    return SharedWeights.configured("fedavg", settings, keeps_nothing=True)

@@ -56,4 +56,4 @@ class FedProx(SharedWeights):
 
 def build(settings: Settings) -> FedProx:
     """Return the method."""
-    return FedProx.configured("fedprox", settings, mu=parse_section(Config, settings).mu)
+    return FedProx.configured("fedprox", settings, keeps_nothing=True, mu=parse_section(Config, settings).mu)

@@ -79,4 +79,6 @@ class FedUV(SharedWeights):
 
 def build(settings: Settings) -> FedUV:
     """Return the method."""
-    return FedUV.configured("feduv", settings, moment="after", config=parse_section(Config, settings))
+    return FedUV.configured(
+        "feduv", settings, moment="after", keeps_nothing=True, config=parse_section(Config, settings)
+    )

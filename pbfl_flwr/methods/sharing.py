@@ -187,6 +187,7 @@ class SharedWeights(AveragedWeights):
         weighting: how the average is weighted.
         moment: when the reference scores a client; "before" is with the weights just broadcast.
         same_architecture: False only if the shared part is the same in different networks.
+        keeps_nothing: see :class:`pbfl_flwr.method.Method`.
     """
 
     name: str
@@ -195,6 +196,7 @@ class SharedWeights(AveragedWeights):
     weighting: Weighting = "samples"
     moment: Moment = "before"
     same_architecture: bool = True
+    keeps_nothing: bool = False
 
     @classmethod
     def configured(cls, name: str, settings: Settings, part: Part = "all", **own: Any) -> Self:

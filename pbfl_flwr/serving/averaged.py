@@ -23,7 +23,7 @@ from pbfl_flwr.runs.directory import BEST, CHECKPOINT, RunDirectory
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.serving.network import rebuild
-from pbfl_flwr.serving.states import SavedModel, read_state, states_of
+from pbfl_flwr.serving.states import UNKEPT, SavedModel, read_state, states_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import is_external
 
@@ -95,7 +95,8 @@ def _clients(run: Path, networks: Mapping[str, str]) -> Iterator[SavedModel]:
     """Yield the kept models of the run's clients, at least one; all must agree in ``SAME``."""
     if not (files := states_of(run)):
         raise PbflError(
-            f"--global: {run} holds no client state, which has class names, normalisation and running statistics"
+            f"--global: {run} holds no client state, which has class names, normalisation and running "
+            f"statistics{UNKEPT}"
         )
     first: Card | None = None
     labels: set[str] = set()

@@ -17,6 +17,8 @@ from pbfl_flwr.runs.saved_model import Card, fault
 from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.util.atomic_files import NODE
 
+UNKEPT = "; clients of FedAvg and its kind store their state only with client-states = 'always'"
+
 
 @dataclass(frozen=True)
 class SavedModel:
@@ -45,11 +47,13 @@ def state_file(path: Path, client: str) -> Path:
         homes = [folder, *_of_nodes(folder)]
         files = [file for home in homes if (file := ClientStore(home, "", who, "").path).is_file()]
         if not files:
-            raise PbflError(f"{folder} holds no client {client}; it holds {_shown(_in(folder))}")
+            raise PbflError(f"{folder} holds no client {client}; it holds {_shown(_in(folder))}{UNKEPT}")
         return files[0]
     files = _in(folder)
     if len(files) != 1:
-        raise PbflError(f"{folder} holds {_shown(files)}; select one with --client")
+        raise PbflError(
+            f"{folder} holds {_shown(files)}; {'select one with --client' if files else UNKEPT[2:]}"
+        )
     return files[0]
 
 
@@ -80,7 +84,7 @@ def _experiment(path: Path) -> Path:
         return path
     folders = [folder for folder in path.iterdir() if any(folder.glob("*.safetensors"))]
     if not folders:
-        raise PbflError(f"{path} holds neither a run nor client states")
+        raise PbflError(f"{path} holds neither a run nor client states{UNKEPT}")
     if len(folders) > 1:
         newest = sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
         names = ", ".join(str(folder) for folder in newest)

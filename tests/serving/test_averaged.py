@@ -30,7 +30,8 @@ WHOLE = {"fedavg", "fedprox", "fedala", "feduv", "fednh", "fedfa", "fedpa"}
 
 
 def ran(place: Path, method: str = "fedavg", **keys: Any) -> Federation:
-    return federation(place, method, on_disk=True, **{"models": "cnn4", **keys}).run()
+    kept = {"models": "cnn4", "client_states": "always"}
+    return federation(place, method, on_disk=True, **{**kept, **keys}).run()
 
 
 def exported(run: Path, out: Path, *options: str) -> tuple[int, str]:

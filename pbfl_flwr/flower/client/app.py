@@ -25,7 +25,7 @@ from pbfl_flwr.errors import PbflError, format_exception, is_out_of_memory
 from pbfl_flwr.flower.client.device import peak_gpu_memory, release_gpu_memory
 from pbfl_flwr.flower.client.handshake import answer_handshake, reason_of
 from pbfl_flwr.flower.client.mods import call_with_mods, checked_mods
-from pbfl_flwr.flower.client.saving import state_after_round
+from pbfl_flwr.flower.client.saving import needs_state, state_after_round
 from pbfl_flwr.flower.client.session import (
     ClientSession,
     open_client,
@@ -136,12 +136,14 @@ def _train_and_save(session: ClientSession, message: Message, worker: Worker) ->
     predictors = method.predictors(replace(client, memory=update.memory), down)
     if moment == "after":
         scores, evaluated = _timed_scores(client, predictors)
-    participations = 1 + (stored.participations if stored else 0)
+    keeps = needs_state(session, update)
+    participations = 1 + (stored.participations if stored else 0) if keeps else 0
     seconds = (*session.seconds, fitted, evaluated, 0.0)
     report = replace(_report(session, scores, participations, seconds, update.metrics), round=client.round)
     payload = wire.encode(update.payload, session.settings.prototypes.wire_dtype)
     started = time.perf_counter()
-    session.store.save(state_after_round(session, update, predictors, report))
+    if keeps:
+        session.store.save(state_after_round(session, update, predictors, report))
     report = replace(report, seconds=(*seconds[:-1], time.perf_counter() - started))
     return Message(wire.content(payload, report.to_record()), reply_to=message)
 

@@ -12,10 +12,22 @@ from torch import Tensor
 
 from pbfl_flwr.flower.client.session import ClientSession
 from pbfl_flwr.flower.messages.report import Report, plain
-from pbfl_flwr.method import Nearest, Predictor, Update
+from pbfl_flwr.method import Nearest, Predictor, Update, resolved_moment
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.runs.client_store import ClientState
 from pbfl_flwr.runs.saved_model import Card, fault
+
+
+def needs_state(session: ClientSession, update: Update[Payload]) -> bool:
+    """Whether the client's next round depends on anything that it would have to keep, or its state is asked for."""
+    settings, method, model = session.settings, session.method, session.client.model
+    if settings.run.client_states == "always" or not method.keeps_nothing:
+        return True
+    scored_after = (
+        resolved_moment(settings.evaluation, method) == "after"
+    )  # with the network of its last training
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return scored_after or bool(update.memory) or bool(model.state_dict().keys() - parameters)
 
 
 def state_after_round(

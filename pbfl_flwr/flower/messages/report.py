@@ -48,7 +48,7 @@ class Report:
 
     Attributes:
         num_train, num_test: numbers of samples.
-        participations: rounds this client has trained in, including this one.
+        participations: rounds this client has trained in, including this one; 0 if it keeps no count.
         correct: predictor -> number of correct test samples; only predictors that were available.
         test_loss: mean cross-entropy on the test samples.
         seconds: time spent on each step of SPENT.

@@ -176,9 +176,18 @@ def failures(exchange: Exchange) -> list[Failure]:
     ]
 
 
-def clients_record(exchange: Exchange, final: Exchange | None = None) -> ClientsRecord:
-    """Return a round's line of clients.jsonl: a column for each counter, an entry for each client."""
+def clients_record(
+    exchange: Exchange, participations: Mapping[int, int], final: Exchange | None = None
+) -> ClientsRecord:
+    """Return a round's line of clients.jsonl: a column for each counter, an entry for each client.
+
+    ``participations``: client -> rounds trained in before, for clients that keep no count themselves.
+    """
     phase, reports = exchange.phase, exchange.reports
+    trained_in = {
+        client: report.participations or participations.get(client, 0) + (client in phase.training)
+        for client, report in reports.items()
+    }
     counted = any(report.by_class for report in reports.values())
 
     def column(value: Callable[[Report], Any]) -> list[Any]:
@@ -190,7 +199,7 @@ def clients_record(exchange: Exchange, final: Exchange | None = None) -> Clients
         name=[phase.names.get(client, "") for client in reports] if phase.names else [],
         num_train=column(lambda report: report.num_train),
         num_test=column(lambda report: report.num_test),
-        participations=column(lambda report: report.participations),
+        participations=[*trained_in.values()],
         correct=column(lambda report: dict(report.correct or {})),
         num_validation=column(lambda report: report.num_validation),
         correct_validation=column(lambda report: dict(report.validation or {})),
@@ -200,7 +209,7 @@ def clients_record(exchange: Exchange, final: Exchange | None = None) -> Clients
         seconds=column(lambda report: list(report.seconds)),
         bytes_up=[exchange.up[client] for client in reports],
         bytes_down=[phase.down[client] for client in reports],
-        final=final and clients_record(final),
+        final=final and clients_record(final, {**participations, **trained_in}),
     )
 
 
@@ -246,7 +255,7 @@ def lost_states(exchange: Exchange, participations: Mapping[int, int]) -> list[s
         phase.client_label(client)
         for client, report in exchange.reports.items()
         if client in participations
-        and report.participations < participations[client] + (client in phase.training)
+        and 0 < report.participations < participations[client] + (client in phase.training)
     ]
     return [f"client {', '.join(lost)} lost its state and starts from scratch"] if lost else []
 

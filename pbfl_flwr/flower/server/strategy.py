@@ -386,7 +386,7 @@ class MethodStrategy(Strategy):
             ages=ages,
             joined=list(members.joined),
         )
-        return FinishedRound(record, rounds.clients_record(exchange, final), state)
+        return FinishedRound(record, rounds.clients_record(exchange, self._participations, final), state)
 
     def _final_scoring(self, grid: Grid, number: int, state: Serializable, timeout: float) -> Exchange:
         """Score all clients with the final state."""

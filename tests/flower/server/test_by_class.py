@@ -33,10 +33,10 @@ def test_records_hold_only_occurring_classes() -> None:
     reports = {0: report_by_class(FIRST), 1: Report(9, 0)}
     down = dict.fromkeys(reports, NO_BYTES)
     exchange = Exchange(Phase([], RoundPlan(1, {}), down, 0, 0.0), reports=reports, up=down)
-    columns = clients_record(exchange)
+    columns = clients_record(exchange, {})
     assert columns.by_class == [FIRST.brief(), {}]
     exchange.reports = {1: Report(9, 0)}
-    assert clients_record(exchange).by_class == []
+    assert clients_record(exchange, {}).by_class == []
 
 
 def test_validation_samples_are_not_counted_by_class() -> None:

@@ -81,7 +81,7 @@ def test_round_record_by_hand(moment: Literal["before", "after"], scored: int) -
 
 
 def test_clients_record_holds_every_client() -> None:
-    columns = clients_record(exchange())
+    columns = clients_record(exchange(), {})
     assert (columns.round, columns.client) == (5, [0, 1, 2, 3])
     assert columns.correct == [{"head": 2}, {"head": 3}, {"head": 0}, {"head": 8}]
     assert columns.num_validation == [0, 4, 0, 5]
