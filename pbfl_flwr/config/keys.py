@@ -355,6 +355,12 @@ class EvaluationSettings(Group):
         description="when clients are scored: after local training, or before it with what was just broadcast "
         "(references)",
     )
+    evaluate_every: int = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="N, clients are scored in every N-th round and in the last (HtFLlib's and PFLlib's eval_gap)",
+    )
     per_class: bool = Field(
         False,
         description="also count results per class, for balanced accuracy and macro-F1; reveals test labels to "

@@ -240,11 +240,10 @@ class FinishedRun:
         return self._clients[client].architecture
 
     def accuracies(self, predictor: str | None = None) -> dict[int, float]:
-        """Return client -> accuracy (0 to 1) on its test samples in the last round, for clients that were scored."""
-        if not self.clients:
-            return {}
-        last = self.clients[-1]
-        return self._accuracies(last.final or last, predictor or self.predictor)
+        """Return client -> accuracy (0 to 1) on its test samples in the last round with scores, for those scored."""
+        scored = (columns for columns in self.latest_clients() if any(columns.correct))
+        latest = next(scored, None)
+        return {} if latest is None else self._accuracies(latest, predictor or self.predictor)
 
     def _accuracies(self, columns: ClientsRecord, name: str) -> dict[int, float]:
         counters = zip(columns.client, columns.correct, columns.num_test, strict=True)

@@ -145,7 +145,7 @@ class RoundRecord(Scores):
     Attributes:
         round: from 1.
         accuracy_of_round: number of the round whose broadcast or training was scored.
-        test_loss: mean cross-entropy over test samples.
+        test_loss: mean cross-entropy over test samples; None if nobody was scored.
         client_metrics: of the method, mean over the clients that trained, weighted by training samples.
         server_metrics: of the method.
         trained: clients whose uploads of this round were aggregated.
@@ -202,7 +202,7 @@ class ClientsRecord(Record):
         correct: predictor -> number of correct test samples.
         correct_validation: the same of validation samples.
         by_class: see :meth:`pbfl_flwr.training.class_metrics.ByClass.brief`, with ``per-class``.
-        test_loss: mean cross-entropy on the test samples.
+        test_loss: mean cross-entropy on the test samples, None for a client that was not scored.
         metrics: of the method.
         seconds: by step, in the order of :data:`pbfl_flwr.flower.messages.report.SPENT`.
         bytes_up, bytes_down: of the client's messages.
@@ -219,7 +219,7 @@ class ClientsRecord(Record):
     num_validation: list[int]
     correct_validation: list[dict[str, int]]
     by_class: list[dict[str, Any]] = []
-    test_loss: list[float]
+    test_loss: list[float | None]
     metrics: list[dict[str, float]]
     seconds: list[list[float]]
     bytes_up: list[Bytes]

@@ -28,9 +28,13 @@ def result_hash(run: RunDirectory, rounds: int) -> str:
     Raises:
         DamagedState: if one of its files is damaged.
     """
-    digest = hashlib.sha256()
+    digest, about = hashlib.sha256(), run.record()
+    every = int(about.configuration.get("evaluate-every", 1)) if about.moment == "after" else 1
     for columns in run.client_records():
-        last = columns.round == rounds  # an extended run may also have a final scoring of an earlier round
+        # An extended run may also have scores of a round that was its last one.
+        last = columns.round == rounds
+        if columns.round % every and not last:
+            columns = columns.model_copy(update={"correct": [{} for _ in columns.correct]})
         _add(digest.update, columns, last)
     for part in _state(run.path / "checkpoint.safetensors"):
         digest.update(part)

@@ -125,7 +125,9 @@ def _train_and_save(session: ClientSession, message: Message, worker: Worker) ->
     method, stored, client = session.method, session.stored, session.client
     down = worker.broadcast(message.content.array_records[wire.PAYLOAD], method.down, client.task)
     seeds.seed_code(client.device, client.seed, "layers", client.key, client.round)
-    moment = resolved_moment(session.settings.evaluation, method)
+    scored = wire.UNSCORED not in message.content.config_records[wire.CONFIG]
+    moment = resolved_moment(session.settings.evaluation, method) if scored else None
+    scores, evaluated = None, 0.0
     if moment == "before":
         method.install(client, down)
         scores, evaluated = _timed_scores(client, method.predictors(client, down))
@@ -184,22 +186,28 @@ def _evaluate(message: Message, context: Context, worker: Worker) -> Message:
 
 def _report(
     session: ClientSession,
-    scores: Scores,
+    scores: Scores | None,
     participations: int,
     seconds: tuple[float, float, float, float, float],
     metrics: Mapping[str, float] | None = None,
 ) -> Report:
-    held_out = scores.validation
-    return Report(
-        num_train=len(session.client.data.train.labels),
-        num_test=scores.num_samples,
+    data = session.client.data
+    report = Report(
+        num_train=len(data.train.labels),
+        num_test=len(data.test.labels),
         participations=participations,
-        correct=scores.correct,
-        test_loss=scores.loss,
         seconds=seconds,
         peak_mb=peak_memory(),
         gpu_mb=peak_gpu_memory(),
         metrics=metrics,
+    )
+    if scores is None:
+        return report
+    held_out = scores.validation
+    return replace(
+        report,
+        correct=scores.correct,
+        test_loss=scores.loss,
         num_validation=held_out.num_samples if held_out else 0,
         validation=held_out.correct if held_out else None,
         by_class=scores.by_class,

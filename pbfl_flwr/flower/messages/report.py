@@ -33,13 +33,16 @@ class Requested:
     Attributes:
         classes: K if test samples must be counted by class, else 0.
         areas: whether areas under the ROC curve must be there.
+        scores: whether clients are scored at all; if not, what they report of scores is ignored.
     """
 
     classes: int = 0
     areas: bool = False
+    scores: bool = True
 
 
 TOTALS = Requested()
+NO_SCORES = Requested(scores=False)
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class Report:
                 f"its report has a name of {longest} characters, must be at most {MAX_NAME}"
             )
         scored, by_validation = _named(correct), _named(validated) if num_validation else None
+        if not requested.scores:
+            scored, by_validation, loss = {}, None, 0.0
         metrics = {key: _checked(key, value) for key, value in record.items() if not isinstance(value, list)}
         seconds = (data, opened, fitted, evaluated, saved)
         by_class = _by_class(record, requested.classes, num_test, scored) if requested.classes else None

@@ -23,6 +23,7 @@ from pbfl_flwr.task import Task
 
 P = TypeVar("P", bound=Payload)
 
+UNSCORED = "unscored"  # in CONFIG, if the client shall train without being scored
 PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names; short, because every message contains them
 MAX_BYTES = 2**31  # of one reply; Flower's own frame limit
 FORMAT = "safetensors crc32="  # stype of the array, followed by the checksum; Flower passes on unknown stypes unchanged

@@ -30,7 +30,7 @@ from pbfl_flwr.runs.records import Bytes
 MAX_OVERDUE_ROUNDS = 3
 
 Kind = Literal["train", "evaluate"]
-"""What a message asks of a client; with "train" it is scored, too."""
+"""What a message asks of a client; with "train" it is scored as well, unless the plan says otherwise."""
 
 
 # Messages to clients ----------------------------------------------------------------------------------------
@@ -44,11 +44,13 @@ class RoundPlan:
         number: of the round, from 1.
         kinds: client -> what it is asked to do.
         absent: client -> why it gets no message.
+        scored: whether clients are scored.
     """
 
     number: int
     kinds: Mapping[int, Kind]
     absent: Mapping[int, str] = field(default_factory=dict)
+    scored: bool = True
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def phase_of(
         if id(payload) not in encoded:
             encoded[id(payload)] = payload, wire.encode(payload, dtype)
         config = ConfigRecord({"round": plan.number, "experiment": experiment})
+        if not plan.scored:
+            config[wire.UNSCORED] = True
         if number in names:
             config["client"] = number  # clients without a name know their number
         if not (client := roster.clients[number]).simulated:

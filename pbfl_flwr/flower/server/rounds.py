@@ -103,6 +103,20 @@ def scores(exchange: Exchange) -> Scores:
     return Scores(accuracy=summarise_accuracy(reports), validation=summarise_accuracy(on_validation(reports)))
 
 
+def is_scored(number: int, moment: Moment, every: int, last: int) -> bool:
+    """Return whether clients are scored in a round: if the round whose accuracy it is is due, and in the last.
+
+    If they are scored before their training, it is the accuracy of the round before; the last round's comes after it.
+
+    Args:
+        number: of the round, from 1.
+        moment: when clients are scored.
+        every: N, ``evaluate-every``.
+        last: number of the run's last round.
+    """
+    return (number - 1) % every == 0 if moment == "before" else number % every == 0 or number == last
+
+
 def updated_ages(
     ages: Sequence[int] | None, classes: Collection[int] | None, num_classes: int
 ) -> list[int] | None:
@@ -146,7 +160,10 @@ def round_fields(
         "round": phase.number,
         **dict(scores(exchange)),
         "accuracy_of_round": phase.number - 1 if moment == "before" else phase.number,
-        "test_loss": _mean([report.test_loss for report in reports], [report.num_test for report in reports]),
+        "test_loss": _mean(
+            [report.test_loss if report.correct else None for report in reports],
+            [report.num_test for report in reports],
+        ),
         "client_metrics": {
             name: _mean([(report.metrics or {}).get(name) for report in trained], samples) for name in names
         },
@@ -204,7 +221,7 @@ def clients_record(
         num_validation=column(lambda report: report.num_validation),
         correct_validation=column(lambda report: dict(report.validation or {})),
         by_class=column(lambda report: report.by_class.brief() if report.by_class else {}) if counted else [],
-        test_loss=column(lambda report: report.test_loss),
+        test_loss=column(lambda report: report.test_loss if report.correct else None),
         metrics=column(lambda report: dict(report.metrics or {})),
         seconds=column(lambda report: list(report.seconds)),
         bytes_up=[exchange.up[client] for client in reports],

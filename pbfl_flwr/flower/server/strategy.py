@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import NO_SCORES
 from pbfl_flwr.flower.server import recorder, rounds, stopping
 from pbfl_flwr.flower.server.exchange import Kind, Phase, RoundPlan, phase_of
 from pbfl_flwr.flower.server.grid import polling
@@ -117,10 +119,18 @@ class MethodStrategy(Strategy):
     def _scores(self) -> dict[int, Score]:
         return scores_by_round(self.history, self.primary_predictor)
 
+    def _is_scored(self, number: int) -> bool:
+        every = self.settings.evaluation.evaluate_every
+        return rounds.is_scored(number, self.moment, every, self._num_rounds)
+
+    def _ends_early(self, scores: Mapping[int, Score], number: int) -> bool:
+        """Whether the run must end after this round; only a round in which clients are scored can tell."""
+        return self._is_scored(number) and patience_exhausted(scores, number, self.settings.run.patience)
+
     @property
     def _last_round(self) -> int:
         """The round after which the run ends, according to the rounds so far."""
-        ended = patience_exhausted(self._scores, self.done, self.settings.run.patience)
+        ended = self._ends_early(self._scores, self.done)
         return self.done if ended else self._num_rounds
 
     # Before the first round ---------------------------------------------------------------------------------
@@ -216,7 +226,7 @@ class MethodStrategy(Strategy):
                     scores = evaluate_fn(self.done, result.arrays) if evaluate_fn else None
                     if scores is not None:
                         result.evaluate_metrics_serverapp[self.done] = scores
-                early = patience_exhausted(self._scores, self.done, run.patience)
+                early = self._ends_early(self._scores, self.done)
                 if self.run is not None and early and self.done < run.num_server_rounds:
                     self.run.update(ended_after=self.done)
             finally:
@@ -272,8 +282,9 @@ class MethodStrategy(Strategy):
         roster = self._clients.roster
         training = roster.sample(run.fraction_train, run.seed, number, absent)
         scored = roster.scored(run.fraction_evaluate, run.seed, number, training)
-        kinds: dict[int, Kind] = {client: "evaluate" for client in scored if client not in absent}
-        return RoundPlan(number, {**kinds, **dict.fromkeys(training, "train")}, absent)
+        due = self._is_scored(number)
+        kinds: dict[int, Kind] = {client: "evaluate" for client in scored if due and client not in absent}
+        return RoundPlan(number, {**kinds, **dict.fromkeys(training, "train")}, absent, scored=due)
 
     def _absent(self, grid: Grid, number: int) -> dict[int, str]:
         """Return which clients cannot get a message now, and why; records clients that have just joined."""
@@ -304,14 +315,14 @@ class MethodStrategy(Strategy):
             settings.prototypes.wire_dtype,
         )
 
-    @property
-    def _rules(self) -> ReplyRules:
-        return ReplyRules.of(self.settings, self.method, self._task)
+    def _rules(self, plan: RoundPlan) -> ReplyRules:
+        rules = ReplyRules.of(self.settings, self.method, self._task)
+        return rules if plan.scored else replace(rules, requested=NO_SCORES)
 
     def _read(self, phase: Phase, replies: list[Message], state: Serializable) -> Exchange:
         """Decode and validate replies, and remember which clients failed or are late."""
         self._clients.overdue.add(phase.unanswered(replies))
-        exchange = read(replies, phase, self._rules, state)
+        exchange = read(replies, phase, self._rules(phase.plan), state)
         self._clients.failed = frozenset(exchange.failures)
         recorder.log_exchange(exchange)
         return exchange
@@ -360,7 +371,7 @@ class MethodStrategy(Strategy):
         scores = rounds.scores(exchange)
         score = score_of(scores, self.primary_predictor)
         by_round = self._scores if score is None else {**self._scores, number: score}
-        ends_early = patience_exhausted(by_round, number, run.patience)
+        ends_early = self._ends_early(by_round, number)
         final = None
         if grid is not None and self.moment == "before" and (ends_early or number == self._num_rounds):
             final = self._final_scoring(grid, number, state, timeout)

@@ -1,0 +1,129 @@
+"""evaluate-every: clients are scored in every N-th round and in the last; all that reads a run knows the others."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pbfl_flwr.experiments.results import FinishedRun
+from pbfl_flwr.flower.server.rounds import is_scored
+from tests.flower.inprocess import altered, federation, numbers, shown
+from tests.small_runs import pbfl
+
+KEYS: dict[str, Any] = {"num_server_rounds": 5, "evaluate_every": 2, "models": "cnn4", "on_disk": True}
+
+
+@pytest.mark.parametrize(
+    ("moment", "every", "scored"),
+    [
+        ("after", 1, [1, 2, 3, 4, 5]),
+        ("after", 2, [2, 4, 5]),
+        ("after", 9, [5]),
+        ("before", 1, [1, 2, 3, 4, 5]),
+        ("before", 2, [1, 3, 5]),
+        ("before", 9, [1]),
+    ],
+)
+def test_which_rounds_are_scored(moment: Any, every: int, scored: list[int]) -> None:
+    assert [number for number in range(1, 6) if is_scored(number, moment, every, 5)] == scored
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fedavg"])
+def test_the_other_rounds_train_alike_and_have_no_scores(tmp_path: Path, method: str) -> None:
+    """The first is scored after training, the second before it."""
+    more: dict[str, Any] = {"per_class": True, "auc": True, "fraction_train": 0.6}
+    always = federation(tmp_path / "a", method, **{**KEYS, **more, "evaluate_every": 1}).run()
+    run = federation(tmp_path / "b", method, **KEYS, **more).run()
+    moment = run.strategy.moment
+    assert moment == ("after" if method == "fedproto" else "before")
+    for line, whole in zip(run.strategy.history, always.strategy.history, strict=True):
+        assert (line.failures, line.trained, line.client_metrics) == ([], whole.trained, whole.client_metrics)
+        if is_scored(line.round, moment, 2, 5):
+            assert (line.accuracy, line.test_loss) == (whole.accuracy, whole.test_loss)
+        else:
+            assert (line.accuracy, line.validation, line.test_loss) == ({}, {}, None)
+            assert line.seconds.clients["evaluate"] == 0
+    assert run.strategy.history[-1].final == always.strategy.history[-1].final
+    assert run.strategy.history[-1].latest.accuracy == always.strategy.history[-1].latest.accuracy
+
+
+def test_clients_that_do_not_train_get_no_message_in_the_other_rounds(tmp_path: Path) -> None:
+    run = federation(tmp_path, fraction_train=0.4, **KEYS).run()
+    kinds = {number: {kind for _, at, kind in run.grid.asked if at == number} for number in range(1, 6)}
+    assert kinds == {
+        1: {"train"},
+        2: {"train", "evaluate"},
+        3: {"train"},
+        4: {"train", "evaluate"},
+        5: kinds[4],
+    }
+
+
+def test_scores_that_nobody_asked_for_are_ignored(tmp_path: Path) -> None:
+    def boast(content: Any) -> None:
+        scores = numbers(content["m"], "c")
+        content["m"]["c"] = [4, *scores[1:]]
+
+    run = federation(tmp_path, faults={(0, 1): altered(boast)}, **KEYS).run()
+    assert (run.strategy.history[0].accuracy, run.strategy.history[0].failures) == ({}, [])
+
+
+def test_an_extended_run_has_the_hash_of_a_longer_one(tmp_path: Path) -> None:
+    whole = federation(tmp_path / "a", **KEYS).run()
+    federation(tmp_path / "b", **{**KEYS, "num_server_rounds": 3}).run()
+    extended = federation(tmp_path / "b", resume=True, **KEYS).run()
+    assert extended.strategy.history[2].accuracy != {}  # it was the last one
+    assert extended.directory.result() == whole.directory.result()
+
+
+def test_patience_counts_on_scores_only(tmp_path: Path) -> None:
+    keys = {**KEYS, "num_server_rounds": 30, "evaluate_every": 3, "learning_rate": 1e-6, "patience": 2}
+    run = federation(tmp_path, **keys).run()
+    last = run.strategy.history[-1]
+    assert last.round < 30
+    assert last.round % 3 == 0
+    assert last.accuracy
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fedavg"])
+def test_what_reads_a_run_knows_rounds_without_scores(tmp_path: Path, method: str) -> None:
+    run = federation(tmp_path, method, **KEYS).run()
+    path = run.directory.path
+    read = FinishedRun.load(path)
+    by = read.predictor
+    assert [number for number, _ in read.curve()] == ([2, 4, 5] if method == "fedproto" else [0, 2, 4, 5])
+    assert set(read.accuracies()) == set(range(5))
+    assert by in shown(path)
+    for words in (
+        ["show", path],
+        ["list", "runs", path.parent],
+        ["watch", path, "--once"],
+    ):
+        result = pbfl(*words)
+        assert result.exit_code == 0, result.output
+    result = pbfl("report", path, "--out", tmp_path / "report")
+    assert result.exit_code == 0, result.output
+
+
+def test_an_unfinished_run_shows_its_last_scores(tmp_path: Path) -> None:
+    run = federation(tmp_path, **KEYS).run()
+    path = run.directory.path
+    for name in ("rounds.jsonl", "clients.jsonl"):
+        lines = (path / name).read_text().splitlines()
+        (path / name).write_text("\n".join(lines[:3]) + "\n")
+    read = FinishedRun.load(path)
+    assert read.scores[read.predictor].last[0] == 2
+    assert read.accuracies()
+    second = json.loads((path / "clients.jsonl").read_text().splitlines()[1])
+    assert len(read.accuracies()) == sum(tests > 0 for tests in second["num_test"])
+
+
+def test_a_table_of_rounds_has_empty_cells(tmp_path: Path) -> None:
+    run = federation(tmp_path, **KEYS).run()
+    result = pbfl("report", run.directory.path, "--out", tmp_path / "report")
+    assert result.exit_code == 0, result.output
+    for file in (tmp_path / "report").rglob("*.csv"):
+        with file.open() as stream:
+            assert not any("nan" in cell.lower() for row in csv.reader(stream) for cell in row), file
