@@ -15,6 +15,7 @@ from typer.main import get_command
 
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import Settings, parse
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import catalogue
 from pbfl_flwr.experiments.plan import configuration, reproduction
@@ -50,7 +51,7 @@ def test_documented_runs_are_accepted(
 ) -> None:
     """Up to the check of data and networks, which a machine may not have."""
 
-    def ready(settings: Settings, resources: Resources) -> None:
+    def ready(settings: Settings, resources: Resources, loaded: LoadedData) -> None:
         raise PbflError("ready")
 
     monkeypatch.chdir(tmp_path)
