@@ -176,6 +176,7 @@ def local(
     """Run a secured federation on this machine, with SuperLink and SuperNodes as separate processes."""
     from pbfl_flwr.experiments.execute import deployment
     from pbfl_flwr.experiments.show import show_run
+    from pbfl_flwr.util.atomic_files import make_directory
 
     console = screen()
     source = checkout(app_dir)
@@ -190,7 +191,7 @@ def local(
         plan = deployment.resumed(resume, settings)
     own_network([plan.settings])
     with writing(plan.run_dir):
-        plan.run_dir.mkdir(parents=True, exist_ok=True)
+        make_directory(plan.run_dir)
     with running():
         code = deployment.start(source, plan, console)
     if code == COMPLETED:

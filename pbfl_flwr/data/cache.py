@@ -3,7 +3,7 @@
 A cache entry is the folder ``<home>/cache/<dataset>-<hash>`` with ``inputs.npy``, ``labels.npy``, ``meta.json`` and,
 where the source has them, ``owner.npy`` and ``in_train.npy``. The hash covers the settings that a decoder may read, and
 path, size and modification time of every source file, so changed files are decoded again. Entries may be deleted
-whenever no run is in progress.
+whenever no run is in progress. They are readable by their owner alone, whatever the mode of the files was.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.util.atomic_files import create_private, make_directory
 from pbfl_flwr.util.locks import Lock
 from pbfl_flwr.util.paths import home
 
@@ -56,7 +57,7 @@ def cached(settings: DataSettings, sources: Iterable[Path], decode: Callable[[Al
     entry = home() / "cache" / f"{settings.dataset}-{_fingerprint(settings, sources)}"
     if not entry.is_dir():
         try:
-            entry.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(entry.parent)
             with Lock(entry.with_name(entry.name + ".lock")):
                 if not entry.is_dir():
                     _fill(settings.dataset, entry, decode)
@@ -84,11 +85,13 @@ def _fingerprint(settings: DataSettings, sources: Iterable[Path]) -> str:
 def _fill(name: str, entry: Path, decode: Callable[[Allocate], Pool]) -> None:
     partial = entry.with_name(entry.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-    partial.mkdir()
+    make_directory(partial)
 
     def allocate(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         _need(partial, int(np.prod(shape)) * np.dtype(dtype).itemsize)
-        return np.lib.format.open_memmap(partial / "inputs.npy", mode="w+", dtype=dtype, shape=shape)
+        return np.lib.format.open_memmap(
+            create_private(partial / "inputs.npy"), mode="w+", dtype=dtype, shape=shape
+        )
 
     log.info("decoding %s into %s, once", name, entry)
     try:
@@ -115,15 +118,15 @@ def _write(pool: Pool, folder: Path) -> None:
         pool.inputs.flush()
     else:
         _need(folder, pool.inputs.nbytes)
-        np.save(folder / "inputs.npy", pool.inputs)
-    np.save(folder / "labels.npy", pool.labels)
+        np.save(create_private(folder / "inputs.npy"), pool.inputs)
+    np.save(create_private(folder / "labels.npy"), pool.labels)
     for column in ("owner", "in_train"):
         values = getattr(pool, column)
         if values is not None:
-            np.save(folder / f"{column}.npy", values)
+            np.save(create_private(folder / f"{column}.npy"), values)
     keys = ("label_names", "num_train", "notes", "columns", "vocabulary_size")
     meta = {key: getattr(pool, key) for key in keys}
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    create_private(folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     for file in folder.iterdir():  # a power cut must not leave an entry without its content
         with file.open("rb+") as content:
             os.fsync(content.fileno())

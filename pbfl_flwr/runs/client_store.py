@@ -105,7 +105,7 @@ class ClientStore:
         """
         lock = self.path.with_name(f".{self.path.stem}.lock")
         try:
-            make_directory(self.directory, private=True)
+            make_directory(self.directory)
             need_locks(lock)
         except OSError as error:
             raise UnsavedState(f"state-dir {self.directory} cannot be written ({error.strerror})") from None
@@ -151,7 +151,7 @@ class ClientStore:
     def save(self, state: ClientState) -> None:
         """Write the client's state atomically, so that model, memory and reply are always of the same round.
 
-        Only the file's owner may read it, since it holds class means and counts. The caller must hold the lock, unless
+        The caller must hold the lock, unless
         no other process uses the file.
         """
         tensors = {f"model.{name}": tensor for name, tensor in state.model.items()}
@@ -167,7 +167,7 @@ class ClientStore:
             "report": json.dumps(dict(state.report)),
             **({SAME: json.dumps(same)} if same else {}),
         }
-        save_tensors(self.path, tensors, metadata, private=True, flushed=self.flushed)
+        save_tensors(self.path, tensors, metadata, flushed=self.flushed)
 
     def _identity(self) -> dict[str, str]:
         return {"experiment": self.experiment, "client": str(self.client), "architecture": self.architecture}

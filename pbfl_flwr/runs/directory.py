@@ -47,6 +47,7 @@ from pbfl_flwr.util.atomic_files import (
     UnsavedState,
     flush_directory,
     make_directory,
+    private_opener,
     remove_temporary,
     write_atomically,
 )
@@ -236,7 +237,7 @@ class RunDirectory:
     def _append(self, name: str, record: Record) -> None:
         try:
             created = not (self.path / name).exists()
-            with (self.path / name).open("a") as file:
+            with open(self.path / name, "a", opener=private_opener) as file:
                 file.write(json.dumps(record.to_json()) + "\n")
                 file.flush()
                 os.fsync(file.fileno())

@@ -14,6 +14,7 @@ from filelock import Timeout
 
 from pbfl_flwr.errors import writing
 from pbfl_flwr.runs.directory import SERVER_LOCK, RunRefused
+from pbfl_flwr.util.atomic_files import make_directory
 from pbfl_flwr.util.locks import Lock
 
 RUN_LOCK = ".lock"
@@ -33,7 +34,7 @@ def claim(lock: Lock, run_dir: Path) -> None:
         RunRefused: if another process holds the lock.
     """
     with writing(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_directory(run_dir)
         try:
             lock.acquire(timeout=CLAIM_SECONDS)
         except Timeout:  # a subclass of OSError

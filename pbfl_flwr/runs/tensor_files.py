@@ -29,7 +29,6 @@ def save_tensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
     *,
-    private: bool = False,
     flushed: bool = True,
 ) -> None:
     """Write tensors and metadata with schema version and checksum; no other process may write the file meanwhile.
@@ -38,14 +37,13 @@ def save_tensors(
         path: the file.
         tensors: by name.
         metadata: of the file.
-        private: only the file's owner may read it.
         flushed: see :func:`pbfl_flwr.util.atomic_files.write_atomically`.
     """
     contiguous = separate(tensors)
     full = {**metadata, "schema": SCHEMA}
     full["checksum"] = _checksum(contiguous, full)
     data = _with_sorted_metadata(save(contiguous, full))
-    write_atomically(path, data, locked=True, private=private, flushed=flushed)
+    write_atomically(path, data, locked=True, flushed=flushed)
 
 
 def _with_sorted_metadata(file: bytes) -> tuple[bytes, bytes, memoryview]:

@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.payloads import separate
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.network import Served, rebuild
 from pbfl_flwr.serving.states import SavedModel
-from pbfl_flwr.util.atomic_files import write_atomically
+from pbfl_flwr.util.atomic_files import create_private, make_directory, write_atomically
 
 CARD, WEIGHTS, PROTOTYPES, PROGRAM, ONNX = (
     "card.json",
@@ -56,7 +56,8 @@ def export(model: SavedModel, directory: Path, allowed_code: str = "") -> list[s
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise PbflError(f"--out {directory} already holds files; must be a new directory")
     served = rebuild(model.card, model.weights, allowed_code, str(directory))
-    directory.mkdir(parents=True, exist_ok=True)
+    with writing(directory):
+        make_directory(directory)
     write_atomically(directory / WEIGHTS, save(separate(model.weights)))
     if model.prototypes:
         write_atomically(directory / PROTOTYPES, save(separate(model.prototypes)))
@@ -81,7 +82,7 @@ def _programs(served: Served, card: Card, directory: Path) -> None:
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(served, (example,), dynamic_shapes=batch)
-            torch.export.save(program, directory / PROGRAM)
+            torch.export.save(program, create_private(directory / PROGRAM))
             if has_onnx():
                 onnx_program = torch.onnx.export(
                     program,
@@ -92,7 +93,7 @@ def _programs(served: Served, card: Card, directory: Path) -> None:
                     verbose=False,
                 )
                 assert onnx_program is not None
-                onnx_program.save(directory / ONNX)
+                onnx_program.save(create_private(directory / ONNX))
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:300]
             raise PbflError(

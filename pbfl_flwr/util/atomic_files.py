@@ -1,12 +1,14 @@
-"""Atomic replacement of files: written under a temporary name, flushed, renamed.
+"""Atomic replacement of files, and the one way to make private files and directories.
 
-Does not import torch, so that commands that only read a run start fast.
+A file is written under a temporary name, flushed, and renamed. What this package writes belongs to its user alone: mode
+0600, directories 0700, whatever the umask. Does not import torch, so that commands that only read a run start fast.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,27 +32,33 @@ def write_atomically(
     data: bytes | Sequence[bytes | memoryview],
     *,
     locked: bool = False,
-    private: bool = False,
+    private: bool = True,
     flushed: bool = True,
 ) -> None:
     """Replace a file atomically: after an interruption it has either the old or the new content.
+
+    A new file takes the place of the old one, or of a link, whose target is left alone; nothing of the old one's mode
+    is kept.
 
     Args:
         path: the file; missing parent directories are made.
         data: the new content, in one piece or several.
         locked: the caller holds the file's lock. The temporary file then has a fixed name, so one that a killed process
-            left is overwritten.
-        private: only its owner may read it.
+            left is removed first.
+        private: only its owner may read and write it; if False, the umask decides.
         flushed: flush the directory, so that the new file survives a power failure; if False, the caller does it.
 
     Raises:
         UnsavedState: if writing or flushing fails.
     """
-    writer = "" if locked else f".{os.getpid()}"
+    writer = "" if locked else f".{secrets.token_hex(8)}"
     temporary = path.with_name(f".{path.name}{writer}.tmp")
     try:
         make_directory(path.parent)
-        with open(temporary, "wb", opener=_open_private if private else None) as file:
+        if locked:
+            temporary.unlink(missing_ok=True)
+        # "x": neither a link nor a file that somebody put there is opened.
+        with open(temporary, "xb", opener=private_opener if private else None) as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
@@ -71,25 +79,42 @@ def write_atomically(
         ) from None
 
 
-def _open_private(name: str, flags: int) -> int:
-    return os.open(name, flags, 0o600)
+def private_opener(name: str, flags: int) -> int:
+    """Open a file as ``opener`` of :func:`open`: one that is made is its owner's alone, and a link is not followed.
+
+    Raises:
+        OSError: as :func:`os.open`; also if the name is a link.
+    """
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)  # Windows has no O_NOFOLLOW
 
 
-def make_directory(path: Path, *, private: bool = False) -> None:
-    """Make a directory and its parents, and flush them to disk.
+def create_private(path: Path) -> Path:
+    """Create an empty private file, which a library then opens by its name, and return its path.
+
+    Raises:
+        OSError: if it cannot be made, e.g. because it exists.
+    """
+    open(path, "xb", opener=private_opener).close()
+    return path
+
+
+def make_directory(path: Path, *, private: bool = True, exist_ok: bool = True) -> None:
+    """Make a directory and its missing parents, and flush them to disk.
 
     Args:
-        path: the directory; nothing is done if it exists.
-        private: if it is made, only its owner may access it.
+        path: the directory; the mode of one that exists stays.
+        private: if it is made, only its owner may access it; if False, and for parents, others may read it as far as
+            the umask allows, but never write.
+        exist_ok: whether it may exist.
 
     Raises:
         OSError: if it cannot be made or flushed.
     """
-    if path.is_dir():
+    if exist_ok and path.is_dir():
         return
     if path.parent != path:
-        make_directory(path.parent)
-    path.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+        make_directory(path.parent, private=False)
+    path.mkdir(mode=0o700 if private else 0o755, exist_ok=exist_ok)
     flush_directory(path.parent)
 
 

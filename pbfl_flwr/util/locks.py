@@ -36,7 +36,7 @@ def need_locks(file: Path) -> None:
     Raises:
         OSError: if the file cannot be created, or its file system has no locks.
     """
-    descriptor = os.open(file, os.O_RDONLY | os.O_CREAT, 0o666)
+    descriptor = os.open(file, os.O_RDONLY | os.O_CREAT, 0o600)
     try:
         if os.name != "posix":
             return

@@ -1,5 +1,6 @@
 import os
 import shutil
+import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -157,7 +158,8 @@ def test_an_entry_is_on_the_disk_before_it_has_its_name(source, monkeypatch):
 
     def note(descriptor: int) -> None:
         sync(descriptor)
-        written.add(os.fstat(descriptor).st_ino)
+        if stat.S_ISREG((status := os.fstat(descriptor)).st_mode):
+            written.add(status.st_ino)
 
     def check(partial: Path, entry: Path) -> None:
         assert {file.stat().st_ino for file in Path(partial).iterdir()} == written

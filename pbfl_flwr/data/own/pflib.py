@@ -22,6 +22,7 @@ from pbfl_flwr.data.contract import Partition, Pool, Rows
 from pbfl_flwr.data.own.restricted_pickle import load_arrays
 from pbfl_flwr.data.sources.files import given_path
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.util.atomic_files import create_private, make_directory
 
 PARTS = ("train", "test")
 MAX_CLIENTS = 100_000  # as num-clients
@@ -121,20 +122,23 @@ def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
         raise PbflError("PFLlib folders cannot be written for texts; must be a dataset of numbers or images")
     if any((path / name).exists() for name in ("config.json", *PARTS)):
         raise PbflError(f"{path} already holds a dataset; export-path must be a new folder")
+    make_directory(path)
     for part in PARTS:
-        (path / part).mkdir(parents=True)
+        make_directory(path / part)
     for client, split in enumerate(partition.splits):
         data = materialise(pool, split)
         for part, shard in zip(PARTS, (data.train, data.test), strict=True):
             content = {"x": data.prepare(shard.inputs).numpy(), "y": shard.labels.numpy()}
-            np.savez_compressed(path / part / f"{client}.npz", data=np.array(content, dtype=object))
+            np.savez_compressed(
+                create_private(path / part / f"{client}.npz"), data=np.array(content, dtype=object)
+            )
     table = [[[int(k), int(row[k])] for k in np.flatnonzero(row)] for row in partition.counts]
     config = {
         "num_clients": len(partition.splits),
         "num_classes": pool.num_classes,
         "Size of samples for labels in clients": table,
     }
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    create_private(path / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def _read_config(path: Path) -> tuple[int, int]:

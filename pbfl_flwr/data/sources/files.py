@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError, expanded
+from pbfl_flwr.util.atomic_files import make_directory
 from pbfl_flwr.util.locks import Lock
 from pbfl_flwr.util.paths import home
 
@@ -102,7 +103,7 @@ def fetch(
         raise missing(settings, _absent(needed) if goes_to.exists() else [goes_to], goes_to)
     locks = home() / "cache"
     try:
-        locks.mkdir(parents=True, exist_ok=True)
+        make_directory(locks)
         with Lock(locks / f"{settings.dataset}.download.lock"):
             if _absent(needed):
                 download()

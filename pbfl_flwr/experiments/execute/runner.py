@@ -22,6 +22,7 @@ from pbfl_flwr.flower.deploy.processes import HANGUPS, forget_lost_terminal
 from pbfl_flwr.flower.deploy.superlink import ENDED, Engine, ManagedSuperLink
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused
+from pbfl_flwr.util.atomic_files import make_directory
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 POLL_SECONDS = 0.3
@@ -114,7 +115,7 @@ def _printing(follower: Follower) -> Iterator[None]:
 def _following(run_dir: Path, num_rounds: int, console: Console) -> Follower:
     """Create and print the run directory, and return a follower that prints the run's rounds."""
     with writing(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_directory(run_dir)
     say(console, f"run {run_dir}")
     return Follower(run_dir, num_rounds, console)
 

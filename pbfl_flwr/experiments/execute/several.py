@@ -27,6 +27,7 @@ from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, standing
 from pbfl_flwr.flower.deploy.processes import Processes, signals_ignored
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, slots
+from pbfl_flwr.util.atomic_files import make_directory, private_opener
 from pbfl_flwr.util.memory import available_memory
 
 Start = Callable[[configuration.RequestedKeys, Path], int]
@@ -239,8 +240,8 @@ class _Running:
 def _start(run: PlannedRun, words: Sequence[str], slot: Slot, follower: Follower) -> _Running:
     cards = {"CUDA_VISIBLE_DEVICES": slot.cards} if slot.cards else {}
     with writing(run.directory):
-        run.directory.mkdir(parents=True, exist_ok=True)
-        log = (run.directory / LOG).open("ab")
+        make_directory(run.directory)
+        log = open(run.directory / LOG, "ab", opener=private_opener)  # noqa: SIM115, closed below
     processes = Processes()
     with log:
         environment = {**os.environ, **cards, "COLUMNS": "160"}

@@ -24,6 +24,7 @@ from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models.registry import architecture_of, architectures
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.sinks import check as check_sinks
+from pbfl_flwr.util.atomic_files import make_directory
 from pbfl_flwr.util.user_code import is_external
 
 PATHS = ("run-dir", "state-dir", "data-dir")
@@ -262,7 +263,7 @@ def create_directory(directory: Path, *, chosen: bool) -> Path:
     with writing(directory):
         while True:
             try:
-                created.mkdir(parents=True, exist_ok=chosen)
+                make_directory(created, exist_ok=chosen)
                 return created
             except FileExistsError:
                 if chosen:

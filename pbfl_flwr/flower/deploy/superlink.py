@@ -31,6 +31,7 @@ from pbfl_flwr.flower.deploy.bundle import copy_included
 from pbfl_flwr.flower.deploy.processes import Processes, executable, free_port, healthy, signals_ignored
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.runs.locks import claim, lock_of
+from pbfl_flwr.util.atomic_files import private_opener
 
 LOG = "flower.log"
 ENDED = ("finished:completed", "finished:failed", "finished:stopped")
@@ -181,7 +182,7 @@ class ManagedSuperLink(ABC):
     ) -> subprocess.Popen[bytes]:
         assert self._processes is not None, "the link has not been entered"
         environment = {**self._environment(), "FLWR_HOME": str(self._scratch / home)}
-        with (log or self.log).open("ab") as output:
+        with open(log or self.log, "ab", opener=private_opener) as output:
             command = [executable(name), *arguments]
             return self._processes.start(command, self._scratch / "empty", environment, output)
 

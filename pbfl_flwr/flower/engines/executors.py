@@ -21,6 +21,7 @@ from pbfl_flwr.flower.client.app import RAISED, make_client_app
 from pbfl_flwr.flower.client.device import as_worker, release_gpu_memory
 from pbfl_flwr.flower.deploy.processes import HANGUPS
 from pbfl_flwr.flower.engines.channel import Channel, channel
+from pbfl_flwr.util.atomic_files import private_opener
 
 DIED = "the worker process that ran it died; was there too little memory?"
 FAILED = (
@@ -240,7 +241,7 @@ def _work(parent: Channel, spec: WorkerSpec) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, *HANGUPS):  # clusters signal every process of a job
         signal.signal(number, signal.SIG_IGN)
     os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpus
-    with spec.log.open("ab") as log:
+    with open(spec.log, "ab", opener=private_opener) as log:
         for output in (1, 2):  # descriptors, since sys.stdout may be None
             os.dup2(log.fileno(), output)
     with as_worker(spec.cores):

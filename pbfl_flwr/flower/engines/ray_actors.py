@@ -74,7 +74,7 @@ def check_nodes(states: Path) -> bool:
     Raises:
         PbflError: naming the first node that has another pbfl-flwr or Flower, or none.
     """
-    make_directory(states, private=True)
+    make_directory(states)
     token = states / f".shared-{uuid.uuid4().hex}"
     token.touch()
     inspect = _inspector(str(token))
@@ -202,8 +202,8 @@ def _write(states: Path, files: Mapping[str, bytes], *, replaced: Mapping[str, b
     """Write the files that changed, and remove those that are no longer there."""
     for name, data in files.items():
         if replaced.get(name) != data:
-            make_directory((states / name).parent, private=True)
-            write_atomically(states / name, data, locked=True, private=True, flushed=False)
+            make_directory((states / name).parent)
+            write_atomically(states / name, data, locked=True, flushed=False)
     for name in replaced.keys() - files.keys():
         (states / name).unlink()
 
