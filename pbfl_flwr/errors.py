@@ -13,9 +13,14 @@ FEW = 5  # names listed in a message before "and N more"
 OUT_OF_MEMORY_HINT = (
     "lower batch-size or eval-batch-size, or have fewer clients share a GPU (--gpus-per-client)"
 )
-CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)  # ANSI escape sequences and control characters
+# What may not pass from foreign text to a terminal, a log or a file: ANSI escape sequences, control characters, marks
+# that change the direction of text or take no room, tags, halves of surrogate pairs (which cannot be encoded).
+UNPRINTABLE = re.compile(
+    "\x1b\\[[0-?]*[ -/]*[@-~]"
+    "|[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
+)
+BREAKS = re.compile("[\t\n\v\f\r\x1c-\x1e\x85\u2028\u2029]+")  # where str.splitlines begins a line, and tabs
 
 
 class PbflError(Exception):
@@ -25,9 +30,18 @@ class PbflError(Exception):
     """
 
 
-def printable(text: str) -> str:
-    """Return text without control characters except tab and line feed, so that foreign text cannot steer a terminal."""
-    return CONTROL.sub("", text)
+def printable(text: str, *, lines: bool = False) -> str:
+    """Return text that came from elsewhere so that it can be shown, logged and handed on.
+
+    It can neither steer a terminal, nor forge a line of a log, nor look like another text.
+
+    Args:
+        text: from another machine, a file, another library.
+        lines: whether it may have several lines, and tabs; otherwise these become spaces.
+    """
+    if lines:
+        return UNPRINTABLE.sub("", text).replace("\u2028", "\n").replace("\u2029", "\n")
+    return UNPRINTABLE.sub("", BREAKS.sub(" ", text))
 
 
 def in_utf8(what: str, text: str) -> str:

@@ -27,7 +27,7 @@ class Screen(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the segments with control characters removed from their text."""
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else printable(text), style, control)
+            yield Segment(text if control else printable(text, lines=True), style, control)
 
     def on_broken_pipe(self) -> None:
         """Discard further output without ending the command: a run must continue when its reader ends."""
@@ -50,7 +50,7 @@ def say(console: Console, text: str, style: str = "") -> None:
 def document(text: str) -> None:
     """Print machine-readable output without control characters; the rest is discarded if the pipe is closed."""
     try:
-        print(printable(text), end="", flush=True)
+        print(printable(text, lines=True), end="", flush=True)
     except BrokenPipeError:
         discard_output(sys.stdout)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pbfl_flwr.config import NEUTRAL
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.pairs import paired_sheet
 from pbfl_flwr.experiments.results import Group
@@ -80,6 +80,7 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
     environment = Environment(
         loader=FunctionLoader(_source),
         autoescape=True,
+        finalize=_shown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -168,6 +169,11 @@ def _value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if value != "" else '""'
+
+
+def _shown(value: object) -> object:
+    """Return a template's value; of text what may be shown."""
+    return printable(value, lines=True) if type(value) is str else value  # a Markup is ours
 
 
 def _source(name: str) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.results import client_series, scores
-from pbfl_flwr.experiments.tables import csv_text
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Accuracy, ClientsRecord, RoundRecord, RunRecord
+from pbfl_flwr.util.csv_text import csv_text
 
 CLIENTS = (
     "round",

@@ -19,10 +19,10 @@ from rich.console import Console
 from pbfl_flwr.errors import PbflError, reading
 from pbfl_flwr.experiments.console import clock, print_blocks, say
 from pbfl_flwr.experiments.results import resume_command, scores
-from pbfl_flwr.experiments.tables import csv_text
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.locks import in_use, was_used
 from pbfl_flwr.runs.records import RoundRecord, RunRecord
+from pbfl_flwr.util.csv_text import csv_text
 
 DEPTH = 3  # runs/<reproduction>/<block>/<run>
 COLUMNS = ("run", "method", "dataset", "seed", "rounds", "primary predictor", "last", "state")

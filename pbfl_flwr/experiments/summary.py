@@ -18,7 +18,8 @@ from pbfl_flwr.experiments.notes import (
     unscored_lines,
 )
 from pbfl_flwr.experiments.results import Group, same_data, span
-from pbfl_flwr.experiments.tables import Sheet, csv_text, mean_cell
+from pbfl_flwr.experiments.tables import Sheet, mean_cell
+from pbfl_flwr.util.csv_text import csv_text
 
 MOMENT_NOTE = "Scored: before or after local training in a round."
 BEST_NOTE = (

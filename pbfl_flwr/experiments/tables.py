@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
 from rich.console import Console
 
 from pbfl_flwr.experiments.console import print_blocks, say
+from pbfl_flwr.util.csv_text import csv_text
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -113,13 +112,6 @@ class Tables:
 
     shown: Sequence[Sheet | str]
     files: Mapping[str, str]
-
-
-def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """Return rows, the first of which holds the column titles, as comma-separated values; None is an empty cell."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
 
 
 def tex(text: str) -> str:

@@ -153,7 +153,8 @@ class RunDirectory:
 
     def _line(self, name: str) -> str:
         with suppress(OSError):
-            return printable((self.path / name).read_text(encoding="utf-8", errors="replace").strip())
+            text = (self.path / name).read_text(encoding="utf-8", errors="replace")
+            return printable(text.strip(), lines=True)
         return ""
 
     def start(self, **fields: Any) -> None:

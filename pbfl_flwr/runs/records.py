@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
 
+from pbfl_flwr.errors import printable
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import DamagedState
 
@@ -332,7 +333,7 @@ class RunRecord(Record):
     def label_names(self) -> tuple[str, ...]:
         """The K class names; class numbers if clients gave no names."""
         names = self.clients[0].labels or range(self.task.num_classes)
-        return tuple(" ".join(str(name).split()) for name in names)
+        return tuple(" ".join(printable(str(name)).split()) for name in names)
 
 
 class PartitionRecord(Record):

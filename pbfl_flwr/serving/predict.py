@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -23,6 +21,7 @@ from pbfl_flwr.data.sources.files import files_under
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.exported import HEAD, Exported
+from pbfl_flwr.util.csv_text import csv_text
 
 
 @dataclass(frozen=True)
@@ -139,9 +138,7 @@ def written(predictions: Sequence[Prediction], labels: Sequence[str], form: str)
     rows = [("file", "row", "class", "probability")]
     rows += [(p.file, str(p.row) if p.row else "", p.label, f"{p.probability:.6f}") for p in predictions]
     if form == "csv":
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        return text.getvalue()
+        return csv_text(rows)
     width = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return "".join(
         "  ".join(cell.ljust(size) for cell, size in zip(row, width, strict=True)).rstrip() + "\n"

@@ -7,6 +7,7 @@ JSONL is the record and sinks are copies for convenience, so a sink that fails d
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from pbfl_flwr.config import comma_list
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.runs.records import Record, RoundRecord, RunRecord
 
 Metrics = dict[str, float]
@@ -157,10 +158,19 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
         value = value.model_dump()
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _flat(f"{name}/{key}", inner)
+            yield from _flat(f"{name}/{_name(str(key))}", inner)
     elif isinstance(value, int | float) and math.isfinite(value):
         yield name, float(value)
 
 
+def _name(key: str) -> str:
+    """Return a metric's name, which may come from a device, such that every sink takes it.
+
+    MLflow refuses other characters, and makes a file of a name, which "." and ".." cannot be, nor "a" beside "a/b".
+    """
+    allowed = re.sub(r"[^\w. -]", "_", printable(key).replace("/", ".")).strip()
+    return allowed if allowed.strip(".") else "_"
+
+
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {' '.join(printable(str(error)).split())[:200]}"

@@ -11,7 +11,7 @@ from flwr.app import MetricRecord
 from numpy.typing import NDArray
 
 from pbfl_flwr.config import PREDICTORS, EvaluationSettings
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.class_metrics import Areas, ByClass
@@ -136,6 +136,8 @@ class Report:
             raise RejectedPayload(
                 f"its report has a name of {longest} characters, must be at most {MAX_NAME}"
             )
+        if hidden := [name for name in record if not name or name != printable(name)]:
+            raise RejectedPayload(f"its report has a name that cannot be printed: {hidden[0]!a}")
         scored, by_validation = _named(correct), _named(validated) if num_validation else None
         if not requested.scores:
             scored, by_validation, loss = {}, None, 0.0

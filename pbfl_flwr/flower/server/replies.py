@@ -157,7 +157,7 @@ class _Intake:
         reported = {client: upload.reported for client, upload in accepted.items()}
         for client, why in self.rules.plausibility.implausible(sizes, reported).items():
             del accepted[client], exchange.reports[client]
-            exchange.failures[client] = f"upload rejected: {why}"
+            exchange.failures[client] = f"upload rejected: {printable(why)}"
 
     def _decode(
         self, client: int, reply: Message, size: Bytes | Exception, training: bool

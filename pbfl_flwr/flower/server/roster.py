@@ -52,7 +52,7 @@ def client_from_reply(node: int, record: ConfigRecord) -> ClientRecord:
             device=printable(str(record["device"])),
             num_train=int(str(record["num-train"])),
             num_test=int(str(record["num-test"])),
-            columns=str(record.get("columns", ""))[:64],
+            columns=printable(str(record.get("columns", ""))[:64]),
             code_version=printable(str(record.get("code-version", ""))[:64]),
             weights=printable(str(record.get("weights", ""))[:64]),
         )
