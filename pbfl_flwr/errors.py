@@ -105,14 +105,14 @@ def reading(what: str) -> Iterator[None]:
         what: the thing that is read, for messages.
 
     Raises:
-        PbflError: instead of an OSError, or of a LookupError, TypeError, ValueError or AttributeError, e.g. for a
-            missing key.
+        PbflError: instead of an OSError, or of a LookupError, TypeError, ValueError, AttributeError or ArithmeticError,
+            e.g. for a missing key.
     """
     try:
         yield
     except OSError as error:
         raise PbflError(f"{error.filename or what} cannot be read ({error.strerror or error})") from error
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise PbflError(
             f"{what} is damaged, or was written by another version: {format_exception(error)}"
         ) from error

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from pbfl_flwr.runs.locks import in_use, was_used
 from pbfl_flwr.runs.records import RoundRecord, RunRecord
 from pbfl_flwr.util.csv_text import csv_text
 
+MAX_ENTRIES = 10_000  # of a directory of runs
 DEPTH = 3  # runs/<reproduction>/<block>/<run>
 COLUMNS = ("run", "method", "dataset", "seed", "rounds", "primary predictor", "last", "state")
 State = Literal["waiting", "running", "stopped", "finished", "failed"]
@@ -129,18 +131,30 @@ def is_run(path: Path) -> bool:
 def runs_in(directory: Path, depth: int = 1) -> list[Path]:
     """Return the run directories in a directory, by name; those whose name begins with a dot are left out.
 
-    Searched are ``depth`` levels of directories; the directory itself is no run.
+    Searched are ``depth`` levels of directories; the directory itself is no run. A lower one with too many entries is
+    returned as if it were a run, which then cannot be read.
+
+    Raises:
+        PbflError: if the directory has more than MAX_ENTRIES entries.
     """
     try:
-        folders = [path for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")]
+        entries = list(islice(directory.iterdir(), MAX_ENTRIES + 1))
     except OSError:
         return []
+    if len(entries) > MAX_ENTRIES:
+        raise PbflError(
+            f"'{directory}' has more than {MAX_ENTRIES} entries; name runs, or directories of them"
+        )
+    folders = [path for path in entries if path.is_dir() and not path.name.startswith(".")]
     runs = []
     for folder in sorted(folders, key=_in_order):
         if is_run(folder):
             runs.append(folder)
         elif depth > 1:
-            runs += runs_in(folder, depth - 1)
+            try:
+                runs += runs_in(folder, depth - 1)
+            except PbflError:
+                runs.append(folder)
     return runs
 
 
@@ -162,6 +176,8 @@ def listed(path: Path) -> dict[str, Any]:
     line |= {"primary_predictor": "", "last": None, "state": "unreadable"}
     with suppress(PbflError), reading(str(path)):
         status = snapshot(path)
+        if not is_run(path):
+            return line
         if about := status.about:
             config, predictor = about.configuration, about.primary_predictor
             score = scores(status.rounds).get(predictor)

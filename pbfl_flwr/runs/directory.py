@@ -44,10 +44,12 @@ from pbfl_flwr.runs.records import (
     numbered_lines,
 )
 from pbfl_flwr.util.atomic_files import (
+    DamagedState,
     UnsavedState,
     flush_directory,
     make_directory,
     private_opener,
+    read_regular,
     remove_temporary,
     write_atomically,
 )
@@ -56,6 +58,8 @@ from pbfl_flwr.util.locks import Lock
 ERROR, WAITING, RESULT = "error.txt", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
 SERVER_LOCK = ".server.lock"
+# Bytes of the files that are read, by suffix: a line, run.json of 100,000 devices, histories of thousands of rounds.
+LARGEST = {".txt": 2**16, ".json": 2**28, ".jsonl": 2**31}
 HANDOVER_SECONDS = 30.0  # to wait until a stopped ServerApp has ended
 RecordT = TypeVar("RecordT", bound=Record)
 PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")
@@ -153,9 +157,21 @@ class RunDirectory:
 
     def _line(self, name: str) -> str:
         with suppress(OSError):
-            text = (self.path / name).read_text(encoding="utf-8", errors="replace")
+            try:
+                text = self.read(name).decode("utf-8", errors="replace")
+            except DamagedState as error:
+                text = str(error)
             return printable(text.strip(), lines=True)
         return ""
+
+    def read(self, name: str) -> bytes:
+        """Return the content of one of the run's files, which may have been written by others.
+
+        Raises:
+            OSError: if it does not exist or cannot be read.
+            DamagedState: if it is no regular file in the directory, or larger than such a file can be.
+        """
+        return read_regular(self.path / name, LARGEST[Path(name).suffix])
 
     def start(self, **fields: Any) -> None:
         """Write run.json: the versions of these records and of packages, and the other fields of a RunRecord.
@@ -187,7 +203,7 @@ class RunDirectory:
         if not file.exists():
             why = f"; a run that was started there failed: {reason}" if (reason := self.error()) else ""
             raise PbflError(f"'{self.path}' is not a run directory: it has no run.json{why}")
-        return RunRecord.from_json(file.read_bytes(), file)
+        return RunRecord.from_json(self.read(file.name), file)
 
     def round_records(self) -> list[RoundRecord]:
         """Return the lines of rounds.jsonl.
@@ -212,7 +228,7 @@ class RunDirectory:
             DamagedState: if the file is damaged or of another version.
         """
         file = self.path / "partition.json"
-        return PartitionRecord.from_json(file.read_bytes() if file.exists() else {}, file)
+        return PartitionRecord.from_json(self.read(file.name) if file.exists() else {}, file)
 
     def check_states(self, state_dir: str) -> None:
         """Check that the clients of a resumed run find their states again; otherwise they would start from scratch.
@@ -260,7 +276,7 @@ class RunDirectory:
         """Remove the lines whose number is greater than ``done``, and an incomplete last one."""
         file = self.path / name
         if file.exists():
-            lines = zip(numbers, numbered_lines(file.read_bytes()), strict=True)
+            lines = zip(numbers, numbered_lines(self.read(name)), strict=True)
             write_atomically(file, b"".join(line + b"\n" for number, (_, line) in lines if number <= done))
 
     def _write(self, name: str, record: Record) -> None:
@@ -274,11 +290,11 @@ def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
 
 def _records(file: Path, kind: type[RecordT]) -> list[RecordT]:
     """Return the complete lines of a JSONL file; an incomplete last line belongs to an unfinished round."""
-    if not file.exists():
+    try:
+        content = RunDirectory(file.parent).read(file.name)
+    except FileNotFoundError:
         return []
-    return [
-        kind.from_json(line, f"{file}, line {number}") for number, line in numbered_lines(file.read_bytes())
-    ]
+    return [kind.from_json(line, f"{file}, line {number}") for number, line in numbered_lines(content)]
 
 
 def _version(package: str) -> str:

@@ -56,7 +56,7 @@ def _free(lock: Path) -> bool:
     with suppress(OSError, ImportError):  # held, not readable, removed; Windows has no fcntl
         import fcntl
 
-        file = os.open(lock, os.O_RDONLY)
+        file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return True

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
 
-from pbfl_flwr.errors import printable
+from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import DamagedState
 
@@ -35,11 +35,13 @@ class Record(BaseModel):
             if isinstance(content, bytes):
                 return cls.model_validate_json(content)
             return cls.model_validate(content)
+        except PbflError as error:  # of the task
+            raise DamagedState(f"{source} is damaged: {error}") from None
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
+            where = printable(".".join(map(str, first["loc"]))) or "content"
             raise DamagedState(
-                f"{source} is damaged, or was written by another version: {where or 'content'}: {first['msg']}"
+                f"{source} is damaged, or was written by another version: {where}: {printable(first['msg'])}"
             ) from None
 
     def to_json(self) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from safetensors import SafetensorError, deserialize
 
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import ClientsRecord
-from pbfl_flwr.util.atomic_files import DamagedState
+from pbfl_flwr.util.atomic_files import DamagedState, read_regular
 
+MAX_BYTES = 2**36  # of a checkpoint
 DIGITS = 12  # among a million different runs, two have the same hash with probability 1/560
 
 
@@ -52,7 +53,7 @@ def _add(update: Any, columns: ClientsRecord, last: bool) -> None:
 def _state(file: Path) -> Iterable[bytes]:
     """Yield names, dtypes with shapes, and bytes of the tensors of a file."""
     try:
-        tensors = sorted(deserialize(file.read_bytes()))
+        tensors = sorted(deserialize(read_regular(file, MAX_BYTES)))
     except (SafetensorError, OSError) as error:
         raise DamagedState(f"{file} cannot be read ({error})") from None
     for name, tensor in tensors:

@@ -7,9 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pbfl_flwr.task import MAX_AXES, Task
-
-MAX_VALUES = 10**8  # of one input
+from pbfl_flwr.task import MAX_AXES, MAX_VALUES, Task
 
 
 class Card(BaseModel):

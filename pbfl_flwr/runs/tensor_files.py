@@ -17,10 +17,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from pbfl_flwr.payloads import separate
-from pbfl_flwr.util.atomic_files import SCHEMA, DamagedState, write_atomically
+from pbfl_flwr.util.atomic_files import SCHEMA, DamagedState, read_regular, write_atomically
 
 # What the library raises for bytes that are no such file, with dtypes and shapes that torch does not have among them.
 MALFORMED = (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AssertionError)
+LARGEST_FILE = 2**36  # bytes
 SIZE_BYTES = 8  # of the header size at the start of a safetensors file
 
 
@@ -81,13 +82,14 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         FileNotFoundError: if there is none.
         DamagedState: if it is not such a file, of another schema, or its checksum is wrong.
     """
-    if not path.exists():
-        raise FileNotFoundError(path)
     advice = "move it away to start afresh"
     try:
-        file = path.read_bytes()  # safe_open would take a Ctrl-C meanwhile for a damaged file
+        # Whole, since safe_open would take a Ctrl-C meanwhile for a damaged file.
+        file = read_regular(path, LARGEST_FILE)
         tensors = tensors_in(file)
         metadata = dict(_header(file)[0].get("__metadata__") or {})
+    except FileNotFoundError:
+        raise
     except (OSError, *MALFORMED) as error:
         reason = str(error).partition("\n")[0]
         raise DamagedState(f"state file {path} cannot be read ({reason}); {advice}") from None

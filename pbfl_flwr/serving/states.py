@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.util.atomic_files import NODE
 
 UNKEPT = "; clients of FedAvg and its kind store their state only with client-states = 'always'"
+MAX_FILES = 100_000  # clients of a run
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,10 @@ def states_of(run: Path) -> list[Path]:
 
 
 def _in(folder: Path) -> list[Path]:
-    return sorted(file for home in (folder, *_of_nodes(folder)) for file in home.glob("*.safetensors"))
+    found = (file for home in (folder, *_of_nodes(folder)) for file in home.glob("*.safetensors"))
+    if len(files := list(islice(found, MAX_FILES + 1))) > MAX_FILES:
+        raise PbflError(f"{folder} holds more than {MAX_FILES} states")
+    return sorted(files)
 
 
 def _of_nodes(folder: Path) -> list[Path]:

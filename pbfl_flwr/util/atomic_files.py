@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -96,6 +97,30 @@ def create_private(path: Path) -> Path:
     """
     open(path, "xb", opener=private_opener).close()
     return path
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """Return the content of a file that others may have put there: a regular file, no link, of at most so many bytes.
+
+    Raises:
+        OSError: if it cannot be opened or read, e.g. FileNotFoundError.
+        DamagedState: if it is something else (a link, which may lead anywhere; a pipe or a device, which may not end),
+            or larger.
+    """
+    try:
+        # Opening a pipe waits for its writer otherwise.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise DamagedState(f"{path} is a link, which is not followed; must be a file") from None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedState(f"{path} is not a regular file and is not read")
+        if status.st_size > most:
+            raise DamagedState(f"{path} has {status.st_size} bytes; must be at most {most}")
+        return file.read(status.st_size)
 
 
 def make_directory(path: Path, *, private: bool = True, exist_ok: bool = True) -> None:

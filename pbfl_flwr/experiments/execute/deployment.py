@@ -23,6 +23,7 @@ from pbfl_flwr.flower.deploy import private_network
 from pbfl_flwr.flower.deploy.local_federation import Deployment, check, complete, node_config
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.models.build import check_models
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Record
 from pbfl_flwr.util.atomic_files import write_atomically
 
@@ -110,7 +111,7 @@ def resumed(run: Path, assignments: Iterable[str]) -> Plan:
         raise PbflError(
             f"'{directory}' was not made by pbfl deploy local: it has no {NODES}; try pbfl run --resume"
         )
-    record = NodesRecord.from_json(file.read_bytes(), file)
+    record = NodesRecord.from_json(RunDirectory(directory).read(NODES), file)
     _check(settings, record.nodes)
     return Plan(directory, requested.values, settings, record.nodes, record.secure)
 

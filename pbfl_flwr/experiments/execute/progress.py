@@ -68,7 +68,7 @@ class Follower:
             status = self._file.stat()
             if (version := (status.st_mtime_ns, status.st_size)) == self._version:
                 return []
-            content = self._file.read_bytes()
+            content = self._run.read(self._file.name)
         except (FileNotFoundError, NotADirectoryError):
             return []
         self._version = version
