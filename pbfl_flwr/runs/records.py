@@ -242,7 +242,7 @@ class ClientRecord(Record):
         columns: hash of the feature names; empty if there are no names.
         architecture, parameters: its network, and the number of (body, head) parameters.
         device: on which it trains.
-        num_train, num_test: numbers of samples.
+        num_train, num_test, num_validation: numbers of samples; its reports may not count more.
         code_version: version of pbfl-flwr that it runs; empty if an older one did not send it.
         weights: hash of its body's pretrained initial weights; empty if there are none.
     """
@@ -259,6 +259,7 @@ class ClientRecord(Record):
     device: str
     num_train: int
     num_test: int
+    num_validation: int = 0
     columns: str = ""
     code_version: str = ""
     weights: str = ""

@@ -12,8 +12,8 @@ import pytest
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import report, results, status
-from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.runs.directory import ERROR, WAITING, RunDirectory
+from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.util.atomic_files import DamagedState, read_regular
 from tests.small_runs import edit, entry, pbfl, write_run
 

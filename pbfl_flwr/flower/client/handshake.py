@@ -73,6 +73,7 @@ def answer_handshake(message: Message, context: Context, worker: Worker) -> Mess
             "parameters": [body, head],
             "device": str(device),
             "num-train": len(data.train.labels),
+            "num-validation": len(data.validation.labels) if data.validation is not None else 0,
             "num-test": len(data.test.labels),
         }
     )

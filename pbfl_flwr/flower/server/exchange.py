@@ -25,7 +25,7 @@ from pbfl_flwr.flower.messages.traffic import weigh
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, Serializable
-from pbfl_flwr.runs.records import Bytes
+from pbfl_flwr.runs.records import Bytes, ClientRecord
 
 MAX_OVERDUE_ROUNDS = 3
 
@@ -66,6 +66,7 @@ class Phase:
         scalars_down: numbers that carry information.
         started: :func:`time.perf_counter` when the messages were ready.
         names: of clients that have one.
+        declared: client -> what it declared in the handshake, which bounds what its report may count.
     """
 
     messages: list[tuple[Message, int]]
@@ -74,6 +75,7 @@ class Phase:
     scalars_down: int
     started: float
     names: dict[int, str] = field(default_factory=dict)
+    declared: Mapping[int, ClientRecord] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
@@ -132,7 +134,7 @@ def phase_of(
         down[number] = weigh(message)
         scalars += payload.scalars()
         messages.append((message, number))
-    return Phase(messages, plan, down, scalars, time.perf_counter(), names)
+    return Phase(messages, plan, down, scalars, time.perf_counter(), names, roster.clients)
 
 
 # Overdue replies --------------------------------------------------------------------------------------------

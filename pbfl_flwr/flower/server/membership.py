@@ -23,7 +23,7 @@ from pbfl_flwr.flower.server.exchange import OverdueReplies
 from pbfl_flwr.flower.server.grid import OnWait, ignore
 from pbfl_flwr.flower.server.handshake import refusals, send_handshake, wait_for_nodes
 from pbfl_flwr.flower.server.replies import size_of
-from pbfl_flwr.flower.server.roster import NO_NODE, NOBODY, Roster, other_weights
+from pbfl_flwr.flower.server.roster import NO_NODE, NOBODY, Roster, dominant, other_weights
 from pbfl_flwr.runs.directory import RunRefused
 from pbfl_flwr.runs.records import Bytes, ClientRecord
 
@@ -85,7 +85,7 @@ class Membership:
         self.check_roster(self.roster)
         self._warn_of_refused(refused)
         clients = self.roster.clients.values()
-        self.warnings += [*differing_code_versions(clients), *other_weights(clients)]
+        self.warnings += [*differing_code_versions(clients), *other_weights(clients), *dominant(clients)]
 
     def _handshake(
         self, grid: Grid, nodes: Sequence[int], longest: float = math.inf

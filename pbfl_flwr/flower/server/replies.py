@@ -20,7 +20,7 @@ from pbfl_flwr.payloads import Payload, RejectedPayload, Serializable, Upload
 from pbfl_flwr.payloads.contract import Sizes
 from pbfl_flwr.payloads.plausibility import Plausibility
 from pbfl_flwr.prototypes.pipeline import Pipeline
-from pbfl_flwr.runs.records import Bytes
+from pbfl_flwr.runs.records import Bytes, ClientRecord
 from pbfl_flwr.task import Task
 
 
@@ -172,6 +172,7 @@ class _Intake:
             raise RejectedPayload("its report is missing")
         wire.check_content(reply.content, self.rules.max_bytes)
         report = Report.from_record(record, self.rules.requested)
+        _check_declared(report, self.exchange.phase.declared[client])
         upload: Upload | None = None
         if training:
             upload = wire.decode(wire.payload_in(reply.content), self.rules.method.up, self.rules.task)
@@ -187,6 +188,25 @@ class _Intake:
             upload.sizes(),
             report.num_train,
         )
+
+
+def _check_declared(report: Report, client: ClientRecord) -> None:
+    """Check that a report counts no more samples than its client declared in the handshake.
+
+    Accuracies are weighted by them: one report could decide those of the run, when it stops and which state is best.
+
+    Raises:
+        RejectedPayload: naming the first count that is larger.
+    """
+    for what, counted, declared in (
+        ("training", report.num_train, client.num_train),
+        ("test", report.num_test, client.num_test),
+        ("validation", report.num_validation, client.num_validation),
+    ):
+        if counted > declared:
+            raise RejectedPayload(
+                f"its report counts {counted} {what} samples; when it joined it declared {declared}"
+            )
 
 
 def size_of(reply: Message) -> Bytes | Exception:

@@ -12,11 +12,15 @@ from flwr.app import ConfigRecord
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError, abbreviate, printable
 from pbfl_flwr.flower.messages.identity import NAME, is_number
-from pbfl_flwr.payloads import RejectedPayload
+from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
 
 ARCHITECTURE = re.compile(r"\w[\w.:@+-]{0,199}")  # cnn4, resnet18@imagenet+512, my_package.nets:build
+MAX_TEXT = 64  # characters of what a device says of itself, e.g. where it trains
+MAX_LABEL = 1000  # characters of a class's name
+MAX_NUMBERS = 16  # in a list
+DOMINANT = 0.9  # share of all test samples
 NO_NODE = 0  # no node has this id
 
 
@@ -27,7 +31,12 @@ def client_from_reply(node: int, record: ConfigRecord) -> ClientRecord:
         RejectedPayload: if a field is missing or invalid.
     """
     try:
-        shape, sizes, labels = (_items(record, key) for key in ("input-shape", "parameters", "labels"))
+        shape, sizes = (_numbers(record, key) for key in ("input-shape", "parameters"))
+        if len(sizes) != 2:
+            raise ValueError(f"'parameters' has {len(sizes)} numbers, must be body and head")
+        K, d = _number(record, "num-classes"), _number(record, "feature-dim")
+        task = Task(K, d, shape, _number(record, "vocabulary-size", 0))
+        labels = _names(record, "labels", K)
         client = record["client"]
         name = client if isinstance(client, str) else ""
         if not (NAME.fullmatch(name) if name else is_number(client)):
@@ -40,18 +49,14 @@ def client_from_reply(node: int, record: ConfigRecord) -> ClientRecord:
             node=node,
             simulated=bool(record["simulated"]),
             configured_data=bool(record["configured-data"]),
-            task=Task(
-                int(str(record["num-classes"])),
-                int(str(record["feature-dim"])),
-                tuple(int(side) for side in shape),
-                int(str(record.get("vocabulary-size", 0))),
-            ),
+            task=task,
             labels=tuple(labels),
             architecture=architecture,
-            parameters=(int(sizes[0]), int(sizes[1])),
-            device=printable(str(record["device"])),
-            num_train=int(str(record["num-train"])),
-            num_test=int(str(record["num-test"])),
+            parameters=(sizes[0], sizes[1]),
+            device=printable(str(record["device"])[:MAX_TEXT]),
+            num_train=_number(record, "num-train"),
+            num_test=_number(record, "num-test"),
+            num_validation=_number(record, "num-validation", 0),
             columns=printable(str(record.get("columns", ""))[:64]),
             code_version=printable(str(record.get("code-version", ""))[:64]),
             weights=printable(str(record.get("weights", ""))[:64]),
@@ -62,11 +67,29 @@ def client_from_reply(node: int, record: ConfigRecord) -> ClientRecord:
         raise RejectedPayload(f"its handshake reply cannot be read: {error}") from None
 
 
-def _items(record: ConfigRecord, key: str) -> list[str]:
-    value = record[key]
-    if not isinstance(value, list):
-        raise ValueError(f"'{key}' is not a list")
-    return [str(item) for item in value]
+def _number(record: ConfigRecord, key: str, otherwise: int | None = None) -> int:
+    return _counted(key, record[key] if otherwise is None else record.get(key, otherwise))
+
+
+def _numbers(record: ConfigRecord, key: str) -> tuple[int, ...]:
+    if not isinstance(value := record[key], list) or len(value) > MAX_NUMBERS:
+        raise ValueError(f"'{key}' is not a list of at most {MAX_NUMBERS} numbers")
+    return tuple(_counted(key, number) for number in value)
+
+
+def _counted(key: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MAX_COUNT:
+        raise ValueError(f"'{key}' is {str(value)[:MAX_TEXT]}, must be a whole number from 0, below 2^40")
+    return value
+
+
+def _names(record: ConfigRecord, key: str, count: int) -> list[str]:
+    if not isinstance(value := record[key], list) or len(value) not in (0, count):
+        raise ValueError(f"'{key}' is not a list of {count} names")
+    names = [str(name) for name in value]
+    if max(map(len, names), default=0) > MAX_LABEL:
+        raise ValueError(f"'{key}' has a name of more than {MAX_LABEL} characters")
+    return names
 
 
 @dataclass(frozen=True)
@@ -130,4 +153,15 @@ def other_weights(clients: Iterable[ClientRecord]) -> list[str]:
         + "; ".join(f"{weights} on client {abbreviate(members)}" for weights, members in by_weights.items())
         for name, by_weights in labels.items()
         if len(by_weights) > 1
+    ]
+
+
+def dominant(clients: Collection[ClientRecord]) -> list[str]:
+    """Return a line for a client that declares so many test samples that the weighted accuracy is its own."""
+    total = sum(client.num_test for client in clients)
+    return [
+        f"client {client.label} declares {client.num_test} of {total} test samples: it decides the weighted accuracy, "
+        "and with it the best round and when patience ends the run"
+        for client in clients
+        if len(clients) > 2 and client.num_test > DOMINANT * total
     ]

@@ -314,7 +314,12 @@ def placed(membership: Membership, *clients: ClientRecord, online: Collection[in
         ([0], 1, {"simulated": True}, "simulated clients cannot join a running federation"),
         ([0], 3, {}, "client-ids must be 0 to 2, since num-clients = 3"),
         (["a"], 0, {}, r"number 0 \(of client-ids a and 0\) is used by two nodes"),
-        ([0, 1], 2, {"num-classes": 5}, "clients disagree on num classes K: client 0 has 3, 2 has 5"),
+        (
+            [0, 1],
+            2,
+            {"num-classes": 5, "labels": []},
+            "clients disagree on num classes K: client 0 has 3, 2 has 5",
+        ),
         ([0, 1], 2, {"feature-dim": 7}, "clients disagree on feature-dim d: client 0 has 4, 2 has 7"),
         ([0, 1], 2, {"input-shape": [3, 8]}, r"disagree on input shape: client 0 has \(2,\), 2 has \(3, 8\)"),
         ([0, 1], 2, {"labels": ["0", "2", "1"]}, r"label names: client 0 has \('0', '1', '2'\), 2 has"),
