@@ -1,14 +1,15 @@
-"""Writes what follows from the declarations of keys: docs/keys.md, and the block in pyproject.toml (``make keys``)."""
+"""Writes what follows from declarations: docs/keys.md, the rules in docs/privacy.md, the keys in pyproject.toml."""
 
 import json
 from pathlib import Path
 
 from pbfl_flwr.config import GROUPS, Group
-from pbfl_flwr.experiments.catalogue import keys_page
+from pbfl_flwr.experiments.catalogue import keys_page, rules_table
 from pbfl_flwr.methods import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = "[tool.flwr.app.config"
+RULES_BEGIN, RULES_END = "<!-- rules: make keys -->\n\n", "<!-- end of rules -->"
 ALL_NODES = {"num-clients": 0}  # so that plain `flwr run` uses the nodes of its simulation, however many
 
 
@@ -30,6 +31,10 @@ def config_block() -> str:
 
 if __name__ == "__main__":
     (ROOT / "docs" / "keys.md").write_text(keys_page(), encoding="utf-8")
+    privacy = ROOT / "docs" / "privacy.md"
+    before, _, after = privacy.read_text(encoding="utf-8").partition(RULES_BEGIN)
+    after = after.partition(RULES_END)[2]
+    privacy.write_text(f"{before}{RULES_BEGIN}{rules_table()}\n{RULES_END}{after}", encoding="utf-8")
     project = ROOT / "pyproject.toml"
     rest = project.read_text(encoding="utf-8").partition(f"{TABLE}]")[0]  # the block is the file's last part
     project.write_text(rest + config_block(), encoding="utf-8")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pbfl_flwr.config import Aggregation, Alignment, Auto, Cpkd, Scalar, Settings, parse
+from pbfl_flwr.config import Alignment, Auto, Cpkd, Scalar, Settings, parse
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
@@ -73,7 +73,7 @@ class FedProto(MethodStrategy):
         num_clients: int,
         directory: Path | None = None,
         regularizer_weight: float | Auto = "auto",
-        aggregation: Aggregation | Auto = "auto",
+        aggregation: str = "auto",
         cps_dim: int | Auto = "auto",
         cpkd: Cpkd | Auto = "auto",
         **keys: Scalar,
@@ -107,7 +107,7 @@ class FedTGP(MethodStrategy):
         server_epochs: int = 100,
         margin_cap: float = 100.0,
         regularizer_weight: float | Auto = "auto",
-        aggregation: Aggregation | Auto = "auto",
+        aggregation: str = "auto",
         cps_dim: int | Auto = "auto",
         cpkd: Cpkd | Auto = "auto",
         **keys: Scalar,

@@ -150,6 +150,7 @@ def test_the_reference_names_what_exists() -> None:
 
 def test_the_page_of_keys_is_what_the_command_prints() -> None:
     assert (ROOT / "docs" / "keys.md").read_text() == catalogue.keys_page(), "make keys"
+    assert catalogue.rules_table() in (ROOT / "docs" / "privacy.md").read_text(), "make keys"
 
 
 def test_every_key_has_a_description() -> None:

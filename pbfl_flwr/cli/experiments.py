@@ -31,7 +31,16 @@ from pbfl_flwr.errors import PbflError, expanded, reading
 from pbfl_flwr.experiments.console import document, kilobytes, say, screen
 
 Topic = Literal[
-    "methods", "models", "weights", "datasets", "presets", "comparisons", "reproductions", "keys", "runs"
+    "methods",
+    "rules",
+    "models",
+    "weights",
+    "datasets",
+    "presets",
+    "comparisons",
+    "reproductions",
+    "keys",
+    "runs",
 ]
 Form = Literal["text", "json", "csv"]
 Allowed = Annotated[

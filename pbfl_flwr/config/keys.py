@@ -41,9 +41,6 @@ DpUnit = Literal["client", "sample"]
 # Stages of the prototype pipeline; docs/methods explain them.
 RegularizerForm = Literal["mse", "l2"]
 Collect = Literal["post", "trajectory", "last-epoch", "before"]
-Aggregation = Literal[
-    "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
-]
 CpsScheme = Literal["dimension", "block"]
 Cpkd = Literal["off", "sample", "class"]
 Solver = Literal["unit", "thomson", "simplex"]
@@ -397,7 +394,9 @@ class PrototypeSettings(Group):
         description="when local prototypes are computed: after training (post), as an average over training or "
         "its last epoch, or before training",
     )
-    aggregation: Literal[Auto, Aggregation] = Field("auto", description="how the server combines prototypes")
+    aggregation: str = Field(
+        "auto", description="how the server combines prototypes: a name from `pbfl list rules`"
+    )
     trim_share: float = Field(
         0.2, ge=0, lt=0.5, description="trimmed-mean: share of values trimmed on each side"
     )

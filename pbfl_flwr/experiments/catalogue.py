@@ -24,8 +24,15 @@ TYPES = {"integer": "whole number", "number": "number", "string": "text", "boole
 SYMBOLS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
+def _rules() -> Rows:
+    from pbfl_flwr.prototypes.rules import RULES  # loads torch
+
+    return [(name, rule.summary) for name, rule in RULES.items()]
+
+
 ROWS: dict[str, Callable[[], Rows]] = {  # topic -> names with descriptions
     "methods": lambda: [(name, entry.summary) for name, entry in METHODS.items()],
+    "rules": _rules,
     "models": lambda: [
         *((name, f"family, by client id: {', '.join(members)}") for name, members in FAMILIES.items()),
         *((name, entry.summary) for name, entry in ARCHITECTURES.items()),
@@ -110,6 +117,15 @@ def keys_page() -> str:
         rows = tuple((f"`{key.name}`", f"`{key.default}`", _description_cell(key)) for key in every)
         table = Sheet("", ("key", "default", "meaning [allowed values]"), rows, text_columns=3).markdown()
         lines += ["", f"## {name}", "", title, "", *table.splitlines()[2:]]
+    return "\n".join(lines) + "\n"
+
+
+def rules_table() -> str:
+    """Return what each aggregation rule tells the server as a Markdown table, a part of docs/privacy.md."""
+    from pbfl_flwr.prototypes.rules import RULES, TELLS  # loads torch
+
+    lines = ["| `aggregation` | what a client sends | what it tells the server |", "|---|---|---|"]
+    lines += [f"| `{name}` | {' | '.join(TELLS[rule.sends])} |" for name, rule in RULES.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -28,14 +28,13 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
 from pbfl_flwr.models.contract import has_batch_norm
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, joined, part_of
-from pbfl_flwr.prototypes import aggregation
+from pbfl_flwr.prototypes import aggregation, rules
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.class_means import Collector, released_means
-from pbfl_flwr.prototypes.combination import Combination
 from pbfl_flwr.prototypes.masks import Sparsity
 from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.regularizer import proportional_weights, prototype_regularizer
-from pbfl_flwr.prototypes.stages import RULES, Stages, resolved
+from pbfl_flwr.prototypes.stages import Stages, resolved
 from pbfl_flwr.prototypes.trainable import (
     ServerTraining,
     initial_state,
@@ -115,11 +114,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     down = Prototypes
     up = Prototypes
 
-    @property
-    def combination(self) -> Combination:
-        """The server's aggregation rule."""
-        return Combination(self.stages)
-
     @cached_property
     def sparsity(self) -> Sparsity:
         """The dimensions of a row that travel."""
@@ -189,7 +183,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         factor = self.stages.upscale
         summed = self.stages.rule.aps and self.server_training is None
         if summed and self.stages.alignment == "off" and down.num_present:
-            factor *= self.combination.mu(client.task, down.num_examples)
+            factor *= rules.mu(self.stages, client.task, down.num_examples)
         return (values * factor).to(client.device)
 
     # Server -----------------------------------------------------------------------------------------------
@@ -212,8 +206,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Combine, keep classes that nobody sent, train, align, compress."""
         task, stages = round_info.task, self.stages
         nobody = Prototypes.empty(task.num_classes, self.sparsity.width(task))
-        fresh = self.combination.combine(uploads, round_info) if uploads else nobody
-        before = self.combination.at_scale_of(fresh.num_examples, state.combined)
+        fresh = stages.rule.combine(uploads, round_info, stages) if uploads else nobody
+        before = rules.at_scale_of(fresh.num_examples, state.combined)
         combined, ages = aggregation.keep_stale(before, fresh, state.ages, stages.stale)
         combined = replace(combined, num_examples=fresh.num_examples or before.num_examples)
         values = self.dense(combined, task).values
@@ -241,7 +235,9 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Train FedTGP's generator on all uploaded vectors; n-scaled ones are rescaled to the features' scale."""
         assert self.server_training is not None
         dense = [self.dense(up, round_info.task) for up in uploads.values()]
-        vectors, labels = stack_uploads(dense, self.combination.training_scale(uploads, round_info))
+        scale = self.stages.rule.scale
+        factor = None if scale is None else scale(uploads, round_info, self.stages)
+        vectors, labels = stack_uploads(dense, factor)
         return train_prototypes(
             trained,
             vectors,
@@ -348,10 +344,10 @@ def pipeline(
     """
     stages = resolved(settings, named)
     if server_training is not None and not stages.rule.trains:
-        rules = ", ".join(name for name, rule in RULES.items() if rule.trains)
+        allowed = ", ".join(name for name, rule in rules.RULES.items() if rule.trains)
         raise PbflError(
             f"aggregation = '{stages.aggregation}': {name} trains its prototypes on every upload instead of "
-            f"combining them; must be one of {rules}, which scale the uploads in different ways"
+            f"combining them; must be one of {allowed}, which scale the uploads in different ways"
         )
     stage = release(
         settings.privacy,

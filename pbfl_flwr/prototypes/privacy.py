@@ -38,11 +38,11 @@ import torch
 from torch import Tensor
 
 from pbfl_flwr.config import PrivacySettings
-from pbfl_flwr.config.keys import Aggregation
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.payloads import Prototypes
-from pbfl_flwr.prototypes.stages import RULES, scale_by_counts
+from pbfl_flwr.prototypes.rules import RULES
+from pbfl_flwr.prototypes.stages import scale_by_counts
 
 RELEASES = "releases"  # name in the client's memory of its number of noisy releases
 
@@ -170,7 +170,7 @@ class Release:
         return clip if self.scaled else 2 * clip / (self.minimum + 1)
 
 
-def release(settings: PrivacySettings, rule: Aggregation, *, sends_total: bool, once: bool) -> Release:
+def release(settings: PrivacySettings, rule: str, *, sends_total: bool, once: bool) -> Release:
     """Return the stages for a method with the given aggregation rule.
 
     Args:

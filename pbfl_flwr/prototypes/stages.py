@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from pbfl_flwr.config import Settings
 from pbfl_flwr.config.keys import (
-    Aggregation,
     Alignment,
     Auto,
     Collect,
@@ -21,37 +19,7 @@ from pbfl_flwr.config.keys import (
     RegularizerForm,
 )
 from pbfl_flwr.errors import PbflError
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What an aggregation rule means for the other stages.
-
-    Attributes:
-        counts: whether it needs n_ij.
-        scaled: whether clients send n_ij·c̄_ij, not means.
-        aps: whether its scale is APS's μ.
-        streams: whether it reads one upload at a time.
-        trains: whether it makes a difference to FedTGP's training.
-    """
-
-    counts: bool = False
-    scaled: bool = False
-    aps: bool = False
-    streams: bool = True
-    trains: bool = False
-
-
-RULES: dict[Aggregation, Rule] = {
-    "mean": Rule(trains=True),
-    "weighted": Rule(counts=True),
-    "weighted-shrunk": Rule(counts=True),
-    "ppa": Rule(scaled=True, trains=True),
-    "aps-sum": Rule(scaled=True, aps=True, trains=True),
-    "aps-mean": Rule(scaled=True, aps=True),
-    "median": Rule(streams=False),
-    "trimmed-mean": Rule(streams=False),
-}
+from pbfl_flwr.prototypes.rules import Rule, rule_named
 
 
 class Stages(PrototypeSettings):
@@ -64,7 +32,7 @@ class Stages(PrototypeSettings):
     regularizer_weight: NonNegative = 10.0
     regularizer_form: RegularizerForm = "mse"
     collect: Collect = "post"
-    aggregation: Aggregation = "mean"
+    aggregation: str = "mean"
     cps_dim: Annotated[int, Field(ge=0)] = 0
     cpkd: Cpkd = "off"
     aps_scale: Positive | Auto = "auto"  # auto: from the reported n
@@ -73,8 +41,12 @@ class Stages(PrototypeSettings):
 
     @property
     def rule(self) -> Rule:
-        """The aggregation rule's entry in RULES."""
-        return RULES[self.aggregation]
+        """The aggregation rule.
+
+        Raises:
+            PbflError: if there is none of this name.
+        """
+        return rule_named(self.aggregation)
 
     @property
     def sends_total(self) -> bool:
@@ -112,6 +84,7 @@ def resolved(settings: Settings, named: Stages) -> Stages:
     """
     overrides = {name: value for name, value in settings.prototypes if value != "auto"}
     stages = Stages.model_validate({**named.model_dump(), **overrides})
+    rule_named(stages.aggregation)
     if stages.cps_dim > settings.models.feature_dim:
         raise PbflError(
             f"cps-dim = {stages.cps_dim}: must be at most feature-dim = {settings.models.feature_dim}"

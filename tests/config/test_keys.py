@@ -67,7 +67,14 @@ def test_values_beyond_the_bounds_of_a_key_are_rejected() -> None:
 
 
 def test_what_a_key_concerns_is_declared_with_it() -> None:
-    course = {"client-states", "round-timeout", "join-timeout", "failure-policy", "min-clients", "max-upload-mb"}
+    course = {
+        "client-states",
+        "round-timeout",
+        "join-timeout",
+        "failure-policy",
+        "min-clients",
+        "max-upload-mb",
+    }
     course |= {"threads", "sinks"}
     assert {*PLACES} == {"run-dir", "state-dir", "resume"}
     assert {*CHANGEABLE} == {"num-server-rounds", "patience", *course}

@@ -20,7 +20,7 @@ from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
-from pbfl_flwr.prototypes import masks
+from pbfl_flwr.prototypes import masks, rules
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.trainable import train_prototypes
 from pbfl_flwr.task import Task
@@ -429,6 +429,6 @@ def test_an_automatic_scale_is_never_guessed() -> None:
     # the paper's constants for CIFAR-10, CIFAR-100 and (published 1.5e-3) Tiny-ImageNet
     for num_classes, n, published in ((10, 60_000, 1.5e-4), (100, 60_000, 1.5e-3), (200, 110_000, 1.636e-3)):
         task = replace(TASK, num_classes=num_classes)
-        assert summed.combination.mu(task, n) == pytest.approx(published, rel=1e-3)
+        assert rules.mu(summed.stages, task, n) == pytest.approx(published, rel=1e-3)
     with pytest.raises(RejectedPayload, match="needs the number of examples n"):
-        summed.combination.mu(TASK, None)
+        rules.mu(summed.stages, TASK, None)

@@ -1,8 +1,10 @@
 import math
 
+import pytest
 import torch
 
 from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import settings_in
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.prototypes.stages import Stages, scale_by_counts
@@ -27,3 +29,10 @@ def test_a_run_records_what_the_method_made_of_auto():
     assert (
         settings_in(Stages.model_construct(upscale=math.inf))["upscale"] == "inf"
     )  # run.json stays readable
+
+
+def test_an_unknown_rule_is_refused_before_anything_starts() -> None:
+    with pytest.raises(
+        PbflError, match=r"^aggregation = 'medain': must be one of auto, mean, .*did you mean 'median'"
+    ):
+        build_method(parse({"aggregation": "medain"}))

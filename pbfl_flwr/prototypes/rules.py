@@ -1,0 +1,198 @@
+"""The aggregation rules: one entry each in RULES, from which everything else about a rule follows.
+
+PPA divides by n and APS multiplies by μ; both assume all clients. If only some answer, or a class is kept from
+an earlier round, the scale is that of the samples actually in a sum. An n or μ in the configuration refers to its
+num-clients, even before all of them have joined.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Round
+from pbfl_flwr.payloads import Prototypes, RejectedPayload
+from pbfl_flwr.prototypes import aggregation
+from pbfl_flwr.task import Task
+
+if TYPE_CHECKING:
+    from pbfl_flwr.prototypes.stages import Stages
+
+Uploads = Mapping[int, Prototypes]
+Combine = Callable[[Uploads, Round, "Stages"], Prototypes]
+"""(at least one upload, the round, the stages) -> the aggregate; its num_examples is n_t if clients need it."""
+Scale = Callable[[Uploads, Round, "Stages"], float]
+"""(uploads, the round, the stages) -> the factor that, times |N_j|, brings a scaled upload to the features' scale."""
+Sends = Literal["means", "means and counts", "sums"]
+"""What clients send: c̄_ij; c̄_ij and n_ij; n_ij·c̄_ij."""
+TELLS: dict[Sends, tuple[str, str]] = {
+    "means": ("c̄_ij", "which classes the client has, and their mean features"),
+    "means and counts": ("c̄_ij and n_ij", "the same, and the number of samples of each class"),
+    "sums": (
+        "n_ij·c̄_ij, and n_i unless `total-examples` or `aps-scale` is a number",
+        "the same without n_ij, which the length of a row gives away",
+    ),
+}
+"""What clients send, and what it tells the server, for docs/privacy.md."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An aggregation rule.
+
+    Attributes:
+        summary: one line for ``pbfl list rules``.
+        combine: the server's function.
+        sends: what clients send.
+        scale: of sums; None if rows have the features' scale.
+        streams: whether it reads one upload at a time.
+        trains: whether it makes a difference to FedTGP's training, which takes the uploads themselves.
+    """
+
+    summary: str
+    combine: Combine
+    sends: Sends = "means"
+    scale: Scale | None = None
+    streams: bool = True
+    trains: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether clients send n_ij."""
+        return self.sends == "means and counts"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether clients send n_ij·c̄_ij, not means."""
+        return self.sends == "sums"
+
+    @property
+    def aps(self) -> bool:
+        """Whether its scale is APS's μ, which clients apply to what the server broadcasts."""
+        return self.scale is aps_scale
+
+
+def _of_rows(function: Callable[[Iterable[Prototypes]], Prototypes]) -> Combine:
+    """Return a rule that needs nothing but the uploads."""
+    return lambda uploads, round_info, stages: function(uploads.values())
+
+
+def _trimmed_mean(uploads: Uploads, round_info: Round, stages: Stages) -> Prototypes:
+    return aggregation.trimmed_mean(uploads.values(), stages.trim_share)
+
+
+def _ppa(uploads: Uploads, round_info: Round, stages: Stages) -> Prototypes:
+    total = None if stages.sends_total else _expected_total(uploads, round_info, stages)
+    return aggregation.ppa(uploads.values(), round_info.task.num_classes, total)
+
+
+def _aps_sum(uploads: Uploads, round_info: Round, stages: Stages) -> Prototypes:
+    return aggregation.aps(uploads.values(), _whole(uploads, round_info, stages), "sum")
+
+
+def _aps_mean(uploads: Uploads, round_info: Round, stages: Stages) -> Prototypes:
+    combined = aggregation.aps(uploads.values(), 1.0, "mean")  # μ is applied by the client
+    # A mean over holders does not grow with the number of answers, so μ is based on the samples of all clients.
+    everybody = round((combined.num_examples or 0) * round_info.num_clients / len(uploads))
+    return replace(combined, num_examples=everybody or None)
+
+
+def ppa_scale(uploads: Uploads, round_info: Round, stages: Stages) -> float:
+    """Return PPA's K/n."""
+    return round_info.task.num_classes / _total(uploads, round_info, stages)
+
+
+def aps_scale(uploads: Uploads, round_info: Round, stages: Stages) -> float:
+    """Return APS's μ; a configured one is for all clients."""
+    if stages.aps_scale == "auto":
+        return mu(stages, round_info.task, _total(uploads, round_info, stages))
+    return stages.aps_scale * _whole(uploads, round_info, stages)
+
+
+RULES: dict[str, Rule] = {
+    "mean": Rule("mean over the clients that hold the class", _of_rows(aggregation.mean), trains=True),
+    "weighted": Rule(
+        "mean over all samples of the class",
+        _of_rows(aggregation.weighted),
+        sends="means and counts",
+    ),
+    "weighted-shrunk": Rule(
+        "that mean divided by the number of holders, as the papers print it",
+        _of_rows(aggregation.weighted_shrunk),
+        sends="means and counts",
+    ),
+    "ppa": Rule("PPA: K/n times the sum over all samples", _ppa, sends="sums", scale=ppa_scale, trains=True),
+    "aps-sum": Rule(
+        "APS as released: μ times the sum over all samples",
+        _aps_sum,
+        sends="sums",
+        scale=aps_scale,
+        trains=True,
+    ),
+    "aps-mean": Rule(
+        "APS as printed: μ times the mean over the holders", _aps_mean, sends="sums", scale=aps_scale
+    ),
+    "median": Rule(
+        "median of every coordinate over the holders", _of_rows(aggregation.coordinate_median), streams=False
+    ),
+    "trimmed-mean": Rule(
+        "mean of every coordinate without the extreme values (trim-share)", _trimmed_mean, streams=False
+    ),
+}
+
+
+def rule_named(name: str) -> Rule:
+    """Return the rule of this name.
+
+    Raises:
+        PbflError: if there is none.
+    """
+    if name not in RULES:
+        close = difflib.get_close_matches(name, RULES, n=1)
+        hint = f" (did you mean '{close[0]}'?)" if close else ""
+        raise PbflError(f"aggregation = '{name}': must be one of auto, {', '.join(RULES)}{hint}")
+    return RULES[name]
+
+
+def at_scale_of(n_t: int | None, previous: Prototypes) -> Prototypes:
+    """Rescale earlier sums over n samples to n_t samples, since clients multiply all rows by 0.9·K/n_t."""
+    if not n_t or not previous.num_examples:
+        return previous
+    return replace(previous, values=previous.values * (n_t / previous.num_examples), num_examples=n_t)
+
+
+def mu(stages: Stages, task: Task, num_examples: int | None) -> float:
+    """Return APS's μ: as configured, else 0.9·K/n, with n all samples of all clients.
+
+    The paper's constants are 0.9·K/n for CIFAR-10 and CIFAR-100, 0.83·K/n for Tiny-ImageNet and 0.4-0.5·K/n for the
+    skewed GTSRB and Flowers-102: with the sum at the server, APS is PPA with a tunable constant.
+
+    Raises:
+        RejectedPayload: if it is derived from n and n was not sent.
+    """
+    if stages.aps_scale != "auto":
+        return stages.aps_scale
+    if not num_examples:
+        raise RejectedPayload(
+            "aps-scale = 'auto' needs the number of examples n with the uploads, but none was sent"
+        )
+    return 0.9 * task.num_classes / num_examples
+
+
+def _total(uploads: Uploads, round_info: Round, stages: Stages) -> int:
+    """Return n_t, the number of training samples in this round's uploads."""
+    if not stages.sends_total:
+        return _expected_total(uploads, round_info, stages)
+    return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
+
+
+def _expected_total(uploads: Uploads, round_info: Round, stages: Stages) -> int:
+    return max(1, round(stages.total_examples * len(uploads) / round_info.configured_clients))
+
+
+def _whole(uploads: Uploads, round_info: Round, stages: Stages) -> float:
+    """Return the factor n/n_t from this round's sum to one over all clients, for a numeric μ: M / answers."""
+    return 1.0 if stages.aps_scale == "auto" else round_info.configured_clients / len(uploads)
