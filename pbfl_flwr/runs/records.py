@@ -322,7 +322,6 @@ class RunRecord(Record):
         return self.clients[0].task
 
     @property
-    @property
     def simulated(self) -> bool:
         """Whether the run is a simulation; devices have data that the simulation engine has not."""
         return all(client.simulated for client in self.clients)
