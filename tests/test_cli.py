@@ -509,6 +509,14 @@ def test_runs_that_the_system_refuses_are_unreadable_in_lists_and_one_line_elsew
 
         monkeypatch.setattr(Path, name, refusing)
 
+    real = os.open
+
+    def opening(path: Any, *arguments: Any, **keywords: Any) -> int:
+        if {"closed", "locked"} & {*Path(path).parts[:-1]}:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", opening)
     refuse("read_bytes", {"closed", "locked"})
     refuse("stat", {"closed", ".closed"})  # may not even be entered
     for words in (["show", "runs/locked"], ["watch", "runs/locked", "--once"], ["report", "runs/locked"]):
@@ -717,7 +725,7 @@ def test_resuming_with_damaged_supernodes_is_one_line(tmp_path: Path, content: b
     "words", ["compare all-methods-fashion-mnist", "reproduce fedcpd-table1", "sweep --set seed=0,1"]
 )
 def test_commands_of_several_runs_take_workers(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(planned: object, resources: Resources) -> None:
+    def told(planned: object, resources: Resources, loaded: object) -> None:
         raise PbflError(f"{resources.workers} workers, engine: {resources.engine}")
 
     monkeypatch.setattr(planned_runs, "preflight", told)

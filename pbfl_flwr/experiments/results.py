@@ -241,7 +241,7 @@ class FinishedRun:
 
     def accuracies(self, predictor: str | None = None) -> dict[int, float]:
         """Return client -> accuracy (0 to 1) on its test samples in the last round with scores, for those scored."""
-        scored = (columns for columns in self.latest_clients() if any(columns.correct))
+        scored = (columns for columns in self.latest_clients() if any(columns.correct) or not columns.client)
         latest = next(scored, None)
         return {} if latest is None else self._accuracies(latest, predictor or self.predictor)
 

@@ -137,7 +137,7 @@ def make_directory(path: Path, *, private: bool = True, exist_ok: bool = True) -
     """
     if exist_ok and path.is_dir():
         return
-    if path.parent != path:
+    if not path.parent.exists():  # if it is a file, the system says so below
         make_directory(path.parent, private=False)
     path.mkdir(mode=0o700 if private else 0o755, exist_ok=exist_ok)
     flush_directory(path.parent)

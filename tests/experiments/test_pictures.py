@@ -3,11 +3,13 @@
 import errno
 import json
 import math
+import os
 import shutil
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +123,12 @@ def test_what_may_not_be_read_is_left_out_alone(
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return exists(path)
 
+    def opening(path: Any, *arguments: Any, real: Any = os.open, **keywords: Any) -> int:
+        refused(Path(path), lambda path: True)
+        opened: int = real(path, *arguments, **keywords)
+        return opened
+
+    monkeypatch.setattr(os, "open", opening)
     monkeypatch.setattr(Path, "exists", refused)
     out = tmp_path / "page.html"
     result = pbfl("report", three_runs[0], "--out", out)

@@ -108,8 +108,8 @@ def test_a_name_of_a_tensor_forges_no_line(caplog: pytest.LogCaptureFixture) -> 
     ("report", "what"),
     [
         (Report(10, 2**39, 1, {"head": 2**39}, 0.0), f"{2**39} test"),
-        (Report(10, 5, 1, {"head": 5}, 0.0), "5 test"),
-        (Report(11, 4, 1, {"head": 2}, 0.0), "11 training"),
+        (Report(10, 9, 1, {"head": 9}, 0.0), "9 test"),
+        (Report(21, 4, 1, {"head": 2}, 0.0), "21 training"),
         (
             Report(10, 4, 1, {"head": 2}, 0.0, num_validation=2**39, validation={"head": 2**39}),
             f"{2**39} validation",
@@ -117,7 +117,7 @@ def test_a_name_of_a_tensor_forges_no_line(caplog: pytest.LogCaptureFixture) -> 
     ],
 )
 def test_no_report_decides_the_accuracy(report: Report, what: str) -> None:
-    """More samples than the client declared, all of them right: it would stop the run, and save its round as best."""
+    """More than twice the samples that the client declared, all right: it would stop the run, and be saved as best."""
     strategy = MethodStrategy(parse(COMMON, SECTIONS))
     honest = Report(10, 4, 1, {"head": 1}, 0.5)
     app = declaring(answer=lambda client, _: reply_of(table(), report if client == 3 else honest))

@@ -348,7 +348,6 @@ OTHERS: dict[str, tuple[tuple[Scalar, ...], dict[str, Scalar]]] = {
     "aggregation": (("ppa", "mean"), {}),
     "alignment": (("thomson", "unit"), {}),
     "regularizer-form": (("mse", "l2"), {}),
-    "norm-bound": ((2.0,), {"aggregation": "mean"}),
     "min-class-count": ((3,), {}),
     "dp-clip": ((1.0,), {}),
     "dp-noise": ((1.0,), {"dp-clip": 1.0, "aps-scale": 0.1}),

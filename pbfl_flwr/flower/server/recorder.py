@@ -110,7 +110,7 @@ class Recorder:
                 f"data-dir = '{data.data_dir}': the samples of dataset = '{data.dataset}' are not those with which "
                 f"run-dir = '{self.run.path}' began"
             )
-        resumed = checkpoint.resume(self.run, kind, task, self._experiment)
+        resumed = checkpoint.resume(self.run, kind, task, self._configuration)
         done = resumed[1] if resumed else 0
         if done > num_rounds:
             raise RunRefused(
@@ -146,7 +146,7 @@ class Recorder:
                 self._best = score
                 state, after = (finished.state, number) if final else (scored, number - 1)
                 checkpoint.save_best(self.run, state, after, score[1], self._primary_predictor)
-        checkpoint.save(self.run, finished.state, broadcast, number, self._experiment)
+        checkpoint.save(self.run, finished.state, broadcast, number, self._configuration)
         if self._sinks is not None:
             self._warn(self._sinks.log(record))
 
@@ -180,6 +180,11 @@ class Recorder:
             log(WARNING, "no result hash: %s", error)
         if self._sinks is not None:
             self._warn(self._sinks.close())
+
+    @property
+    def _configuration(self) -> str:
+        """The hash of the configuration with which the run began, the first part of the experiment's name."""
+        return self._experiment.partition("-")[0]
 
     def _partition_record(self, clients: Sequence[ClientRecord]) -> PartitionRecord:
         """Return the facts that depend only on a simulation's partition."""

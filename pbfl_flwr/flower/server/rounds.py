@@ -262,17 +262,20 @@ def upload_warnings(exchange: Exchange) -> list[str]:
     return warnings
 
 
-def lost_states(exchange: Exchange, participations: Mapping[int, int]) -> list[str]:
+def lost_states(
+    exchange: Exchange, participations: Mapping[int, int], keeps_nothing: bool = False
+) -> list[str]:
     """Return a warning about clients that report fewer trained rounds than the server counted: their state is lost.
 
-    ``participations``: client -> rounds trained in, as last reported.
+    ``participations``: client -> rounds trained in, as last reported; ``keeps_nothing``: clients may keep no count.
     """
     phase = exchange.phase
     lost = [
         phase.client_label(client)
         for client, report in exchange.reports.items()
         if client in participations
-        and 0 < report.participations < participations[client] + (client in phase.training)
+        and (report.participations or not keeps_nothing)
+        and report.participations < participations[client] + (client in phase.training)
     ]
     return [f"client {', '.join(lost)} lost its state and starts from scratch"] if lost else []
 

@@ -382,7 +382,7 @@ class MethodStrategy(Strategy):
         warnings = [
             *self.method.round_warnings(state),
             *rounds.upload_warnings(exchange),
-            *rounds.lost_states(exchange, self._participations),
+            *rounds.lost_states(exchange, self._participations, self.method.keeps_nothing),
             *rounds.missing_classes(labels, ages),
         ]
         if self._num_rounds == number > 1 and self.settings.evaluation.predictor != "auto":
@@ -397,7 +397,8 @@ class MethodStrategy(Strategy):
             ages=ages,
             joined=list(members.joined),
         )
-        return FinishedRound(record, rounds.clients_record(exchange, self._participations, final), state)
+        counted = self._participations if self.method.keeps_nothing else {}  # others count themselves
+        return FinishedRound(record, rounds.clients_record(exchange, counted, final), state)
 
     def _final_scoring(self, grid: Grid, number: int, state: Serializable, timeout: float) -> Exchange:
         """Score all clients with the final state."""

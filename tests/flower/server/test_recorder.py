@@ -335,7 +335,7 @@ def test_server_app_writes_error_file_only_into_empty_directory(
     refused("run-dir = 'run-2': must be an absolute path", **{"aggregation": "average", "run-dir": "run-2"})
     assert not (tmp_path / "run-2").exists()
     refused("aggregation = 'average': must be ", **{"aggregation": "average", "run-dir": str(run)})
-    assert (run / ERROR).read_text().startswith("aggregation = 'average': must be 'auto', ")
+    assert (run / ERROR).read_text().startswith("aggregation = 'average': must be one of auto, ")
     keys: dict[str, Scalar] = {"method": "fedavg", "dp-clip": 1.0, "run-dir": str(run)}
     refused("sends Weights, which", **keys)
     assert "sends Weights, which" in (run / ERROR).read_text()
