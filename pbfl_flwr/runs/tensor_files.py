@@ -80,6 +80,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Raises:
         FileNotFoundError: if there is none.
+        PermissionError: if it may not be read.
         DamagedState: if it is not such a file, of another schema, or its checksum is wrong.
     """
     advice = "move it away to start afresh"
@@ -88,7 +89,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         file = read_regular(path, LARGEST_FILE)
         tensors = tensors_in(file)
         metadata = dict(_header(file)[0].get("__metadata__") or {})
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         raise
     except (OSError, *MALFORMED) as error:
         reason = str(error).partition("\n")[0]
