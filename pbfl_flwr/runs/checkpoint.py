@@ -16,7 +16,7 @@ from pbfl_flwr.util.atomic_files import DamagedState
 
 
 def save(
-    run: RunDirectory, state: Serializable, broadcast: Serializable, server_round: int, experiment: str
+    run: RunDirectory, state: Serializable, broadcast: Serializable, server_round: int, configuration: str
 ) -> None:
     """Write the server's state after a round, and the next broadcast for other programs to read.
 
@@ -25,7 +25,7 @@ def save(
     """
     number = {"round": str(server_round)}
     save_tensors(run.path / BROADCAST, broadcast.to_tensors(), number)
-    save_tensors(run.path / CHECKPOINT, state.to_tensors(), {**number, "experiment": experiment})
+    save_tensors(run.path / CHECKPOINT, state.to_tensors(), {**number, "configuration": configuration})
 
 
 def save_best(run: RunDirectory, state: Serializable, after: int, accuracy: float, predictor: str) -> None:
@@ -41,14 +41,14 @@ def save_best(run: RunDirectory, state: Serializable, after: int, accuracy: floa
 
 
 def resume(
-    run: RunDirectory, kind: type[Serializable], task: Task, experiment: str
+    run: RunDirectory, kind: type[Serializable], task: Task, configuration: str
 ) -> tuple[Serializable, int] | None:
     """Return (state, finished rounds) of the checkpoint, None if no round was finished.
 
     Rounds in the histories after the checkpoint are removed.
 
     Raises:
-        RunRefused: if the checkpoint is of another run.
+        RunRefused: if the checkpoint is of another configuration's run.
         DamagedState: if it is damaged, or missing although the history has several rounds.
     """
     file = run.path / CHECKPOINT
@@ -59,7 +59,7 @@ def resume(
             raise DamagedState(f"{file} is missing, but the history holds {finished} rounds") from None
         run.truncate(0)
         return None
-    if metadata.get("experiment") != experiment:
+    if metadata.get("configuration") != configuration:
         raise RunRefused(f"{file} is not of the run in {run.path} (see its run.json)")
     done = int(metadata["round"])
     try:

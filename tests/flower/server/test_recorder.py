@@ -131,8 +131,8 @@ def test_a_run_that_is_older_than_a_key_resumes_with_its_default(
     assert newer in two_rounds.directory.record().configuration
 
 
-def test_the_checkpoint_of_another_run_is_refused(tmp_path: Path, two_rounds: Federation) -> None:
-    other = federation(tmp_path / "other", "local", on_disk=True).run().directory.path
+def test_the_checkpoint_of_another_configuration_is_refused(tmp_path: Path, two_rounds: Federation) -> None:
+    other = federation(tmp_path / "other", "local", on_disk=True, learning_rate=0.5).run().directory.path
     shutil.copy(other / "checkpoint.safetensors", tmp_path / "run")
     with pytest.raises(RunRefused, match=r"checkpoint\.safetensors is not of the run in .*/run"):
         again(tmp_path).run()
