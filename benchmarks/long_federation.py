@@ -47,7 +47,7 @@ from pbfl_flwr.data import load_pool
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.deploy.local_federation import Deployment, complete
 from pbfl_flwr.flower.deploy.superlink import ENDED
-from pbfl_flwr.flower.engines.grid import RUN_ID, LocalGrid, in_this_process, run_immediately
+from pbfl_flwr.flower.engines.local import RUN_ID, LocalGrid, in_this_process, run_immediately
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.directory import RunDirectory

@@ -28,7 +28,7 @@ from machine import introduce, write
 from pbfl_flwr.config import parse
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.server.exchange import Phase, RoundPlan
+from pbfl_flwr.flower.server.phase import Phase, RoundPlan
 from pbfl_flwr.flower.server.replies import ReplyRules, read
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import SECTIONS, build_method

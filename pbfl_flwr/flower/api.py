@@ -8,7 +8,7 @@
     RunDirectory("runs/mine").round_records()
 """
 
-from pbfl_flwr.flower.engines.grid import federate, federate_app
+from pbfl_flwr.flower.engines.local import federate, federate_app
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import RunDirectory
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from pbfl_flwr.payloads.contract import (
     MAX_COUNT,
     MAX_MAGNITUDE,
+    Magnitudes,
     RejectedPayload,
-    Sizes,
     floats,
     integers,
     no_others,
@@ -147,11 +147,11 @@ class Prototypes:
         labels: list[int] = present.nonzero().flatten().tolist()
         return labels
 
-    def sizes(self) -> Sizes:
+    def magnitudes(self) -> Magnitudes:
         """Return the size of every present row, and the larger of n_i and the sum of the n_ij."""
         rows = torch.linalg.vector_norm(self.values, dim=1) / math.sqrt(self.values.shape[1])
         samples = max(self.num_examples or 0, 0 if self.counts is None else int(self.counts.sum()))
-        return Sizes(dict(enumerate(rows.tolist())), samples=samples)
+        return Magnitudes(dict(enumerate(rows.tolist())), samples=samples)
 
 
 @dataclass(frozen=True)

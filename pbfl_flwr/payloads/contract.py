@@ -23,7 +23,7 @@ class RejectedPayload(ValueError):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Magnitudes:
     """How large the numbers of an upload are; see :mod:`pbfl_flwr.payloads.plausibility`.
 
     Attributes:
@@ -69,7 +69,7 @@ class Upload(Payload, Protocol):
         """Return the classes present in this upload, ascending; None if it is not organised by class."""
         ...
 
-    def sizes(self) -> Sizes:
+    def magnitudes(self) -> Magnitudes:
         """Return how large its numbers are, to be compared with those of the other clients."""
         ...
 
@@ -97,9 +97,9 @@ class Nothing:
         """Return None: nothing is sent."""
         return None
 
-    def sizes(self) -> Sizes:
-        """Return no sizes."""
-        return Sizes()
+    def magnitudes(self) -> Magnitudes:
+        """Return no magnitudes."""
+        return Magnitudes()
 
 
 def root_mean_square(tensor: Tensor) -> float:

@@ -13,8 +13,8 @@ from torch import Tensor
 from pbfl_flwr.payloads.classes import Prototypes
 from pbfl_flwr.payloads.contract import (
     MAX_MAGNITUDE,
+    Magnitudes,
     RejectedPayload,
-    Sizes,
     floats,
     joined,
     no_others,
@@ -59,10 +59,10 @@ class Weights:
         """Return None: weights are not organised by class."""
         return None
 
-    def sizes(self) -> Sizes:
+    def magnitudes(self) -> Magnitudes:
         """Return the size of every tensor, and n_i."""
         sizes = {name: root_mean_square(tensor) for name, tensor in self.tensors.items()}
-        return Sizes(tensors=sizes, samples=self.num_examples)
+        return Magnitudes(tensors=sizes, samples=self.num_examples)
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class WeightsAndPrototypes:
         """Return the classes that have a prototype; see :meth:`Prototypes.classes`."""
         return self.prototypes.classes(task)
 
-    def sizes(self) -> Sizes:
+    def magnitudes(self) -> Magnitudes:
         """Return the sizes of both, and the larger number of samples."""
-        weights, prototypes = self.weights.sizes(), self.prototypes.sizes()
-        return Sizes(prototypes.rows, weights.tensors, max(weights.samples, prototypes.samples))
+        weights, prototypes = self.weights.magnitudes(), self.prototypes.magnitudes()
+        return Magnitudes(prototypes.rows, weights.tensors, max(weights.samples, prototypes.samples))
 
 
 @dataclass(frozen=True)
@@ -192,14 +192,14 @@ class LowRank:
         """Return None: weights are not organised by class."""
         return None
 
-    def sizes(self) -> Sizes:
+    def magnitudes(self) -> Magnitudes:
         """Return the size of every dense tensor and of every product of factors, and n_i."""
         sizes = {name: root_mean_square(tensor) for name, tensor in self.dense.items()}
         for name, factors in self.factors.items():  # the norm of a product is that of its singular values
             sizes[name] = float(torch.linalg.vector_norm(factors.sigma)) / math.sqrt(
                 max(1, math.prod(factors.shape))
             )
-        return Sizes(tensors=sizes, samples=self.num_examples)
+        return Magnitudes(tensors=sizes, samples=self.num_examples)
 
 
 def _factors(tensors: Mapping[str, Tensor], name: str) -> Factors:

@@ -1,6 +1,6 @@
 """Finds uploads whose numbers are finite but implausibly large, by comparing the uploads of a round.
 
-Without this, one client could replace every average by its own numbers. Sizes are root mean squares, so that they do
+Without this, one client could replace every average by its own numbers. Magnitudes are root mean squares, so they do
 not depend on widths. The comparison is with medians: it finds what fewer than half of the clients send. What is within
 the limits is left to the robust rules (``aggregation=median``, ``trimmed-mean``).
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median_low
 
-from pbfl_flwr.payloads.contract import Sizes
+from pbfl_flwr.payloads.contract import Magnitudes
 
 COMPARABLE = 3  # sizes; of fewer, a median cannot tell which one is wrong
 LEAST = (
@@ -36,7 +36,7 @@ class Plausibility:
     scaled: bool = False
     counted: bool = False
 
-    def implausible(self, sizes: Mapping[int, Sizes], reported: Mapping[int, int]) -> dict[int, str]:
+    def implausible(self, sizes: Mapping[int, Magnitudes], reported: Mapping[int, int]) -> dict[int, str]:
         """Return client -> reason for the uploads that are implausible.
 
         Args:
@@ -56,7 +56,7 @@ class Plausibility:
                     reasons.setdefault(client, fault)
         return reasons
 
-    def _limits(self, sizes: Mapping[int, Sizes]) -> Iterator[tuple[str, dict[int, float], float]]:
+    def _limits(self, sizes: Mapping[int, Magnitudes]) -> Iterator[tuple[str, dict[int, float], float]]:
         """Yield what is compared: its name, its size by client, and the largest plausible size."""
         samples = {client: float(size.samples) for client, size in sizes.items()}
         if median := _median(samples.values()):

@@ -12,7 +12,7 @@ from pbfl_flwr.data import Partition, check_data, export_pfl_directory, load_poo
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.new_clients import new_client_sheet, unseen
 from pbfl_flwr.experiments.results import FinishedRun
-from pbfl_flwr.flower.server.exchange import RoundPlan
+from pbfl_flwr.flower.server.phase import RoundPlan
 from tests.flower.inprocess import KINDS, Federation, federation
 from tests.small_runs import pbfl
 

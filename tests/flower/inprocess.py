@@ -33,7 +33,7 @@ from pbfl_flwr.experiments.show import show_run
 from pbfl_flwr.flower.client import device, session
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.worker import DataSource, Run, Worker
-from pbfl_flwr.flower.engines.grid import Handler, LocalGrid, run_immediately
+from pbfl_flwr.flower.engines.local import Handler, LocalGrid, run_immediately
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server.rounds import FinishedRound
@@ -375,7 +375,7 @@ def handshake_reply(client: int, task: Task) -> dict[str, Any]:
 
 def reply_of(payload: Upload, report: Report | None = None) -> RecordDict:
     """Return the content of a client's reply."""
-    samples = payload.sizes().samples or 10
+    samples = payload.magnitudes().samples or 10
     sent = report or Report(samples, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0})
     return wire.content(wire.encode(payload), sent.to_record())
 
@@ -410,8 +410,8 @@ class Federation:
     @property
     def directory(self) -> RunDirectory:
         """The run's directory; it must have one."""
-        assert self.strategy.run is not None
-        return self.strategy.run
+        assert self.strategy.directory is not None
+        return self.strategy.directory
 
     @property
     def fingerprint(self) -> str:

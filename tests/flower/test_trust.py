@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import LONGEST
-from pbfl_flwr.flower.engines.grid import Handler
+from pbfl_flwr.flower.engines.local import Handler
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server.strategy import MethodStrategy

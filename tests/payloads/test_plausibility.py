@@ -4,20 +4,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pbfl_flwr.payloads.contract import Sizes
+from pbfl_flwr.payloads.contract import Magnitudes
 from pbfl_flwr.payloads.plausibility import COMPARABLE, LARGEST, LEAST, NO_LIMITS, Plausibility
 
 LIMITS = Plausibility(100.0, counted=True)
 REPORTED = dict.fromkeys(range(6), 50)
 
 
-def implausible(*sizes: Sizes, limits: Plausibility = LIMITS) -> dict[int, str]:
+def implausible(*sizes: Magnitudes, limits: Plausibility = LIMITS) -> dict[int, str]:
     return limits.implausible(dict(enumerate(sizes)), REPORTED)
 
 
-def rows(*values: float) -> Sizes:
+def rows(*values: float) -> Magnitudes:
     """A value for every class; 0 for one that the client does not hold."""
-    return Sizes({label: value for label, value in enumerate(values) if value})
+    return Magnitudes({label: value for label, value in enumerate(values) if value})
 
 
 def test_names_the_row_that_is_far_above_the_median_of_its_class() -> None:
@@ -45,18 +45,18 @@ def test_two_clients_have_an_absolute_bound() -> None:
 
 
 def test_compares_every_tensor_with_itself() -> None:
-    sizes = [Sizes(tensors={"body": 1.0, "bias": bias}) for bias in (0.0, 0.2, 0.3, 90.0)]
+    sizes = [Magnitudes(tensors={"body": 1.0, "bias": bias}) for bias in (0.0, 0.2, 0.3, 90.0)]
     assert list(implausible(*sizes)) == [3]
 
 
 def test_more_samples_than_reported_are_implausible_unless_the_report_is_inexact() -> None:
-    sizes = [Sizes(samples=n) for n in (50, 51)]
+    sizes = [Magnitudes(samples=n) for n in (50, 51)]
     assert implausible(*sizes) == {1: "it counts 51 samples, its report 50"}
     assert implausible(*sizes, limits=Plausibility(100.0)) == {}
 
 
 def test_more_than_a_thousand_times_the_usual_number_of_samples_is_implausible() -> None:
-    most, more = ([Sizes(samples=n) for n in (20, 30, 40, n)] for n in (30_000, 30_001))
+    most, more = ([Magnitudes(samples=n) for n in (20, 30, 40, n)] for n in (30_000, 30_001))
     assert implausible(*most, limits=Plausibility(100.0)) == {}
     assert list(implausible(*more, limits=Plausibility(100.0))) == [3]
 
@@ -69,18 +69,18 @@ def test_of_rows_scaled_by_counts_only_the_sums_are_compared() -> None:
 
 
 def test_a_ratio_of_zero_accepts_everything() -> None:
-    assert NO_LIMITS.implausible({0: rows(1e30), 1: Sizes(samples=9)}, {0: 0, 1: 0}) == {}
+    assert NO_LIMITS.implausible({0: rows(1e30), 1: Magnitudes(samples=9)}, {0: 0, 1: 0}) == {}
 
 
 SIZES = st.floats(0, 1e38, allow_subnormal=True)
 ANYTHING = st.builds(
-    Sizes,
+    Magnitudes,
     st.dictionaries(st.integers(0, 3), SIZES, max_size=4),
     st.dictionaries(st.sampled_from(["a", "b"]), SIZES, max_size=2),
     st.integers(0, 2**40),
 )
 HONEST = st.builds(
-    Sizes,
+    Magnitudes,
     st.dictionaries(st.integers(0, 3), st.floats(0.5, 20), min_size=1, max_size=4),
     st.fixed_dictionaries({"a": st.floats(0.1, 3), "b": st.floats(0, 0.5)}),
     st.integers(1, 50),
@@ -90,7 +90,7 @@ HONEST = st.builds(
 @given(st.lists(HONEST, min_size=4, max_size=4), ANYTHING, st.booleans())
 @settings(max_examples=300)
 def test_one_of_five_clients_is_bounded_and_does_not_exclude_the_others(
-    honest: list[Sizes], anything: Sizes, scaled: bool
+    honest: list[Magnitudes], anything: Magnitudes, scaled: bool
 ) -> None:
     limits = Plausibility(100.0, scaled, counted=True)
     result = implausible(*honest, anything, limits=limits)

@@ -21,8 +21,8 @@ from tests.small_runs import entry, rounds_of
 def run(tmp_path: Path, names: str, rounds: int = 2, resume: bool = False) -> Path:
     keys: dict[str, Any] = {"num-clients": 2, "num-server-rounds": rounds, "models": "cnn4", "sinks": names}
     made = federation(tmp_path, on_disk=True, resume=resume, **keys).run()
-    assert made.strategy.run is not None
-    return made.strategy.run.path
+    assert made.strategy.directory is not None
+    return made.strategy.directory.path
 
 
 def accuracies(run_dir: Path, predictor: str = "head") -> dict[int, float]:

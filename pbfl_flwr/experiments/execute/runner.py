@@ -52,7 +52,7 @@ def simulate(
         keys["threads"] = resources.cpus_per_client
     resume_with = " ".join(["pbfl run --resume", quote(str(run_dir)), *resources.options])
     if resources.engine != "flower":
-        from pbfl_flwr.flower.engines.grid import run_here
+        from pbfl_flwr.flower.engines.local import run_here
 
         def federation() -> None:
             run_here(run_dir, keys, run.num_clients, resources, loaded)

@@ -2,7 +2,7 @@
 
 ::
 
-    processes   grid.LocalGrid -> executors.WorkerPool -> ProcessWorker; with one worker all in this process
-    ray         grid.LocalGrid -> executors.WorkerPool -> ray_actors.RayWorker, on this machine or on a cluster
+    processes   grid.LocalGrid -> executors.ExecutorPool -> ProcessExecutor; with one worker all in this process
+    ray         grid.LocalGrid -> executors.ExecutorPool -> ray_actors.RayExecutor, on this machine or on a cluster
     flower      flower/deploy/superlink.py: through ``flwr run``, as a SuperLink runs it
 """

@@ -1,4 +1,4 @@
-"""Workers that run clients: message and context in, reply and context out; a pool of them, and local processes."""
+"""What runs clients: message and context in, reply and context out; a pool of executors, and local processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WorkerDied(Exception):
     """A worker ended while it ran a client; gives the reason."""
 
 
-class Worker(ABC):
+class Executor(ABC):
     """Runs one client at a time in a process of its own.
 
     Attributes:
@@ -89,71 +89,71 @@ class Worker(ABC):
         self.kill()
 
 
-class WorkerPool:
-    """Workers, started on entering and ended on leaving the context; one that dies costs one reply and is replaced."""
+class ExecutorPool:
+    """Executors, started on entering the context, ended on leaving it; one that dies costs a reply and is replaced."""
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self._workers = workers
-        self._free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    def __init__(self, executors: Sequence[Executor]) -> None:
+        self._executors = executors
+        self._free: queue.SimpleQueue[Executor] = queue.SimpleQueue()
         self._ending = False
-        self._busy: dict[int, Worker] = {}  # by node
+        self._busy: dict[int, Executor] = {}  # by node
         self._lock = threading.Lock()  # guards _busy, _ending, and starting and ending workers
 
-    def __enter__(self) -> WorkerPool:
-        started: list[Worker] = []
+    def __enter__(self) -> ExecutorPool:
+        started: list[Executor] = []
         try:
-            for worker in self._workers:
-                worker.start()
-                started.append(worker)
+            for executor in self._executors:
+                executor.start()
+                started.append(executor)
         except BaseException:
-            for worker in started:
-                worker.end()
+            for executor in started:
+                executor.end()
             raise
-        for worker in self._workers:
-            self._await(worker)
+        for executor in self._executors:
+            self._await(executor)
         return self
 
     def __exit__(self, *raised: object) -> None:
         with self._lock:
             self._ending = True
-            for worker in self._workers:
-                worker.end()
-                self._free.put(worker)  # so that no thread waits for one
+            for executor in self._executors:
+                executor.end()
+                self._free.put(executor)  # so that no thread waits for one
 
     def handle(self, message: Message, context: Context) -> Message:
         """Run a client on a free worker, return its reply and copy its Flower state into ``context``.
 
         Thread-safe. If the worker dies, only this call returns an error reply.
         """
-        worker, node = self._free.get(), message.metadata.dst_node_id
+        executor, node = self._free.get(), message.metadata.dst_node_id
         with self._lock:
-            self._busy[node] = worker
+            self._busy[node] = executor
         died = False
         try:
-            return worker.handle(message, context)
+            return executor.handle(message, context)
         except WorkerDied as error:
             died = True
             return Message(Error(code=RAISED, reason=str(error)), reply_to=message)
         finally:
             with self._lock:
-                if self._busy.get(node) is worker:
+                if self._busy.get(node) is executor:
                     del self._busy[node]
-                if (died or worker.spent or not worker.alive) and not self._ending:
-                    worker.end()
-                    worker.start()
-            self._await(worker)
+                if (died or executor.spent or not executor.alive) and not self._ending:
+                    executor.end()
+                    executor.start()
+            self._await(executor)
 
     def give_up(self, node: int) -> None:
         """Kill the worker that is processing a node's message, if there is one; it is restarted."""
         with self._lock:
-            if (worker := self._busy.pop(node, None)) is not None:
-                worker.kill()
+            if (executor := self._busy.pop(node, None)) is not None:
+                executor.kill()
 
-    def _await(self, worker: Worker) -> None:
-        worker.when_ready(partial(self._free.put, worker))
+    def _await(self, executor: Executor) -> None:
+        executor.when_ready(partial(self._free.put, executor))
 
 
-class ProcessWorker(Worker):
+class ProcessExecutor(Executor):
     """A process on this machine and the parent's end of the channel to it.
 
     Not of :mod:`concurrent.futures`, whose workers outlive a killed parent, and whose pool is lost with one of them.

@@ -27,7 +27,7 @@ from threadpoolctl import threadpool_limits
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.device import release_gpu_memory
-from pbfl_flwr.flower.engines.executors import Worker, WorkerDied
+from pbfl_flwr.flower.engines.executors import Executor, WorkerDied
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.flower.engines.ray_cluster import connected
 from pbfl_flwr.runs.client_store import ClientStore
@@ -42,7 +42,7 @@ Files = dict[str, bytes]
 
 
 @contextmanager
-def ray_workers(resources: Resources, num_clients: int, states: Path) -> Iterator[list[Worker]]:
+def ray_workers(resources: Resources, num_clients: int, states: Path) -> Iterator[list[Executor]]:
     """Yield the workers of a run, not started yet, while connected to the cluster or a Ray of the run's own.
 
     Raises:
@@ -55,7 +55,7 @@ def ray_workers(resources: Resources, num_clients: int, states: Path) -> Iterato
         if travel:
             log(INFO, "not all Ray nodes see %s: the clients' states travel with their messages", states)
         count = _num_workers(resources, num_clients)
-        yield [RayWorker(resources, states if travel else None) for _ in range(count)]
+        yield [RayExecutor(resources, states if travel else None) for _ in range(count)]
 
 
 def _num_workers(resources: Resources, num_clients: int) -> int:
@@ -116,7 +116,7 @@ def _inspector(token: str) -> Callable[[], tuple[str, bool]]:
     return inspect
 
 
-class RayWorker(Worker):
+class RayExecutor(Executor):
     """An actor with its share of CPUs and GPUs, wherever the cluster has room for it.
 
     Args:

@@ -19,9 +19,9 @@ from pbfl_flwr.config import RunSettings
 from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.code_version import differing_code_versions
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
-from pbfl_flwr.flower.server.exchange import OverdueReplies
 from pbfl_flwr.flower.server.grid import OnWait, ignore
 from pbfl_flwr.flower.server.handshake import refusals, send_handshake, wait_for_nodes
+from pbfl_flwr.flower.server.overdue import OverdueReplies
 from pbfl_flwr.flower.server.replies import size_of
 from pbfl_flwr.flower.server.roster import NO_NODE, NOBODY, Roster, dominant, other_weights
 from pbfl_flwr.runs.directory import RunRefused

@@ -12,7 +12,7 @@ from flwr.common import log
 from pbfl_flwr.config import CHANGEABLE, Settings, completed, relevant
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.server.replies import Exchange
+from pbfl_flwr.flower.server.replies import Replies
 from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.method import Method, settings_in
 from pbfl_flwr.methods import SECTIONS
@@ -37,13 +37,13 @@ class Recorder:
 
     def __init__(
         self,
-        run: RunDirectory,
+        directory: RunDirectory,
         settings: Settings,
         method: Method[Any, Any, Any],
         primary_predictor: str,
         loaded: LoadedData,
     ) -> None:
-        self.run, self._settings, self._primary_predictor = run, settings, primary_predictor
+        self.directory, self._settings, self._primary_predictor = directory, settings, primary_predictor
         self._method, self._loaded = method, loaded
         self._best: Score = (False, -1.0)
         self._experiment = ""  # until the run has started
@@ -58,19 +58,19 @@ class Recorder:
             PbflError: if there is no run to resume.
         """
         if not self._settings.run.resume:
-            self.run.check_new()
-            self.run.remove(ERROR)
+            self.directory.check_new()
+            self.directory.remove(ERROR)
             return None
-        previous = self.run.record()
+        previous = self.directory.record()
         self._experiment = previous.experiment
-        self.run.check_states(self._settings.run.state_dir)  # which is not compared below
+        self.directory.check_states(self._settings.run.state_dir)  # which is not compared below
         then, now = relevant(completed(previous.configuration, SECTIONS)), self._settings.relevant()
         if odd := [f"{key} = {value}" for key, value in then.items() if now.get(key) != value]:
             raise RunRefused(
-                f"run-dir = '{self.run.path}' was made with another configuration, {', '.join(odd)}; only "
+                f"run-dir = '{self.directory.path}' was made with another configuration, {', '.join(odd)}; only "
                 f"{', '.join(CHANGEABLE)} may differ when a run is resumed"
             )
-        self.run.remove(ERROR)
+        self.directory.remove(ERROR)
         return previous
 
     def begin(self, experiment: str, moment: str, clients: Iterable[ClientRecord]) -> None:
@@ -80,11 +80,11 @@ class Recorder:
             PbflError: if the directory already holds a run, or a sink cannot be opened.
         """
         members = list(clients)
-        self.run.check_new()
+        self.directory.check_new()
         if all(client.simulated and client.configured_data for client in members):
-            self.run.write_partition(self._partition_record(members))
+            self.directory.write_partition(self._partition_record(members))
         self._experiment = experiment
-        self.run.start(
+        self.directory.start(
             configuration=self._settings.as_dict(),
             method=settings_in(self._method),
             experiment=experiment,
@@ -104,25 +104,25 @@ class Recorder:
                 dataset has changed.
             PbflError: if the checkpoint is damaged.
         """
-        data, fingerprint = self._settings.data, self.run.partition().data
+        data, fingerprint = self._settings.data, self.directory.partition().data
         if fingerprint is not None and fingerprint != self._loaded.pool(data).fingerprint():
             raise RunRefused(
                 f"data-dir = '{data.data_dir}': the samples of dataset = '{data.dataset}' are not those with which "
-                f"run-dir = '{self.run.path}' began"
+                f"run-dir = '{self.directory.path}' began"
             )
-        resumed = checkpoint.resume(self.run, kind, task, self._configuration)
+        resumed = checkpoint.resume(self.directory, kind, task, self._configuration)
         done = resumed[1] if resumed else 0
         if done > num_rounds:
             raise RunRefused(
                 f"num-server-rounds = {num_rounds}: the run has {done} rounds already; must be {done} or more"
             )
-        self.run.remove(RESULT)
+        self.directory.remove(RESULT)
         method = settings_in(self._method)  # may depend on the number of rounds
-        self.run.update(configuration=self._settings.as_dict(), method=method, ended_after=None)
+        self.directory.update(configuration=self._settings.as_dict(), method=method, ended_after=None)
         self._open_sinks()
         if resumed is None:
             return None
-        history = self.run.round_records()
+        history = self.directory.round_records()
         self._best = max(
             (score for record in history for score, _ in self._scores(record)), default=(False, -1.0)
         )
@@ -140,13 +140,13 @@ class Recorder:
         """
         record, number = finished.record, finished.record.round
         self._flush_states()
-        self.run.add_round(record, finished.clients)
+        self.directory.add_round(record, finished.clients)
         for score, final in self._scores(record):
             if score > self._best:
                 self._best = score
                 state, after = (finished.state, number) if final else (scored, number - 1)
-                checkpoint.save_best(self.run, state, after, score[1], self._primary_predictor)
-        checkpoint.save(self.run, finished.state, broadcast, number, self._configuration)
+                checkpoint.save_best(self.directory, state, after, score[1], self._primary_predictor)
+        checkpoint.save(self.directory, finished.state, broadcast, number, self._configuration)
         if self._sinks is not None:
             self._warn(self._sinks.log(record))
 
@@ -156,7 +156,7 @@ class Recorder:
         Raises:
             UnsavedState: if flushing fails.
         """
-        root = Path(self._settings.run.state_dir or self.run.path / "clients")
+        root = Path(self._settings.run.state_dir or self.directory.path / "clients")
         if (folder := root / self._experiment).is_dir():
             try:
                 flush_directory(folder)
@@ -171,10 +171,10 @@ class Recorder:
     def close(self) -> None:
         """Write the result hash if the run is finished, and close the sinks."""
         try:
-            rounds = self.run.record().last_round
-            if len(self.run.round_records()) >= rounds:
-                result = result_hash(self.run, rounds)
-                self.run.write_line(RESULT, result)
+            rounds = self.directory.record().last_round
+            if len(self.directory.round_records()) >= rounds:
+                result = result_hash(self.directory, rounds)
+                self.directory.write_line(RESULT, result)
                 log(INFO, "result hash %s", result)
         except PbflError as error:  # the results are complete nevertheless
             log(WARNING, "no result hash: %s", error)
@@ -201,7 +201,7 @@ class Recorder:
         )
 
     def _open_sinks(self) -> None:
-        self._sinks = Sinks(self._settings.run.sinks, self.run.path, self.run.record())
+        self._sinks = Sinks(self._settings.run.sinks, self.directory.path, self.directory.record())
 
     def _warn(self, warnings: list[str]) -> None:
         for warning in warnings:
@@ -231,10 +231,10 @@ def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int
         log(WARNING, "%s", warning)
 
 
-def log_exchange(exchange: Exchange) -> None:
-    """Log the failures of an exchange."""
-    phase = exchange.phase
-    for client, reason in exchange.failures.items():
+def log_failures(replies: Replies) -> None:
+    """Log which clients failed."""
+    phase = replies.phase
+    for client, reason in replies.failures.items():
         log(WARNING, "round %s: client %s failed: %s", phase.number, phase.client_label(client), reason)
 
 

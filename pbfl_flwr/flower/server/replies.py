@@ -14,10 +14,10 @@ from pbfl_flwr.errors import LONGEST, format_exception, printable
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, Requested, requested
 from pbfl_flwr.flower.messages.traffic import NO_BYTES, weigh
-from pbfl_flwr.flower.server.exchange import Phase
+from pbfl_flwr.flower.server.phase import Phase
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, RejectedPayload, Serializable, Upload
-from pbfl_flwr.payloads.contract import Sizes
+from pbfl_flwr.payloads.contract import Magnitudes
 from pbfl_flwr.payloads.plausibility import Plausibility
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs.records import Bytes, ClientRecord
@@ -44,12 +44,12 @@ class Uploads(Mapping[int, Payload]):
 
 
 @dataclass
-class Exchange:
-    """A phase that is over: what was sent, and what came back.
+class Replies:
+    """What came back from the messages of a phase.
 
     Attributes:
         phase: the messages sent.
-        replies: as received, in any order.
+        messages: as received, in any order.
         uploads: client -> upload to aggregate.
         reports: of the clients that completed their task.
         failures: client -> reason, for the others.
@@ -59,7 +59,7 @@ class Exchange:
     """
 
     phase: Phase
-    replies: Sequence[Message] = ()
+    messages: Sequence[Message] = ()
     uploads: Mapping[int, Payload] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
@@ -102,13 +102,13 @@ class ReplyRules:
 
 @dataclass(frozen=True)
 class _Accepted:
-    """A valid upload: its encoding, the payload unless the method streams, and what the exchange needs of it."""
+    """A valid upload: its encoding, the payload unless the method streams, and what Replies needs of it."""
 
     encoded: ArrayRecord
     payload: Payload | None
     scalars: int
     classes: list[int] | None
-    sizes: Sizes
+    magnitudes: Magnitudes
     reported: int
 
 
@@ -116,63 +116,63 @@ class _Accepted:
 class _Intake:
     """Decodes and validates replies, and sorts them into uploads to aggregate and failures."""
 
-    exchange: Exchange  # the result so far
+    replies: Replies  # the result so far
     rules: ReplyRules
     state: Serializable
     _accepted: dict[int, _Accepted] = field(default_factory=dict)
 
     def add(self, client: int, reply: Message, size: Bytes | Exception) -> None:
         """Add a client's reply, unless it is invalid or holds the client's upload of another round."""
-        exchange, number = self.exchange, self.exchange.phase.number
+        replies, number = self.replies, self.replies.phase.number
         try:
-            report, upload = self._decode(client, reply, size, client in self.exchange.phase.training)
+            report, upload = self._decode(client, reply, size, client in self.replies.phase.training)
         except Exception as error:  # trust boundary: no client's reply may end the run
-            exchange.failures[client] = f"upload rejected: {rejection_reason(error)}"
+            replies.failures[client] = f"upload rejected: {rejection_reason(error)}"
             return
         uploaded = report.round or number
         if upload is not None and uploaded != number:
-            exchange.failures[client] = f"sent its upload of round {uploaded} instead of round {number}"
+            replies.failures[client] = f"sent its upload of round {uploaded} instead of round {number}"
             return
-        exchange.reports[client] = report
+        replies.reports[client] = report
         if upload is not None:
             self._accept(client, reply, report, upload)
 
     def close(self) -> None:
-        """Drop implausible uploads; set the exchange's uploads in ascending client order."""
+        """Drop implausible uploads; set the uploads in ascending client order."""
         self._drop_implausible()
-        exchange, uploads = self.exchange, dict(sorted(self._accepted.items()))
+        replies, uploads = self.replies, dict(sorted(self._accepted.items()))
         for upload in uploads.values():
-            exchange.scalars_up += upload.scalars
+            replies.scalars_up += upload.scalars
             if upload.classes is not None:
-                exchange.classes = (exchange.classes or frozenset()).union(upload.classes)
+                replies.classes = (replies.classes or frozenset()).union(upload.classes)
         if self.rules.method.streams():
             records = {client: upload.encoded for client, upload in uploads.items()}
-            exchange.uploads = Uploads(records, self.rules.method.up, self.rules.task)
+            replies.uploads = Uploads(records, self.rules.method.up, self.rules.task)
         else:
-            exchange.uploads = {client: u.payload for client, u in uploads.items() if u.payload is not None}
+            replies.uploads = {client: u.payload for client, u in uploads.items() if u.payload is not None}
 
     def _drop_implausible(self) -> None:
-        exchange, accepted = self.exchange, self._accepted
-        sizes = {client: upload.sizes for client, upload in accepted.items()}
+        replies, accepted = self.replies, self._accepted
+        sizes = {client: upload.magnitudes for client, upload in accepted.items()}
         reported = {client: upload.reported for client, upload in accepted.items()}
         for client, why in self.rules.plausibility.implausible(sizes, reported).items():
-            del accepted[client], exchange.reports[client]
-            exchange.failures[client] = f"upload rejected: {printable(why)}"
+            del accepted[client], replies.reports[client]
+            replies.failures[client] = f"upload rejected: {printable(why)}"
 
     def _decode(
         self, client: int, reply: Message, size: Bytes | Exception, training: bool
     ) -> tuple[Report, Upload | None]:
         """Count the bytes of a reply and return its report and upload; raises whatever is wrong with it."""
         if isinstance(size, Exception):
-            self.exchange.up.setdefault(client, NO_BYTES)
+            self.replies.up.setdefault(client, NO_BYTES)
             raise size
-        self.exchange.up[client] = self.exchange.up.get(client, NO_BYTES) + size
+        self.replies.up[client] = self.replies.up.get(client, NO_BYTES) + size
         record = reply.content.get(wire.METRICS) if reply.has_content() else None
         if not isinstance(record, MetricRecord):
             raise RejectedPayload("its report is missing")
         wire.check_content(reply.content, self.rules.max_bytes)
         report = Report.from_record(record, self.rules.requested)
-        _check_declared(report, self.exchange.phase.declared[client])
+        _check_declared(report, self.replies.phase.declared[client])
         upload: Upload | None = None
         if training:
             upload = wire.decode(wire.payload_in(reply.content), self.rules.method.up, self.rules.task)
@@ -185,7 +185,7 @@ class _Intake:
             None if self.rules.method.streams() else upload,
             upload.scalars(),
             upload.classes(self.rules.task),
-            upload.sizes(),
+            upload.magnitudes(),
             report.num_train,
         )
 
@@ -228,19 +228,19 @@ def rejection_reason(error: Exception) -> str:
 
 
 def read(
-    replies: list[Message],
+    messages: Sequence[Message],
     phase: Phase,
     rules: ReplyRules,
     state: Serializable,
-) -> Exchange:
+) -> Replies:
     """Decode and validate every reply; an invalid one only affects its own client.
 
     ``state`` is the one that was broadcast.
     """
-    exchange = Exchange(phase, replies)
-    intake = _Intake(exchange, rules, state)
-    failures = exchange.failures
-    by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
+    replies = Replies(phase, messages)
+    intake = _Intake(replies, rules, state)
+    failures = replies.failures
+    by_client = wire.ordered(messages, {m.metadata.message_id: client for m, client in phase.messages})
     # All sizes are determined before decoding starts: alternating between both tasks is slower (instruction cache).
     sizes = {client: size_of(reply) for client, reply in by_client.items()}
     for _, client in phase.messages:
@@ -253,7 +253,7 @@ def read(
             intake.add(client, reply, sizes[client])
     failures |= phase.plan.absent
     intake.close()
-    return exchange
+    return replies
 
 
 def error_reason(reply: Message) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
-from pbfl_flwr.flower.server.replies import Exchange
+from pbfl_flwr.flower.server.replies import Replies
 from pbfl_flwr.method import Moment
 from pbfl_flwr.payloads import Serializable
 from pbfl_flwr.runs.directory import finite
@@ -97,9 +97,9 @@ def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
     }
 
 
-def scores(exchange: Exchange) -> Scores:
-    """Return the accuracies of an exchange over its clients."""
-    reports = exchange.reports
+def scores(replies: Replies) -> Scores:
+    """Return the accuracies over the clients that replied."""
+    reports = replies.reports
     return Scores(accuracy=summarise_accuracy(reports), validation=summarise_accuracy(on_validation(reports)))
 
 
@@ -123,7 +123,7 @@ def updated_ages(
     """Return the rounds since each class was last uploaded, -1 if it never was.
 
     ``ages`` are those after the previous round, None in the first; ``classes`` as in
-    :class:`~pbfl_flwr.flower.server.replies.Exchange`.
+    :class:`~pbfl_flwr.flower.server.replies.Replies`.
     """
     if classes is None and ages is None:
         return None
@@ -138,12 +138,12 @@ def updated_ages(
 
 
 def round_fields(
-    exchange: Exchange,
+    replies: Replies,
     moment: Moment,
     server_metrics: Mapping[str, float],
     aggregated: float,
     total: float,
-    final: Exchange | None = None,
+    final: Replies | None = None,
     late: Bytes = NO_BYTES,
 ) -> dict[str, Any]:
     """Return the fields of a RoundRecord, except warnings, ages of classes and joined clients.
@@ -151,14 +151,14 @@ def round_fields(
     ``aggregated`` and ``total`` are seconds; ``final`` is the scoring after the last training, if there was one;
     ``late`` are the bytes of replies to earlier rounds.
     """
-    phase = exchange.phase
-    trained = [exchange.reports[client] for client in exchange.trained]
+    phase = replies.phase
+    trained = [replies.reports[client] for client in replies.trained]
     samples = [report.num_train for report in trained]
     names = sorted({name for report in trained for name in report.metrics or {}})
-    reports = list(exchange.reports.values())
+    reports = list(replies.reports.values())
     return {
         "round": phase.number,
-        **dict(scores(exchange)),
+        **dict(scores(replies)),
         "accuracy_of_round": phase.number - 1 if moment == "before" else phase.number,
         "test_loss": _mean(
             [report.test_loss if report.correct else None for report in reports],
@@ -168,11 +168,11 @@ def round_fields(
             name: _mean([(report.metrics or {}).get(name) for report in trained], samples) for name in names
         },
         "server_metrics": finite(server_metrics),
-        "trained": exchange.trained,
-        "failures": failures(exchange),
-        "bytes_up": sum(exchange.up.values(), late),
+        "trained": replies.trained,
+        "failures": failures(replies),
+        "bytes_up": sum(replies.up.values(), late),
         "bytes_down": sum(phase.down.values(), NO_BYTES),
-        "scalars": Scalars(up=exchange.scalars_up, down=phase.scalars_down),
+        "scalars": Scalars(up=replies.scalars_up, down=phase.scalars_down),
         "seconds": Seconds(
             total=total,
             aggregate=aggregated,
@@ -184,23 +184,23 @@ def round_fields(
     }
 
 
-def failures(exchange: Exchange) -> list[Failure]:
+def failures(replies: Replies) -> list[Failure]:
     """Return the clients that did not complete their task, with the reasons."""
-    names = exchange.phase.names
+    names = replies.phase.names
     return [
         Failure(client=client, name=names.get(client, ""), reason=reason)
-        for client, reason in exchange.failures.items()
+        for client, reason in replies.failures.items()
     ]
 
 
 def clients_record(
-    exchange: Exchange, participations: Mapping[int, int], final: Exchange | None = None
+    replies: Replies, participations: Mapping[int, int], final: Replies | None = None
 ) -> ClientsRecord:
     """Return a round's line of clients.jsonl: a column for each counter, an entry for each client.
 
     ``participations``: client -> rounds trained in before, for clients that keep no count themselves.
     """
-    phase, reports = exchange.phase, exchange.reports
+    phase, reports = replies.phase, replies.reports
     trained_in = {
         client: report.participations or participations.get(client, 0) + (client in phase.training)
         for client, report in reports.items()
@@ -224,7 +224,7 @@ def clients_record(
         test_loss=column(lambda report: report.test_loss if report.correct else None),
         metrics=column(lambda report: dict(report.metrics or {})),
         seconds=column(lambda report: list(report.seconds)),
-        bytes_up=[exchange.up[client] for client in reports],
+        bytes_up=[replies.up[client] for client in reports],
         bytes_down=[phase.down[client] for client in reports],
         final=final and clients_record(final, {**participations, **trained_in}),
     )
@@ -243,9 +243,9 @@ def _mean(values: list[float | None], weights: list[int]) -> float | None:
 # Warnings ---------------------------------------------------------------------------------------------------
 
 
-def upload_warnings(exchange: Exchange) -> list[str]:
+def upload_warnings(replies: Replies) -> list[str]:
     """Return warnings about the clients that trained: classes held back, no training steps."""
-    metrics = {client: exchange.reports[client].metrics or {} for client in exchange.trained}
+    metrics = {client: replies.reports[client].metrics or {} for client in replies.trained}
     withheld = [reported.get("held-back", 0) for reported in metrics.values()]
     idle = [client for client, reported in metrics.items() if reported.get("idle")]
     warnings = []
@@ -263,16 +263,16 @@ def upload_warnings(exchange: Exchange) -> list[str]:
 
 
 def lost_states(
-    exchange: Exchange, participations: Mapping[int, int], keeps_nothing: bool = False
+    replies: Replies, participations: Mapping[int, int], keeps_nothing: bool = False
 ) -> list[str]:
     """Return a warning about clients that report fewer trained rounds than the server counted: their state is lost.
 
     ``participations``: client -> rounds trained in, as last reported; ``keeps_nothing``: clients may keep no count.
     """
-    phase = exchange.phase
+    phase = replies.phase
     lost = [
         phase.client_label(client)
-        for client, report in exchange.reports.items()
+        for client, report in replies.reports.items()
         if client in participations
         and (report.participations or not keeps_nothing)
         and report.participations < participations[client] + (client in phase.training)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from logging import INFO, WARNING
@@ -37,11 +37,11 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import NO_SCORES
 from pbfl_flwr.flower.server import recorder, rounds, stopping
-from pbfl_flwr.flower.server.exchange import Kind, Phase, RoundPlan, phase_of
 from pbfl_flwr.flower.server.grid import polling
 from pbfl_flwr.flower.server.membership import Membership
+from pbfl_flwr.flower.server.phase import Kind, Phase, RoundPlan, phase_of
 from pbfl_flwr.flower.server.recorder import Recorder
-from pbfl_flwr.flower.server.replies import Exchange, ReplyRules, read
+from pbfl_flwr.flower.server.replies import Replies, ReplyRules, read
 from pbfl_flwr.flower.server.roster import NOBODY, Roster
 from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.method import Moment, Round, resolved_moment
@@ -85,7 +85,7 @@ class MethodStrategy(Strategy):
     ) -> None:
         self.settings = settings
         self.method = build_method(settings)
-        self.run = RunDirectory(directory) if directory else None
+        self.directory = RunDirectory(directory) if directory else None
         self.state: Any = None
         self.history: list[RoundRecord] = []
         self.done = 0
@@ -96,9 +96,9 @@ class MethodStrategy(Strategy):
         self.task: Task | None = None
         self.membership: Membership | None = None
         self._recorder = None
-        if self.run is not None:
+        if self.directory is not None:
             self._recorder = Recorder(
-                self.run, settings, self.method, self.primary_predictor, loaded or LoadedData()
+                self.directory, settings, self.method, self.primary_predictor, loaded or LoadedData()
             )
         self._participations: dict[int, int] = {}  # client -> rounds trained in, as last reported
         self._num_rounds = settings.run.num_server_rounds
@@ -148,7 +148,7 @@ class MethodStrategy(Strategy):
         run = self.settings.run
         previous = self._recorder.previous() if self._recorder else None
         check(run.sinks)
-        if run.sinks and self.run is None:
+        if run.sinks and self.directory is None:
             raise PbflError(f"sinks = '{run.sinks}': they need a run directory, this strategy has none")
         if previous is not None:
             self.experiment = previous.experiment
@@ -164,7 +164,7 @@ class MethodStrategy(Strategy):
         if resumed := self._recorder.resume(self.method.state, roster.task, self._num_rounds):
             state, self.done, self.history = resumed
             self.state = self.method.resumed(state)
-            for clients in self._recorder.run.client_records():
+            for clients in self._recorder.directory.client_records():
                 self._count_participations(clients)
         recorded = {label for record in self.history for label in record.joined}
         membership.add_joined([label for label in previous.joined if label not in recorded])
@@ -213,7 +213,7 @@ class MethodStrategy(Strategy):
         self.summary()
         timeout, result = timeout or run.round_timeout, Result()
         grid = polling(grid, lambda node: (self.roster or NOBODY).node_label(node), self._set_waiting)
-        with nullcontext() if self.run is None else self.run.locked():
+        with nullcontext() if self.directory is None else self.directory.locked():
             self._set_waiting("")  # a killed server may have left a line
             if self.membership is None:
                 self.prepare(grid)
@@ -227,8 +227,8 @@ class MethodStrategy(Strategy):
                     if scores is not None:
                         result.evaluate_metrics_serverapp[self.done] = scores
                 early = self._ends_early(self._scores, self.done)
-                if self.run is not None and early and self.done < run.num_server_rounds:
-                    self.run.update(ended_after=self.done)
+                if self.directory is not None and early and self.done < run.num_server_rounds:
+                    self.directory.update(ended_after=self.done)
             finally:
                 self._set_waiting("")
                 if self._recorder is not None:
@@ -237,8 +237,8 @@ class MethodStrategy(Strategy):
 
     def _set_waiting(self, line: str) -> None:
         """Publish in the run directory what the server waits for; an empty line means nothing."""
-        if self.run is not None:
-            self.run.set_waiting(line)
+        if self.directory is not None:
+            self.directory.set_waiting(line)
 
     def _add_to(self, result: Result, record: RoundRecord) -> None:
         result.arrays = wire.encode(self._broadcast(self.state))
@@ -260,21 +260,21 @@ class MethodStrategy(Strategy):
         run, repeats = self.settings.run, 0
         while True:
             started = time.perf_counter()
-            exchange = self._exchange(grid, self._plan(grid, number), timeout, self.state)
+            replies = self._exchange(grid, self._plan(grid, number), timeout, self.state)
             try:
-                stopping.check_exchange(exchange, self._clients.roster, self.settings)
+                stopping.check_replies(replies, self._clients.roster, self.settings)
                 break
             except stopping.NodesUnreachable as error:
                 repeats += 1
                 if repeats > MAX_REPEATS:
                     raise
                 log(WARNING, "%s. Waiting up to %.0f s for nodes", error, run.join_timeout)
-                target = max(len(exchange.phase.messages), run.min_replies)
+                target = max(len(replies.phase.messages), run.min_replies)
                 if self._clients.wait_for_nodes(grid, target) < run.min_replies:
                     raise
                 if REPEATED not in self._clients.warnings:
                     self._clients.warnings.append(REPEATED)
-        return self._finished(exchange, started, grid, timeout)
+        return self._finished(replies, started, grid, timeout)
 
     def _plan(self, grid: Grid, number: int) -> RoundPlan:
         """Sample the clients that train, and those of the others that are only scored."""
@@ -291,18 +291,20 @@ class MethodStrategy(Strategy):
         members = self._clients
         before = len(members.joined)
         absent = members.absent(grid, number)
-        if self.run is not None and (joined := members.joined[before:]):  # written before they get a message
+        if self.directory is not None and (
+            joined := members.joined[before:]
+        ):  # written before they get a message
             everyone = [*members.roster.clients.values()]
             # Also in run.json, since an unfinished round has no line.
-            self.run.update(clients=everyone, joined=[*self.run.record().joined, *joined])
+            self.directory.update(clients=everyone, joined=[*self.directory.record().joined, *joined])
         return absent
 
-    def _exchange(self, grid: Grid, plan: RoundPlan, timeout: float, state: Serializable) -> Exchange:
+    def _exchange(self, grid: Grid, plan: RoundPlan, timeout: float, state: Serializable) -> Replies:
         """Broadcast a state in the messages of a plan and read the replies. The timeout is in seconds."""
         phase = self._messages(plan, state)
-        replies = list(grid.send_and_receive([message for message, _ in phase.messages], timeout=timeout))
+        messages = list(grid.send_and_receive([message for message, _ in phase.messages], timeout=timeout))
         self._clients.collect_overdue(grid)
-        return self._read(phase, replies, state)
+        return self._read(phase, messages, state)
 
     def _messages(self, plan: RoundPlan, state: Serializable) -> Phase:
         settings = self.settings
@@ -319,13 +321,13 @@ class MethodStrategy(Strategy):
         rules = ReplyRules.of(self.settings, self.method, self._task)
         return rules if plan.scored else replace(rules, requested=NO_SCORES)
 
-    def _read(self, phase: Phase, replies: list[Message], state: Serializable) -> Exchange:
+    def _read(self, phase: Phase, messages: Sequence[Message], state: Serializable) -> Replies:
         """Decode and validate replies, and remember which clients failed or are late."""
-        self._clients.overdue.add(phase.unanswered(replies))
-        exchange = read(replies, phase, self._rules(phase.plan), state)
-        self._clients.failed = frozenset(exchange.failures)
-        recorder.log_exchange(exchange)
-        return exchange
+        self._clients.overdue.add(phase.unanswered(messages))
+        replies = read(messages, phase, self._rules(phase.plan), state)
+        self._clients.failed = frozenset(replies.failures)
+        recorder.log_failures(replies)
+        return replies
 
     @property
     def _task(self) -> Task:
@@ -354,7 +356,7 @@ class MethodStrategy(Strategy):
         return state
 
     def _finished(
-        self, exchange: Exchange, started: float, grid: Grid | None = None, timeout: float = 0.0
+        self, replies: Replies, started: float, grid: Grid | None = None, timeout: float = 0.0
     ) -> FinishedRound:
         """Aggregate a checked round, score a last time if the run ends with it, and make its records.
 
@@ -363,12 +365,12 @@ class MethodStrategy(Strategy):
         Raises:
             RunEnded: if the aggregate is not finite, or a client fails in the scoring and failure-policy is "stop".
         """
-        run, number, members = self.settings.run, exchange.phase.number, self._clients
+        run, number, members = self.settings.run, replies.phase.number, self._clients
         aggregating = time.perf_counter()
-        state = self.aggregate_fit(number, exchange.uploads)
+        state = self.aggregate_fit(number, replies.uploads)
         aggregated = time.perf_counter() - aggregating
 
-        scores = rounds.scores(exchange)
+        scores = rounds.scores(replies)
         score = score_of(scores, self.primary_predictor)
         by_round = self._scores if score is None else {**self._scores, number: score}
         ends_early = self._ends_early(by_round, number)
@@ -377,12 +379,12 @@ class MethodStrategy(Strategy):
             final = self._final_scoring(grid, number, state, timeout)
 
         last_ages = self.history[-1].ages if self.history else None
-        ages = rounds.updated_ages(last_ages, exchange.classes, self._task.num_classes)
+        ages = rounds.updated_ages(last_ages, replies.classes, self._task.num_classes)
         labels = next(iter(members.roster.clients.values())).labels
         warnings = [
             *self.method.round_warnings(state),
-            *rounds.upload_warnings(exchange),
-            *rounds.lost_states(exchange, self._participations, self.method.keeps_nothing),
+            *rounds.upload_warnings(replies),
+            *rounds.lost_states(replies, self._participations, self.method.keeps_nothing),
             *rounds.missing_classes(labels, ages),
         ]
         if self._num_rounds == number > 1 and self.settings.evaluation.predictor != "auto":
@@ -392,15 +394,15 @@ class MethodStrategy(Strategy):
         total = time.perf_counter() - started
         metrics, late = self.method.report(state), members.late_bytes
         record = RoundRecord(
-            **rounds.round_fields(exchange, self.moment, metrics, aggregated, total, final, late),
+            **rounds.round_fields(replies, self.moment, metrics, aggregated, total, final, late),
             warnings=[*warnings, *members.warnings, *(self._recorder.warnings() if self._recorder else [])],
             ages=ages,
             joined=list(members.joined),
         )
         counted = self._participations if self.method.keeps_nothing else {}  # others count themselves
-        return FinishedRound(record, rounds.clients_record(exchange, counted, final), state)
+        return FinishedRound(record, rounds.clients_record(replies, counted, final), state)
 
-    def _final_scoring(self, grid: Grid, number: int, state: Serializable, timeout: float) -> Exchange:
+    def _final_scoring(self, grid: Grid, number: int, state: Serializable, timeout: float) -> Replies:
         """Score all clients with the final state."""
         absent = self._absent(grid, number)
         kinds: dict[int, Kind] = dict.fromkeys(self._clients.roster.clients.keys() - absent, "evaluate")
@@ -455,9 +457,9 @@ class MethodStrategy(Strategy):
         """
         if self._phase is None:
             raise RuntimeError("configure_train comes first")
-        exchange = self._read(self._phase, list(replies), self.state)
-        stopping.check_exchange(exchange, self._clients.roster, self.settings)
-        metrics = _train_metrics(self._commit(self._finished(exchange, self._phase.started)))
+        read_replies = self._read(self._phase, list(replies), self.state)
+        stopping.check_replies(read_replies, self._clients.roster, self.settings)
+        metrics = _train_metrics(self._commit(self._finished(read_replies, self._phase.started)))
         return wire.encode(self._broadcast(self.state)), metrics
 
     def configure_evaluate(

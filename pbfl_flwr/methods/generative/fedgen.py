@@ -41,7 +41,7 @@ from pbfl_flwr.methods.generative.generators import (
 )
 from pbfl_flwr.methods.sharing import answer, check_heads, initial, receive
 from pbfl_flwr.models.registry import architectures
-from pbfl_flwr.payloads import Sizes, Weights, class_counts, joined, part_of
+from pbfl_flwr.payloads import Magnitudes, Weights, class_counts, joined, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import complete_batches, fit, forward
 
@@ -90,9 +90,9 @@ class LabelledHead:
         """Return None: the head is not organised by class."""
         return None
 
-    def sizes(self) -> Sizes:
+    def magnitudes(self) -> Magnitudes:
         """Return the head's sizes, and the larger of n_i and the sum of the n_ij."""
-        head = self.weights.sizes()
+        head = self.weights.magnitudes()
         return replace(head, samples=max(head.samples, int(self.label_counts.sum())))
 
 

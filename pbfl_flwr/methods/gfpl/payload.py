@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pbfl_flwr.payloads.contract import (
     MAX_MAGNITUDE,
+    Magnitudes,
     RejectedPayload,
-    Sizes,
     first_outside,
     floats,
     no_others,
@@ -115,7 +115,7 @@ class Mixtures:
         labels: list[int] = self.present(task.num_classes).nonzero().flatten().tolist()
         return labels
 
-    def sizes(self) -> Sizes:
+    def magnitudes(self) -> Magnitudes:
         """Return of every class its largest √(μ² + σ²), the root mean square of what a component generates.
 
         Weights add up to n_i, or to the number of classes; a wire-dtype of 16 bits changes them by up to 0.4 %.
@@ -124,4 +124,4 @@ class Mixtures:
         rows: dict[int, float] = {}
         for label, size in zip(self.labels.tolist(), components.tolist(), strict=True):
             rows[label] = max(size, rows.get(label, 0.0))
-        return Sizes(rows, samples=round(0.99 * float(self.weights.sum())))
+        return Magnitudes(rows, samples=round(0.99 * float(self.weights.sum())))

@@ -16,18 +16,18 @@ from flwr.app import ConfigRecord, Context, Error, Message
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.flower.engines import executors
 from pbfl_flwr.flower.engines.channel import channel
-from pbfl_flwr.flower.engines.executors import DIED, ProcessWorker, WorkerPool, WorkerSpec
-from pbfl_flwr.flower.engines.grid import Handler, LocalGrid, run_immediately
+from pbfl_flwr.flower.engines.executors import DIED, ExecutorPool, ProcessExecutor, WorkerSpec
+from pbfl_flwr.flower.engines.local import Handler, LocalGrid, run_immediately
 from pbfl_flwr.flower.messages import wire
-from tests.flower.engines.test_grid import KEYS, ask, echo, said
+from tests.flower.engines.test_local import KEYS, ask, echo, said
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
 def test_dead_or_hanging_worker_costs_one_reply_and_sigterm_none(tmp_path: Path) -> None:
     config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
-    workers = [ProcessWorker(WorkerSpec(1, "", tmp_path / "log")) for _ in range(2)]
-    with ThreadPoolExecutor(2) as threads, WorkerPool(workers) as pool:
+    workers = [ProcessExecutor(WorkerSpec(1, "", tmp_path / "log")) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads, ExecutorPool(workers) as pool:
         grid = LocalGrid(pool.handle, threads.submit, config, 3, pool.give_up)
         for worker in workers:
             worker._process.terminate()  # as a cluster does at the end of a job's time; no client's failure
@@ -38,7 +38,7 @@ def test_dead_or_hanging_worker_costs_one_reply_and_sigterm_none(tmp_path: Path)
         assert failed.error.reason == DIED
         assert said(grid.send_and_receive(ask(grid, [0, 1]))) == [0, 1], "another took its place"
         hanging = pool._free.get()
-        assert isinstance(hanging, ProcessWorker)
+        assert isinstance(hanging, ProcessExecutor)
         os.kill(hanging._process.pid or 0, signal.SIGSTOP)
         pool._free, others = SimpleQueue(), pool._free
         pool._free.put(hanging)
@@ -74,7 +74,7 @@ def test_first_worker_ignores_sigterm_from_its_start() -> None:
     assert subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False, timeout=100).returncode == 0
 
 
-class InThread(ProcessWorker):
+class InThread(ProcessExecutor):
     """A worker that is a thread of this process, behind the same channel."""
 
     alive = True
@@ -102,7 +102,7 @@ def test_a_client_finds_what_it_kept_in_flowers_context(workers: int) -> None:
         calls["calls"] = int(str(calls["calls"])) + 1
         return Message(wire.content(config=ConfigRecord({"client": calls["calls"]})), reply_to=message)
 
-    with WorkerPool([InThread(count) for _ in range(workers)]) as pool:
+    with ExecutorPool([InThread(count) for _ in range(workers)]) as pool:
         for handle in (count, pool.handle):
             grid = LocalGrid(handle, run_immediately, {}, 2)
             assert said(grid.send_and_receive(ask(grid, [0, 1, 0, 0]))) == [1, 1, 2, 3]
@@ -111,7 +111,7 @@ def test_a_client_finds_what_it_kept_in_flowers_context(workers: int) -> None:
 def test_incomplete_pool_leaves_no_worker(tmp_path: Path) -> None:
     ended: list[object] = []
 
-    class Starting(ProcessWorker):
+    class Starting(ProcessExecutor):
         def start(self) -> None:
             if self._spec.cores == 2:
                 raise BlockingIOError("Resource temporarily unavailable")
@@ -121,7 +121,7 @@ def test_incomplete_pool_leaves_no_worker(tmp_path: Path) -> None:
 
     log = tmp_path / "log"
     workers = [Starting(WorkerSpec(cores, "", log)) for cores in (1, 2)]
-    with pytest.raises(BlockingIOError), WorkerPool(workers):
+    with pytest.raises(BlockingIOError), ExecutorPool(workers):
         pass
     assert len(ended) == 1
 
@@ -146,7 +146,7 @@ def test_worker_with_a_broken_gpu_is_replaced(
     monkeypatch.setattr(torch.cuda, "synchronize", wait_for_card)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
     worker = InThread(answer, "0")
-    with WorkerPool([worker]) as workers:
+    with ExecutorPool([worker]) as workers:
         grid = LocalGrid(workers.handle, run_immediately, {}, 1)
         replies = grid.send_and_receive(ask(grid, [0]))
         replaced = worker.started - 1

@@ -20,7 +20,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.deploy.superlink import Engine
 from pbfl_flwr.flower.engines import executors
-from pbfl_flwr.flower.engines.grid import federate, federate_app
+from pbfl_flwr.flower.engines.local import federate, federate_app
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.runs.directory import RunDirectory
@@ -122,7 +122,7 @@ def test_script_without_main_guard_is_explained(tmp_path: Path) -> None:
     """A script without ``if __name__ == "__main__":`` is run by every worker that imports it."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from pbfl_flwr.flower.engines.grid import federate\n"
+        "from pbfl_flwr.flower.engines.local import federate\n"
         "from pbfl_flwr.flower.engines.placement import Resources\n"
         f"federate({str(tmp_path / 'run')!r}, {KEYS!r}, 3, Resources(workers=2))\n"
     )

@@ -18,11 +18,11 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import code_version
 from pbfl_flwr.flower.deploy.processes import free_port
 from pbfl_flwr.flower.engines import ray_actors
-from pbfl_flwr.flower.engines.executors import Worker, WorkerDied, WorkerPool
-from pbfl_flwr.flower.engines.grid import LocalGrid, federate
+from pbfl_flwr.flower.engines.executors import Executor, ExecutorPool, WorkerDied
+from pbfl_flwr.flower.engines.local import LocalGrid, federate
 from pbfl_flwr.flower.engines.placement import Machine, Resources
 from pbfl_flwr.runs.directory import RunDirectory
-from tests.flower.engines.test_grid import KEYS, ask, echo, said
+from tests.flower.engines.test_local import KEYS, ask, echo, said
 from tests.real_runs import ROOT
 
 pytestmark = pytest.mark.timeout(600)
@@ -70,7 +70,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             two_nodes.kill(process)
 
 
-class NeverReady(Worker):
+class NeverReady(Executor):
     def start(self) -> None:
         pass
 
@@ -93,7 +93,7 @@ class Echo(NeverReady):
 
 
 def test_a_worker_that_has_not_started_delays_neither_the_others_nor_the_end() -> None:
-    with ThreadPoolExecutor(2) as threads, WorkerPool([NeverReady(), Echo()]) as pool:
+    with ThreadPoolExecutor(2) as threads, ExecutorPool([NeverReady(), Echo()]) as pool:
         grid = LocalGrid(pool.handle, threads.submit, {}, 3)
         assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
         waiting = threads.submit(pool._free.get)

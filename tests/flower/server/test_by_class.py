@@ -10,8 +10,8 @@ from flwr.app import RecordDict
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, Requested
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
-from pbfl_flwr.flower.server.exchange import Phase, RoundPlan
-from pbfl_flwr.flower.server.replies import Exchange
+from pbfl_flwr.flower.server.phase import Phase, RoundPlan
+from pbfl_flwr.flower.server.replies import Replies
 from pbfl_flwr.flower.server.rounds import clients_record, on_validation, summarise_accuracy
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import RoundRecord
@@ -32,11 +32,11 @@ def test_records_hold_only_occurring_classes() -> None:
     }
     reports = {0: report_by_class(FIRST), 1: Report(9, 0)}
     down = dict.fromkeys(reports, NO_BYTES)
-    exchange = Exchange(Phase([], RoundPlan(1, {}), down, 0, 0.0), reports=reports, up=down)
-    columns = clients_record(exchange, {})
+    replies = Replies(Phase([], RoundPlan(1, {}), down, 0, 0.0), reports=reports, up=down)
+    columns = clients_record(replies, {})
     assert columns.by_class == [FIRST.brief(), {}]
-    exchange.reports = {1: Report(9, 0)}
-    assert clients_record(exchange, {}).by_class == []
+    replies.reports = {1: Report(9, 0)}
+    assert clients_record(replies, {}).by_class == []
 
 
 def test_validation_samples_are_not_counted_by_class() -> None:

@@ -16,7 +16,7 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import METHODS as METHODS_OF_PACKAGE
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.payloads import MAX_MAGNITUDE, Sizes
+from pbfl_flwr.payloads import MAX_MAGNITUDE, Magnitudes
 from tests.flower.inprocess import (
     KINDS,
     Answer,
@@ -91,7 +91,7 @@ def absurd(tensors: dict[str, Tensor], rng: random.Random) -> dict[str, Tensor]:
 def largest(strategy: MethodStrategy) -> float:
     """Return the largest root mean square of a row or tensor that was just broadcast."""
     broadcast: Any = strategy.method.broadcast(strategy.state, 0)
-    sizes: Sizes = broadcast.sizes()
+    sizes: Magnitudes = broadcast.magnitudes()
     return max([*sizes.rows.values(), *sizes.tensors.values()])
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
-from pbfl_flwr.flower.server.exchange import Phase, RoundPlan
-from pbfl_flwr.flower.server.replies import Exchange
+from pbfl_flwr.flower.server.phase import Phase, RoundPlan
+from pbfl_flwr.flower.server.replies import Replies
 from pbfl_flwr.flower.server.rounds import clients_record, round_fields, summarise_accuracy, updated_ages
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.runs.records import Accuracy, Bytes, RoundRecord
@@ -35,7 +35,7 @@ def size(payload: int, application: int, total: int) -> Bytes:
     return Bytes(payload=payload, application=application, total=total)
 
 
-def exchange() -> Exchange:
+def replies() -> Replies:
     """Clients 0, 1 and 3 train, of which 3 lies; client 2 is only scored."""
     seconds = (1.0, 2.0, 3.0, 4.0, 5.0)
     reports = {
@@ -51,12 +51,12 @@ def exchange() -> Exchange:
     phase = Phase([], plan, down, 12, 0.0)
     uploads = dict.fromkeys((0, 1, 3), Prototypes.empty(2, 2))
     up = {0: size(2, 20, 200), 1: size(3, 30, 300), 3: NO_BYTES, 2: size(0, 1, 1)}
-    return Exchange(phase, [], uploads, reports, {4: "gone"}, up=up, scalars_up=7)
+    return Replies(phase, [], uploads, reports, {4: "gone"}, up=up, scalars_up=7)
 
 
 @pytest.mark.parametrize(("moment", "scored"), [("after", 5), ("before", 4)])
 def test_round_record_by_hand(moment: Literal["before", "after"], scored: int) -> None:
-    fields = round_fields(exchange(), moment, {"loss": float("nan")}, 0.25, 1.0, exchange())
+    fields = round_fields(replies(), moment, {"loss": float("nan")}, 0.25, 1.0, replies())
     record = RoundRecord(**fields, warnings=["a warning"], ages=[0, 3])
     assert (record.round, record.accuracy_of_round) == (5, scored)
     assert record.accuracy["head"].weighted == 13 / 18  # (2 + 3 + 0 + 8)/(2 + 6 + 2 + 8)
@@ -81,7 +81,7 @@ def test_round_record_by_hand(moment: Literal["before", "after"], scored: int) -
 
 
 def test_clients_record_holds_every_client() -> None:
-    columns = clients_record(exchange(), {})
+    columns = clients_record(replies(), {})
     assert (columns.round, columns.client) == (5, [0, 1, 2, 3])
     assert columns.correct == [{"head": 2}, {"head": 3}, {"head": 0}, {"head": 8}]
     assert columns.num_validation == [0, 4, 0, 5]
@@ -91,7 +91,7 @@ def test_clients_record_holds_every_client() -> None:
 
 
 def test_missing_figures_are_none() -> None:
-    done = replace(exchange(), uploads={}, reports={2: Report(9, 0)}, failures={}, up={2: NO_BYTES})
+    done = replace(replies(), uploads={}, reports={2: Report(9, 0)}, failures={}, up={2: NO_BYTES})
     record = RoundRecord(**round_fields(done, "after", {}, 0.0, 1.0), warnings=[])
     assert (record.test_loss, record.client_metrics, record.accuracy) == (None, {}, {})
     assert not {"validation", "ages", "final"} & set(record.to_json())

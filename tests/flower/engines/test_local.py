@@ -14,8 +14,8 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import device
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.engines import grid as local
-from pbfl_flwr.flower.engines.grid import LocalGrid, federate, in_this_process, run_immediately, worker_specs
+from pbfl_flwr.flower.engines import local
+from pbfl_flwr.flower.engines.local import LocalGrid, federate, in_this_process, run_immediately, worker_specs
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import grid as waiting

@@ -18,7 +18,7 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import LONGEST
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.server.exchange import MAX_OVERDUE_ROUNDS
+from pbfl_flwr.flower.server.overdue import MAX_OVERDUE_ROUNDS
 from pbfl_flwr.flower.server.strategy import REPEATED, MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes
@@ -183,7 +183,7 @@ def test_exception_in_validation_rejects_one_upload_only() -> None:
         strategy = poisoned_round("mean", reply_of(prototypes(2, [1])))
     (failure,) = strategy.history[0].failures
     assert failure.client == 0
-    assert failure.reason.startswith("upload rejected: KeyError: 'no such\\nthing' (test_exchange.py:")
+    assert failure.reason.startswith("upload rejected: KeyError: 'no such\\nthing' (test_replies.py:")
     assert strategy.history[0].trained == [1, 2, 3]
 
 

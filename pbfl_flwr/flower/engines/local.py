@@ -34,9 +34,9 @@ from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.device import as_worker
 from pbfl_flwr.flower.deploy.superlink import LOG
 from pbfl_flwr.flower.engines.executors import (
-    ProcessWorker,
-    Worker,
-    WorkerPool,
+    Executor,
+    ExecutorPool,
+    ProcessExecutor,
     WorkerSpec,
     check_not_importing,
 )
@@ -255,7 +255,7 @@ def run_here(
             grid = stack.enter_context(_pooled(workers, keys, num_clients))
         elif len(specs) > 1:
             stack.enter_context(_environment(specs[0]))
-            grid = stack.enter_context(_pooled([*map(ProcessWorker, specs)], keys, num_clients))
+            grid = stack.enter_context(_pooled([*map(ProcessExecutor, specs)], keys, num_clients))
         else:
             stack.enter_context(_environment(specs[0]))
             stack.enter_context(as_worker(specs[0].cores))
@@ -265,10 +265,12 @@ def run_here(
 
 
 @contextmanager
-def _pooled(workers: Sequence[Worker], config: Mapping[str, Scalar], num_clients: int) -> Iterator[LocalGrid]:
+def _pooled(
+    workers: Sequence[Executor], config: Mapping[str, Scalar], num_clients: int
+) -> Iterator[LocalGrid]:
     """Yield a grid each of whose messages runs on the next free worker."""
     # The pool is closed first, so that no thread waits for a worker.
-    with ThreadPoolExecutor(len(workers)) as threads, WorkerPool(workers) as pool:
+    with ThreadPoolExecutor(len(workers)) as threads, ExecutorPool(workers) as pool:
         try:
             yield LocalGrid(pool.handle, threads.submit, config, num_clients, pool.give_up)
         finally:
@@ -287,7 +289,7 @@ def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:
             :meth:`pbfl_flwr.flower.server.strategy.MethodStrategy.start`.
     """
     settings = strategy.settings
-    name = str(strategy.run.path) if strategy.run else f"a strategy of {strategy.method.name}"
+    name = str(strategy.directory.path) if strategy.directory else f"a strategy of {strategy.method.name}"
     with only_run(name), _restored(), as_worker(1):
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID
         torch.set_num_threads(1 if settings.training.threads == "auto" else settings.training.threads)
