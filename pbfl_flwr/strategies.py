@@ -15,9 +15,9 @@ Server and clients use the same settings. Any other key of the run configuration
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pbfl_flwr.config import Alignment, Auto, Cpkd, Scalar, Settings, parse
+from pbfl_flwr.config import Alignment, Auto, Scalar, Settings, parse
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
@@ -54,50 +54,44 @@ def configure(method: str, **keys: Scalar) -> Settings:
     return parse({"method": method, **{name: keys[key] for key, name in names.items()}}, SECTIONS)
 
 
-class FedProto(MethodStrategy):
-    """FedProto, and with CPS, PPA and CPKD its sparse, count-private and class-proportional variants.
+class NamedStrategy(MethodStrategy):
+    """The strategy of one method.
 
     Args:
         num_clients: M.
         directory: where the run is written; None keeps everything in memory.
-        regularizer_weight: λ.
-        aggregation: how the server combines prototypes.
-        cps_dim: s, number of dimensions of a prototype that are sent; 0 sends all.
-        cpkd: class-proportional knowledge distillation.
-        keys: any other run-config key, with underscores.
+        keys: any other run-config key, with underscores: ``regularizer_weight`` (λ), ``aggregation``, ``cps_dim`` (s),
+            ``cpkd``, ``learning_rate``, ... as in :func:`configure`.
+
+    Raises:
+        PbflError: naming every key that is unknown or has an invalid value.
+
+    Attributes:
+        method_name: its name in METHODS.
     """
 
-    def __init__(
-        self,
-        *,
-        num_clients: int,
-        directory: Path | None = None,
-        regularizer_weight: float | Auto = "auto",
-        aggregation: str = "auto",
-        cps_dim: int | Auto = "auto",
-        cpkd: Cpkd | Auto = "auto",
-        **keys: Scalar,
-    ) -> None:
-        settings = configure(
-            "fedproto",
-            num_clients=num_clients,
-            regularizer_weight=regularizer_weight,
-            aggregation=aggregation,
-            cps_dim=cps_dim,
-            cpkd=cpkd,
-            **keys,
-        )
-        super().__init__(settings, directory)
+    method_name: ClassVar[str]
+
+    def __init__(self, *, num_clients: int, directory: Path | None = None, **keys: Scalar) -> None:
+        super().__init__(configure(self.method_name, num_clients=num_clients, **keys), directory)
 
 
-class FedTGP(MethodStrategy):
+class FedProto(NamedStrategy):
+    """FedProto, and with CPS, PPA and CPKD its sparse, count-private and class-proportional variants."""
+
+    method_name = "fedproto"
+
+
+class FedTGP(NamedStrategy):
     """FedTGP: prototypes trained on the server.
 
     Args:
         server_epochs: S.
         margin_cap: τ.
-        num_clients, directory, regularizer_weight, aggregation, cps_dim, cpkd, keys: see :class:`FedProto`.
+        num_clients, directory, keys: see :class:`NamedStrategy`.
     """
+
+    method_name = "fedtgp"
 
     def __init__(
         self,
@@ -106,67 +100,46 @@ class FedTGP(MethodStrategy):
         directory: Path | None = None,
         server_epochs: int = 100,
         margin_cap: float = 100.0,
-        regularizer_weight: float | Auto = "auto",
-        aggregation: str = "auto",
-        cps_dim: int | Auto = "auto",
-        cpkd: Cpkd | Auto = "auto",
         **keys: Scalar,
     ) -> None:
-        settings = configure(
-            "fedtgp",
-            num_clients=num_clients,
-            server_epochs=server_epochs,
-            margin_cap=margin_cap,
-            regularizer_weight=regularizer_weight,
-            aggregation=aggregation,
-            cps_dim=cps_dim,
-            cpkd=cpkd,
-            **keys,
-        )
-        super().__init__(settings, directory)
+        own: dict[str, Scalar] = {"server_epochs": server_epochs, "margin_cap": margin_cap}
+        super().__init__(num_clients=num_clients, directory=directory, **own, **keys)
 
 
-class TinyProto(MethodStrategy):
+class TinyProto(NamedStrategy):
     """TinyProto-FP and -FT: sparse prototypes with adaptive scaling.
 
     Args:
         base: "fedproto" or "fedtgp".
-        cps_dim: s.
         aps_scale: μ; "auto" is 0.9·K/n.
-        num_clients, directory, regularizer_weight, keys: see :class:`FedProto`.
+        num_clients, directory, keys: see :class:`NamedStrategy`.
     """
+
+    method_name = "tinyproto"
 
     def __init__(
         self,
         *,
         num_clients: int,
-        base: Literal["fedproto", "fedtgp"] = "fedproto",
         directory: Path | None = None,
-        cps_dim: int | Auto = "auto",
+        base: Literal["fedproto", "fedtgp"] = "fedproto",
         aps_scale: float | Auto = "auto",
-        regularizer_weight: float | Auto = "auto",
         **keys: Scalar,
     ) -> None:
-        settings = configure(
-            "tinyproto",
-            num_clients=num_clients,
-            base=base,
-            cps_dim=cps_dim,
-            aps_scale=aps_scale,
-            regularizer_weight=regularizer_weight,
-            **keys,
-        )
-        super().__init__(settings, directory)
+        own: dict[str, Scalar] = {"base": base, "aps_scale": aps_scale}
+        super().__init__(num_clients=num_clients, directory=directory, **own, **keys)
 
 
-class ProtoNorm(MethodStrategy):
+class ProtoNorm(NamedStrategy):
     """ProtoNorm: prototype alignment and upscaling.
 
     Args:
         upscale: γ.
         alignment: the solver.
-        num_clients, directory, regularizer_weight, keys: see :class:`FedProto`.
+        num_clients, directory, keys: see :class:`NamedStrategy`.
     """
+
+    method_name = "protonorm"
 
     def __init__(
         self,
@@ -175,21 +148,13 @@ class ProtoNorm(MethodStrategy):
         directory: Path | None = None,
         upscale: float | Auto = "auto",
         alignment: Alignment | Auto = "auto",
-        regularizer_weight: float | Auto = "auto",
         **keys: Scalar,
     ) -> None:
-        settings = configure(
-            "protonorm",
-            num_clients=num_clients,
-            upscale=upscale,
-            alignment=alignment,
-            regularizer_weight=regularizer_weight,
-            **keys,
-        )
-        super().__init__(settings, directory)
+        own: dict[str, Scalar] = {"upscale": upscale, "alignment": alignment}
+        super().__init__(num_clients=num_clients, directory=directory, **own, **keys)
 
 
-class GFPL(MethodStrategy):
+class GFPL(NamedStrategy):
     """GFPL: Gaussian mixtures of features, pseudo-features, a dual classifier.
 
     Args:
@@ -198,8 +163,10 @@ class GFPL(MethodStrategy):
         start: t1, no exchange before this round.
         interval: S_T, exchange in rounds divisible by it.
         threshold: S_C, components closer than this are fused.
-        num_clients, directory, keys: see :class:`FedProto`.
+        num_clients, directory, keys: see :class:`NamedStrategy`.
     """
+
+    method_name = "gfpl"
 
     def __init__(
         self,
@@ -213,20 +180,12 @@ class GFPL(MethodStrategy):
         threshold: float = 1.0,
         **keys: Scalar,
     ) -> None:
-        settings = configure(
-            "gfpl",
-            num_clients=num_clients,
-            components=components,
-            samples=samples,
-            start=start,
-            interval=interval,
-            threshold=threshold,
-            **keys,
-        )
-        super().__init__(settings, directory)
+        own: dict[str, Scalar] = {"components": components, "samples": samples, "start": start}
+        own |= {"interval": interval, "threshold": threshold}
+        super().__init__(num_clients=num_clients, directory=directory, **own, **keys)
 
 
-class FedCPD(MethodStrategy):
+class FedCPD(NamedStrategy):
     """FedCPD: FedRep with memory distillation, alignment and contrast of prototypes.
 
     Args:
@@ -234,8 +193,10 @@ class FedCPD(MethodStrategy):
         contrast_weight: β.
         distill_weight: γ.
         base: method to which the losses are added.
-        num_clients, directory, keys: see :class:`FedProto`; ``models`` names one architecture for all.
+        num_clients, directory, keys: see :class:`NamedStrategy`; ``models`` names one architecture for all.
     """
+
+    method_name = "fedcpd"
 
     def __init__(
         self,
@@ -248,16 +209,9 @@ class FedCPD(MethodStrategy):
         base: Literal["fedrep", "fedavg"] = "fedrep",
         **keys: Scalar,
     ) -> None:
-        settings = configure(
-            "fedcpd",
-            num_clients=num_clients,
-            align_weight=align_weight,
-            contrast_weight=contrast_weight,
-            distill_weight=distill_weight,
-            base=base,
-            **keys,
-        )
-        super().__init__(settings, directory)
+        own: dict[str, Scalar] = {"align_weight": align_weight, "contrast_weight": contrast_weight}
+        own |= {"distill_weight": distill_weight, "base": base}
+        super().__init__(num_clients=num_clients, directory=directory, **own, **keys)
 
 
 def strategy_of(
