@@ -134,6 +134,24 @@ class Update(Generic[UpT_co]):
 class Method(ABC, Generic[StateT, DownT, UpT]):
     """A federated learning method. Subclasses are immutable: they hold settings, never state.
 
+    A subclass gives ``name``, ``state``, ``down``, ``up`` and ::
+
+        init, local_update, aggregate
+
+    and may override, where the default in brackets is not right, ::
+
+        broadcast                 the payload for one client                        [the state]
+        install                   the broadcast into the network, before scoring    [nothing]
+        predictors                how a client predicts                             [its head]
+        validate                  one upload against the state                      [anything of type up]
+        check                     task and architectures before round 1             [of same_architecture]
+        streams                   whether aggregate reads one upload at a time      [no]
+        resumed                   the state with which to resume                    [the state]
+        network                   the complete network on the server                [none]
+        auxiliary_architectures   networks that every client builds besides its own [none]
+        report, warnings          metrics and warnings for the round's log          [none]
+        paper_scalars             the papers' cost                                  [undefined]
+
     Attributes:
         name: its name in METHODS.
         state, down, up: types of the server's state, the broadcast and the upload.
@@ -146,7 +164,6 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         unit_features: whether the head expects features of unit length.
         uses: keys of the groups ``prototypes`` and ``privacy`` that it honours, of those that not every method does
             (:class:`pbfl_flwr.config.parsing.Concerns`); the others are refused.
-        counts_draws: whether an upload counts a sample each time it was drawn, hence more often in several epochs.
     """
 
     name: str
@@ -160,7 +177,6 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     keeps_nothing: bool = False
     unit_features: bool = False
     uses: frozenset[str] = frozenset()
-    counts_draws: bool = False
 
     @abstractmethod
     def init(self, task: Task, seed: int) -> StateT:
@@ -240,16 +256,13 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Return the server's metrics for the round's log."""
         return {}
 
-    def divergence_hint(self, client: Client) -> str:
-        """Return extra advice for a client whose upload is not finite; empty if there is none."""
-        return ""
+    def warnings(self, num_rounds: int, state: StateT | None = None) -> list[str]:
+        """Return warnings; empty if there are none.
 
-    def config_warnings(self, num_rounds: int) -> list[str]:
-        """Return warnings to show before a run of ``num_rounds`` rounds begins; empty if there are none."""
-        return []
-
-    def round_warnings(self, state: StateT) -> list[str]:
-        """Return warnings about the server's half of a round; empty if there are none."""
+        Args:
+            num_rounds: of the run.
+            state: after a round, about whose server's half the warnings are; None before the run, about its settings.
+        """
         return []
 
     def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float | None:

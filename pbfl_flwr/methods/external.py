@@ -34,7 +34,10 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
             f"method = '{spec}': the function returned {type(method).__name__}, expected a "
             "pbfl_flwr.method.Method"
         )
-    declared = (("name", "state", "down", "up"), method), (("classes", "sizes"), getattr(method, "up", None))
+    declared = (
+        (("name", "state", "down", "up"), method),
+        (("classes", "magnitudes"), getattr(method, "up", None)),
+    )
     for names, owner in declared:
         if lacking := [name for name in names if not hasattr(owner, name)]:
             of = owner if isinstance(owner, type) else type(owner)

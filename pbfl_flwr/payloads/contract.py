@@ -30,11 +30,13 @@ class Magnitudes:
         rows: class -> root mean square of what was sent for it.
         tensors: name -> root mean square of a tensor that does not belong to a class.
         samples: number of samples that the upload claims, 0 if it claims none.
+        once: whether a sample counts once, however often the client drew it.
     """
 
     rows: Mapping[int, float] = field(default_factory=dict)
     tensors: Mapping[str, float] = field(default_factory=dict)
     samples: int = 0
+    once: bool = True
 
 
 class Serializable(Protocol):

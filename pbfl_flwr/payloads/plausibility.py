@@ -29,12 +29,10 @@ class Plausibility:
         ratio: largest multiple of a median that is plausible; 0 accepts everything.
         scaled: whether rows are multiplied by the number of samples. Then a client's sum over all classes is compared,
             because true numbers of samples of one class may differ by any factor.
-        counted: whether the reported number of training samples bounds the counts in an upload.
     """
 
     ratio: float = 0.0
     scaled: bool = False
-    counted: bool = False
 
     def implausible(self, sizes: Mapping[int, Magnitudes], reported: Mapping[int, int]) -> dict[int, str]:
         """Return client -> reason for the uploads that are implausible.
@@ -47,7 +45,7 @@ class Plausibility:
             return {}
         reasons: dict[int, str] = {}
         for client, of_upload in sizes.items():
-            if self.counted and of_upload.samples > reported[client]:
+            if of_upload.once and of_upload.samples > reported[client]:
                 reasons[client] = f"it counts {of_upload.samples} samples, its report {reported[client]}"
         for name, by_client, limit in self._limits(sizes):
             for client, size in by_client.items():

@@ -4,7 +4,7 @@
 
     client   fit (cross-entropy + λ·regularisation) -> class sums, counts -> means c̄_ij
              -> [hold back] -> [scale by n_ij] -> [mask: compress to s] -> [clip, noise]  ~~Prototypes~~>
-    server   [bound norms] -> combine (mean | weighted | PPA | APS | median | trimmed mean) -> [keep stale]
+    server   combine (mean | weighted | PPA | APS | median | trimmed mean) -> [keep stale]
              -> [train: FedTGP] -> [align: PA] -> [mask: compress to s]                   ~~Prototypes~~>
     client   [mask: expand to d] -> [scale: γ of PU, μ of APS] -> regularise (next loss), nearest
 
@@ -26,7 +26,6 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import PROTECTIONS, STAGES, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
-from pbfl_flwr.models.contract import has_batch_norm
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, joined, part_of
 from pbfl_flwr.prototypes import aggregation, rules
 from pbfl_flwr.prototypes.alignment import align
@@ -267,15 +266,10 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Metrics of the last aggregation: solver, margin, training, ages."""
         return dict(state.metrics)
 
-    def divergence_hint(self, client: Client) -> str:
-        """Suggest collecting during training: BatchNorm's running statistics are inaccurate in the first batches."""
-        in_evaluation = self.stages.collect in ("post", "before")
-        return (
-            "collect = 'trajectory' with BatchNorm" if in_evaluation and has_batch_norm(client.model) else ""
-        )
-
-    def config_warnings(self, num_rounds: int) -> list[str]:
-        """Warn about settings without effect, and about upscaled prototypes that do not have unit length."""
+    def warnings(self, num_rounds: int, state: PipelineState | None = None) -> list[str]:
+        """Warn of settings without effect, upscaled prototypes that are no unit vectors, and what did not converge."""
+        if state is not None:
+            return _unconverged(state.metrics)
         if self.stages.alignment != "off" or self.stages.upscale == 1:
             return self.stages.idle()
         return [
@@ -283,21 +277,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             f"upscale = {self.stages.upscale:g} multiplies prototypes that are not normalised, since alignment = "
             "'off'; ProtoNorm scales unit vectors (alignment = 'unit' only normalises)",
         ]
-
-    def round_warnings(self, state: PipelineState) -> list[str]:
-        """Warn if the server's training or the alignment's solver has not converged."""
-        warnings = []
-        if state.metrics.get("server-converged") == 0:
-            warnings.append(
-                "the training of the server's prototypes has not converged: their loss is not below 0.001 "
-                "(server-loss); more server-epochs or rounds may help"
-            )
-        if state.metrics.get("alignment-converged") == 0:
-            warnings.append(
-                "the alignment solver has not converged: it stopped at its maximum number of iterations "
-                "(alignment-iterations)"
-            )
-        return warnings
 
     # Both -------------------------------------------------------------------------------------------------
 
@@ -318,6 +297,22 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Σ_i (K_i + K)·s: up K_i rows, down K rows, for each of M clients."""
         rows = sum(classes + task.num_classes for classes in class_counts)
         return float(rows * self.sparsity.width(task))
+
+
+def _unconverged(metrics: Mapping[str, float]) -> list[str]:
+    """Return a warning if the server's training or the alignment's solver has not converged."""
+    warnings = []
+    if metrics.get("server-converged") == 0:
+        warnings.append(
+            "the training of the server's prototypes has not converged: their loss is not below 0.001 "
+            "(server-loss); more server-epochs or rounds may help"
+        )
+    if metrics.get("alignment-converged") == 0:
+        warnings.append(
+            "the alignment solver has not converged: it stopped at its maximum number of iterations "
+            "(alignment-iterations)"
+        )
+    return warnings
 
 
 def pipeline(

@@ -11,7 +11,7 @@ import torch
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
-from pbfl_flwr.flower.messages.report import OWN, Report
+from pbfl_flwr.flower.messages.report import Part, Report
 from pbfl_flwr.method import Round, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Weights
@@ -154,7 +154,7 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
     report = Report(
         10, 4, 1, {"head": 1}, num_validation=1, validation={}, by_class=counts, gpu_mb=1.0, areas=areas
     )
-    assert set(report.to_record()) == set(OWN)
+    assert set(report.to_record()) == {*Part}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
         ({"method": "feddyn:bild"}, "'feddyn' has no function 'bild'"),
         ({"method": "no_page:number"}, "'no_page' has no function 'number'"),
         ({"method": "no_page:nothing"}, "the function returned NoneType, expected a pbfl_flwr.method.Method"),
-        ({"method": "no_page:silent"}, "int lacks the attribute classes, sizes"),
+        ({"method": "no_page:silent"}, "int lacks the attribute classes, magnitudes"),
         ({"method": "no_page:named"}, "'local': predicts contains 'mine', .*; must be of head, global, "),
         ({"method": "no_page:headed"}, "primary_predictor = 'global': must be one listed in predicts: head$"),
         (

@@ -153,7 +153,7 @@ def test_as_coded_sends_parameters_and_stands_for_itself(make_method, make_clien
     assert method.broadcast(first.state, 7) is first.state.update  # everybody can read it
     share = first.state.update.scalars() / first.state.weights.scalars()
     assert method.report(first.state) == {"sent-share": share, "zeroed-tensors": 0.0}
-    assert method.round_warnings(first.state) == []
+    assert method.warnings(5, first.state) == []
 
 
 def test_warns_of_matrices_that_as_coded_loses(make_method, make_client, task):
@@ -166,12 +166,12 @@ def test_warns_of_matrices_that_as_coded_loses(make_method, make_client, task):
     after = method.aggregate(state, {0: update.payload}, Round(1, task, 1))
     assert (after.zeroed, after.update.factors) == (matrices, {})
     assert method.report(after)["zeroed-tensors"] == len(matrices)
-    assert method.round_warnings(state) == []
-    (note,) = method.round_warnings(after)
+    assert method.warnings(5, state) == []
+    (note,) = method.warnings(5, after)
     assert len(matrices) > 3
     assert note.startswith(f"{len(matrices)} matrices of the mentee became zero, since")
     assert f"({', '.join(matrices[:3])}, ...);" in note
-    assert method.round_warnings(MenteeState.from_tensors(after.to_tensors(), task)) == [note]
+    assert method.warnings(5, MenteeState.from_tensors(after.to_tensors(), task)) == [note]
 
 
 def test_lost_matrices_cross_the_wire_as_int8(make_method, make_client, task):

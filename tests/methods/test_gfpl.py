@@ -47,9 +47,9 @@ def mixtures(*labels, width=6):
 def test_rounds_of_exchange_and_a_warning_if_none_shows(make_method, own, exchanges, shows):
     method = make_method("gfpl", own=own)
     assert [t for t in range(1, 31) if method.exchanges(t)] == exchanges
-    assert method.config_warnings(shows or 1) == []
+    assert method.warnings(shows or 1) == []
     if shows:
-        (warning,) = method.config_warnings(shows - 1)
+        (warning,) = method.warnings(shows - 1)
         assert warning.startswith(
             f"num-server-rounds = {shows - 1}: the first exchange of mixtures is in round {shows - 1}"
         )

@@ -1,5 +1,7 @@
 """Which uploads are too large to be honest: rows, tensors and counts, with few and with many clients."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from pbfl_flwr.payloads.contract import Magnitudes
 from pbfl_flwr.payloads.plausibility import COMPARABLE, LARGEST, LEAST, NO_LIMITS, Plausibility
 
-LIMITS = Plausibility(100.0, counted=True)
+LIMITS = Plausibility(100.0)
 REPORTED = dict.fromkeys(range(6), 50)
 
 
@@ -49,14 +51,14 @@ def test_compares_every_tensor_with_itself() -> None:
     assert list(implausible(*sizes)) == [3]
 
 
-def test_more_samples_than_reported_are_implausible_unless_the_report_is_inexact() -> None:
+def test_more_samples_than_reported_are_implausible_unless_each_draw_counts() -> None:
     sizes = [Magnitudes(samples=n) for n in (50, 51)]
     assert implausible(*sizes) == {1: "it counts 51 samples, its report 50"}
-    assert implausible(*sizes, limits=Plausibility(100.0)) == {}
+    assert implausible(*(replace(size, once=False) for size in sizes)) == {}
 
 
 def test_more_than_a_thousand_times_the_usual_number_of_samples_is_implausible() -> None:
-    most, more = ([Magnitudes(samples=n) for n in (20, 30, 40, n)] for n in (30_000, 30_001))
+    most, more = ([Magnitudes(samples=n, once=False) for n in (20, 30, 40, n)] for n in (30_000, 30_001))
     assert implausible(*most, limits=Plausibility(100.0)) == {}
     assert list(implausible(*more, limits=Plausibility(100.0))) == [3]
 
@@ -92,7 +94,7 @@ HONEST = st.builds(
 def test_one_of_five_clients_is_bounded_and_does_not_exclude_the_others(
     honest: list[Magnitudes], anything: Magnitudes, scaled: bool
 ) -> None:
-    limits = Plausibility(100.0, scaled, counted=True)
+    limits = Plausibility(100.0, scaled)
     result = implausible(*honest, anything, limits=limits)
     assert set(result) <= {4}
     if not result:

@@ -68,17 +68,6 @@ def client(counts: list[int] = [3, 2, 0, 0]) -> Client:  # noqa: B006
     return Client(0, 2, TASK, build_model("cnn2", TASK, 0), data, parse({}).training)
 
 
-def test_divergence_hint_names_the_collection_that_bounds_prototypes() -> None:
-    plain = client()  # of cnn2
-    normed = replace(plain, model=build_model("resnet4", TASK, 0))
-    named = {
-        collect: method(collect=collect).divergence_hint(normed)
-        for collect in ("post", "before", "trajectory")
-    }
-    assert named["post"] == named["before"] == "collect = 'trajectory' with BatchNorm"
-    assert named["trajectory"] == method(collect="post").divergence_hint(plain) == ""
-
-
 # All combinations -------------------------------------------------------------------------------------------
 
 
@@ -266,22 +255,22 @@ def test_warns_of_settings_without_effect() -> None:
         "cps_scheme": "block",
         "total_examples": 60,
     }
-    message = method("fedproto", **idle).config_warnings(5)
+    message = method("fedproto", **idle).warnings(5)
     assert [line.partition(" has no effect without ")[::2] for line in message] == [
         ("trim-share = 0.1", "aggregation = 'trimmed-mean'"),
         ("aps-scale = 0.5", "aggregation = 'aps-sum' or 'aps-mean'"),
         ("total-examples = 60", "aggregation = 'ppa'"),
         ("cps-scheme = 'block'", "cps-dim above 0"),
     ]
-    assert method("fedproto", aggregation="trimmed-mean", trim_share=0.1).config_warnings(5) == []
-    assert method("tinyproto", aps_scale=0.5, cps_scheme="block", cps_dim=2).config_warnings(5) == []
-    assert method("fedtgp").config_warnings(5) == method("protonorm").config_warnings(5) == []
+    assert method("fedproto", aggregation="trimmed-mean", trim_share=0.1).warnings(5) == []
+    assert method("tinyproto", aps_scale=0.5, cps_scheme="block", cps_dim=2).warnings(5) == []
+    assert method("fedtgp").warnings(5) == method("protonorm").warnings(5) == []
 
 
 def test_warns_of_upscaling_prototypes_that_are_not_normalised() -> None:
     for keys in ({}, {"alignment": "unit"}, {"alignment": "off", "upscale": 1}):
-        assert method("protonorm", **keys).config_warnings(5) == []
-    (message,) = method("protonorm", alignment="off").config_warnings(5)
+        assert method("protonorm", **keys).warnings(5) == []
+    (message,) = method("protonorm", alignment="off").warnings(5)
     assert message.startswith("upscale = 100 multiplies prototypes that are not normalised, since alignment")
 
 
@@ -417,10 +406,10 @@ def test_warns_of_training_and_alignment_that_have_not_converged() -> None:
     plain = method()
     state = plain.init(TASK, 0)
     converged = replace(state, metrics={"server-converged": 1.0, "alignment-converged": 1.0})
-    assert plain.round_warnings(state) == plain.round_warnings(converged) == []
-    (message,) = plain.round_warnings(replace(state, metrics={"server-converged": 0.0}))
+    assert plain.warnings(5, state) == plain.warnings(5, converged) == []
+    (message,) = plain.warnings(5, replace(state, metrics={"server-converged": 0.0}))
     assert "their loss is not below 0.001" in message
-    (message,) = plain.round_warnings(replace(state, metrics={"alignment-converged": 0.0}))
+    (message,) = plain.warnings(5, replace(state, metrics={"alignment-converged": 0.0}))
     assert "stopped at its maximum number of iterations" in message
 
 

@@ -173,8 +173,8 @@ def config_warnings(
 def training_warnings(settings: Settings) -> list[str]:
     """Return the warnings on training and method before a run."""
     method, run = build_method(settings), settings.run
-    in_all = method.config_warnings(run.num_server_rounds)
-    in_few = method.config_warnings(min(1 + run.patience, run.num_server_rounds)) if run.patience else []
+    in_all = method.warnings(run.num_server_rounds)
+    in_few = method.warnings(min(1 + run.patience, run.num_server_rounds)) if run.patience else []
     early = f"patience = {run.patience}: the run may end as early as one with"
     return [
         *settings.training.config_warnings(),

@@ -7,12 +7,10 @@ exception in one client becomes an error reply with one readable line and does n
 from __future__ import annotations
 
 import sys
-import time
 import traceback
 from bdb import BdbQuit
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from flwr.app import Context, Error, Message, MetricRecord
 from flwr.clientapp import ClientApp
@@ -26,17 +24,13 @@ from pbfl_flwr.flower.client.device import peak_gpu_memory, release_gpu_memory
 from pbfl_flwr.flower.client.handshake import answer_handshake, reason_of
 from pbfl_flwr.flower.client.mods import call_with_mods, checked_mods
 from pbfl_flwr.flower.client.saving import needs_state, state_after_round
-from pbfl_flwr.flower.client.session import (
-    ClientSession,
-    open_client,
-    store_of,
-)
+from pbfl_flwr.flower.client.session import ClientSession, open_client, store_of
 from pbfl_flwr.flower.client.worker import DataSource, Worker
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.method import Client, Method, Predictor, resolved_moment
+from pbfl_flwr.method import Moment, resolved_moment
+from pbfl_flwr.models.contract import has_batch_norm
 from pbfl_flwr.payloads import Payload, RejectedPayload
-from pbfl_flwr.runs.client_store import ClientState
 from pbfl_flwr.training.evaluation import Scores, evaluate
 from pbfl_flwr.training.loop import REMEDY, Diverged
 from pbfl_flwr.util.memory import peak_memory
@@ -112,94 +106,108 @@ def _train(message: Message, context: Context, worker: Worker) -> Message:
     settings = worker.run_of(context).settings
     with store_of(message, context, settings).locked():  # an earlier process may still be running
         session = open_client(message, context, worker)
-        stored, number = session.stored, session.client.round
-        if stored is not None and stored.round > number:
-            raise PbflError(f"asked for round {number}, but its state is already of round {stored.round}")
-        if stored is not None and stored.round == number:
-            return _stored_reply(stored, message, session.settings)
-        return _train_and_save(session, message, worker)
+        return _stored_reply(session, message) or _train_and_save(session, message, worker)
 
 
 def _train_and_save(session: ClientSession, message: Message, worker: Worker) -> Message:
     """Train, save the state, reply."""
-    method, stored, client = session.method, session.stored, session.client
-    down = worker.broadcast(message.content.array_records[wire.PAYLOAD], method.down, client.task)
+    method, client = session.method, session.client
+    down = _broadcast(session, message, worker)
     seeds.seed_code(client.device, client.seed, "layers", client.key, client.round)
-    scored = wire.UNSCORED not in message.content.config_records[wire.CONFIG]
-    moment = resolved_moment(session.settings.evaluation, method) if scored else None
-    scores, evaluated = None, 0.0
+    moment, scores = _moment(session, message), None
     if moment == "before":
-        method.install(client, down)
-        scores, evaluated = _timed_scores(client, method.predictors(client, down))
-    started = time.perf_counter()
-    update = method.local_update(client, down)
-    _check_usable(update.payload, method, client)
-    fitted = time.perf_counter() - started
+        scores = _scores(session, down)
+    with session.timed("fit"):
+        update = method.local_update(client, down)
+        _check_usable(update.payload, session)
     predictors = method.predictors(replace(client, memory=update.memory), down)
     if moment == "after":
-        scores, evaluated = _timed_scores(client, predictors)
+        with session.timed("evaluate"):
+            scores = evaluate(client, predictors)
     keeps = needs_state(session, update)
-    participations = 1 + (stored.participations if stored else 0) if keeps else 0
-    seconds = (*session.seconds, fitted, evaluated, 0.0)
-    report = replace(_report(session, scores, participations, seconds, update.metrics), round=client.round)
+    participations = 1 + session.participations if keeps else 0
+    report = replace(_report(session, scores, participations), round=client.round, metrics=update.metrics)
     payload = wire.encode(update.payload, session.settings.prototypes.wire_dtype)
-    started = time.perf_counter()
-    if keeps:
-        session.store.save(state_after_round(session, update, predictors, report))
-    report = replace(report, seconds=(*seconds[:-1], time.perf_counter() - started))
+    with session.timed("save"):
+        if keeps:
+            session.store.save(state_after_round(session, update, predictors, report))
+    report = replace(report, seconds=session.seconds)
     return Message(wire.content(payload, report.to_record()), reply_to=message)
-
-
-def _check_usable(upload: Payload, method: Method[Any, Any, Any], client: Client) -> None:
-    """Check the upload as the server does, so that a diverged network is not stored.
-
-    Raises:
-        Diverged: naming the invalid numbers.
-    """
-    try:
-        method.up.from_tensors(upload.to_tensors(), client.task)
-    except RejectedPayload as error:
-        remedies = ", or ".join(filter(None, (REMEDY, method.divergence_hint(client))))
-        raise Diverged(f"its upload would be rejected: {error}; {remedies}") from None
-
-
-def _timed_scores(client: Client, predictors: Mapping[str, Predictor]) -> tuple[Scores, float]:
-    """Return the client's scores, and the seconds that scoring took."""
-    started = time.perf_counter()
-    scores = evaluate(client, predictors)
-    return scores, time.perf_counter() - started
 
 
 def _evaluate(message: Message, context: Context, worker: Worker) -> Message:
     """Evaluate the client's network with the broadcast; neither trains nor stores anything."""
     session = open_client(message, context, worker)
-    method, client = session.method, session.client
+    client = session.client
     seeds.seed_code(client.device, client.seed, "scoring", client.key, client.round)
-    down = worker.broadcast(message.content.array_records[wire.PAYLOAD], method.down, client.task)
-    if resolved_moment(session.settings.evaluation, method) == "before":
-        method.install(client, down)
-    scores, evaluated = _timed_scores(client, method.predictors(client, down))
-    seconds = (*session.seconds, 0.0, evaluated, 0.0)
-    report = _report(session, scores, session.stored.participations if session.stored else 0, seconds)
+    scores = _scores(session, _broadcast(session, message, worker))
+    report = _report(session, scores, session.participations)
     return Message(wire.content(report=report.to_record()), reply_to=message)
 
 
-def _report(
-    session: ClientSession,
-    scores: Scores | None,
-    participations: int,
-    seconds: tuple[float, float, float, float, float],
-    metrics: Mapping[str, float] | None = None,
-) -> Report:
+def _stored_reply(session: ClientSession, message: Message) -> Message | None:
+    """Return the reply stored with the state of this round; None if the client has not trained in it yet.
+
+    Raises:
+        PbflError: if the client has already trained in a later round.
+    """
+    stored, number = session.stored, session.client.round
+    if stored is None or stored.round < number:
+        return None
+    if stored.round > number:
+        raise PbflError(f"asked for round {number}, but its state is already of round {stored.round}")
+    payload = wire.encode_tensors(stored.reply, session.settings.prototypes.wire_dtype)
+    return Message(wire.content(payload, MetricRecord(dict(stored.report))), reply_to=message)
+
+
+def _broadcast(session: ClientSession, message: Message, worker: Worker) -> Payload:
+    record = message.content.array_records[wire.PAYLOAD]
+    down: Payload = worker.broadcast(record, session.method.down, session.client.task)
+    return down
+
+
+def _moment(session: ClientSession, message: Message) -> Moment | None:
+    """Return when the client is scored, None if it is not in this round."""
+    if wire.UNSCORED in message.content.config_records[wire.CONFIG]:
+        return None
+    return resolved_moment(session.settings.evaluation, session.method)
+
+
+def _scores(session: ClientSession, down: Payload) -> Scores:
+    """Return the scores of the network as it is, with the broadcast installed if clients are scored before training."""
+    method, client = session.method, session.client
+    if resolved_moment(session.settings.evaluation, method) == "before":
+        method.install(client, down)
+    predictors = method.predictors(client, down)
+    with session.timed("evaluate"):
+        return evaluate(client, predictors)
+
+
+def _check_usable(upload: Payload, session: ClientSession) -> None:
+    """Check the upload as the server does, so that a diverged network is not stored.
+
+    Raises:
+        Diverged: naming the invalid numbers.
+    """
+    method, client = session.method, session.client
+    try:
+        method.up.from_tensors(upload.to_tensors(), client.task)
+    except RejectedPayload as error:
+        during = session.settings.prototypes.collect in ("trajectory", "last-epoch")
+        collects = "collect" in method.uses and not during and has_batch_norm(client.model)
+        advice = ", or collect = 'trajectory' with BatchNorm" if collects else ""
+        raise Diverged(f"its upload would be rejected: {error}; {REMEDY}{advice}") from None
+
+
+def _report(session: ClientSession, scores: Scores | None, participations: int) -> Report:
     data = session.client.data
     report = Report(
         num_train=len(data.train.labels),
         num_test=len(data.test.labels),
         participations=participations,
-        seconds=seconds,
+        seconds=session.seconds,
         peak_mb=peak_memory(),
         gpu_mb=peak_gpu_memory(),
-        metrics=metrics,
     )
     if scores is None:
         return report
@@ -213,9 +221,3 @@ def _report(
         by_class=scores.by_class,
         areas=scores.areas,
     )
-
-
-def _stored_reply(stored: ClientState, message: Message, settings: Settings) -> Message:
-    """Return the reply stored with the state, without training again."""
-    payload = wire.encode_tensors(stored.reply, settings.prototypes.wire_dtype)
-    return Message(wire.content(payload, MetricRecord(dict(stored.report))), reply_to=message)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +40,7 @@ class ClientSession:
         settings: of the run, with the node's overrides.
         store: its state file.
         stored: the content of that file, None if the client has never trained.
-        seconds: spent on loading the data, and on everything else.
+        seconds: spent so far, by step of :data:`~pbfl_flwr.flower.messages.report.SPENT`.
     """
 
     client: Client
@@ -46,7 +48,19 @@ class ClientSession:
     settings: Settings
     store: ClientStore
     stored: ClientState | None
-    seconds: tuple[float, float]
+    seconds: dict[str, float]
+
+    @property
+    def participations(self) -> int:
+        """In how many rounds the client has trained, as its state says."""
+        return self.stored.participations if self.stored else 0
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Measure a step."""
+        started = time.perf_counter()
+        yield
+        self.seconds[step] = time.perf_counter() - started
 
 
 def store_of(message: Message, context: Context, settings: Settings) -> ClientStore:
@@ -104,7 +118,7 @@ def open_client(message: Message, context: Context, worker: Worker) -> ClientSes
         fresh = build_model(store.architecture, task, seeds.derive(settings.run.seed, "weights", client.key))
         model.load_state_dict(fresh.state_dict())
     opening = time.perf_counter() - started - loading
-    return ClientSession(client, run.method, settings, store, stored, (loading, opening))
+    return ClientSession(client, run.method, settings, store, stored, {"data": loading, "open": opening})
 
 
 def architecture_for(settings: Settings, identity: Identity) -> str:

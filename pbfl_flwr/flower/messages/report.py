@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 from flwr.app import MetricRecord
@@ -18,8 +19,28 @@ from pbfl_flwr.training.class_metrics import Areas, ByClass
 
 # Timed steps: data loads shards; open network, state, settings.
 SPENT = ("data", "open", "fit", "evaluate", "save")
-# Fields of the record, see Report.to_record; not allowed as names of metrics.
-OWN = ("n", "c", "t", "v", "k", "g", "a")
+
+
+class Part(StrEnum):
+    """The lists in a report's record, beside its metrics; every letter of a key costs a byte in every reply."""
+
+    COUNTERS = "n"  # num_train, num_test, participations, round
+    CORRECT = "c"  # by predictor, -1 if it was not available
+    TIMES = "t"  # test_loss, seconds of every step, peak_mb
+    VALIDATION = "v"  # samples, then as CORRECT
+    BY_CLASS = "k"  # a table, see _by_class
+    GPU = "g"  # gpu_mb
+    AREAS = "a"  # macro and micro of every available predictor, -1 if undefined
+
+
+LENGTHS = {
+    Part.COUNTERS: 4,
+    Part.CORRECT: len(PREDICTORS),
+    Part.TIMES: 2 + len(SPENT),
+    Part.VALIDATION: 1 + len(PREDICTORS),
+    Part.GPU: 1,
+}
+"""Of the lists whose length depends on neither K nor the available predictors."""
 MAX_METRICS = 100  # of one report
 MAX_NAME = 100  # characters of a metric's name
 Table = NDArray[np.int64]
@@ -54,7 +75,7 @@ class Report:
         participations: rounds this client has trained in, including this one; 0 if it keeps no count.
         correct: predictor -> number of correct test samples; only predictors that were available.
         test_loss: mean cross-entropy on the test samples.
-        seconds: time spent on each step of SPENT.
+        seconds: time spent on each step of SPENT, by name; none for a step that is missing.
         peak_mb: the process's peak resident memory.
         metrics: of the method.
         num_validation: number of samples held out for validation.
@@ -70,7 +91,7 @@ class Report:
     participations: int = 0
     correct: Mapping[str, int] | None = None
     test_loss: float = 0.0
-    seconds: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+    seconds: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
     peak_mb: float = 0.0
     metrics: Mapping[str, float] | None = None
     num_validation: int = 0
@@ -86,30 +107,31 @@ class Report:
         Raises:
             PbflError: if a metric has the name of such a list, or is not a number.
         """
-        fixed: dict[str, float | list[int] | list[float]] = {
-            "n": [self.num_train, self.num_test, self.participations, self.round],
-            "c": _in_order(self.correct),
-            "t": [self.test_loss, *self.seconds, self.peak_mb],
+        seconds = [self.seconds.get(step, 0.0) for step in SPENT]
+        fixed: dict[Part, list[int] | list[float]] = {
+            Part.COUNTERS: [self.num_train, self.num_test, self.participations, self.round],
+            Part.CORRECT: _in_order(self.correct),
+            Part.TIMES: [self.test_loss, *seconds, self.peak_mb],
         }
         if self.num_validation:
-            fixed["v"] = [self.num_validation, *_in_order(self.validation)]
+            fixed[Part.VALIDATION] = [self.num_validation, *_in_order(self.validation)]
         if self.by_class is not None:
-            fixed["k"] = [*self.by_class.tested, *_rows(self.by_class)]
+            fixed[Part.BY_CLASS] = [*self.by_class.tested, *_rows(self.by_class)]
         if self.gpu_mb:
-            fixed["g"] = [self.gpu_mb]
+            fixed[Part.GPU] = [self.gpu_mb]
         if self.areas:
             pairs = [self.areas[name] for name in PREDICTORS if name in self.areas]
-            fixed["a"] = [
+            fixed[Part.AREAS] = [
                 -1.0 if area is None else area for pair in pairs for area in (pair.macro, pair.micro)
             ]
         metrics = self.metrics or {}
-        if reserved := [name for name in metrics if name in OWN]:
-            raise PbflError(f"metric '{reserved[0]}': must have another name than {', '.join(OWN)}")
+        if reserved := [name for name in metrics if name in {*Part}]:
+            raise PbflError(f"metric '{reserved[0]}': must have another name than {', '.join(Part)}")
         if invalid := [name for name, value in metrics.items() if not isinstance(value, int | float)]:
             raise PbflError(
                 f"metric '{invalid[0]}' is of type {type(metrics[invalid[0]]).__name__}; must be a number"
             )
-        return MetricRecord({**metrics, **fixed})
+        return MetricRecord({**metrics, **{part.value: values for part, values in fixed.items()}})
 
     @classmethod
     def from_record(cls, record: MetricRecord, requested: Requested = TOTALS) -> Report:
@@ -120,11 +142,12 @@ class Report:
         Raises:
             RejectedPayload: if a field is missing or of a wrong length, or a counter contradicts another.
         """
-        num_train, num_test, participations, number = (int(value) for value in _list(record, "n", 4))
-        correct = [int(value) for value in _list(record, "c", len(PREDICTORS))]
-        held_out = _list(record, "v", 1 + len(PREDICTORS)) if "v" in record else [0] * (1 + len(PREDICTORS))
+        num_train, num_test, participations, number = (int(value) for value in _list(record, Part.COUNTERS))
+        correct = [int(value) for value in _list(record, Part.CORRECT)]
+        none = [0.0] * LENGTHS[Part.VALIDATION]
+        held_out = _list(record, Part.VALIDATION) if Part.VALIDATION in record else none
         num_validation, *validated = (int(value) for value in held_out)
-        loss, data, opened, fitted, evaluated, saved, peak_mb = _list(record, "t", 7)
+        loss, *seconds, peak_mb = _list(record, Part.TIMES)
         counters = (num_train, num_test, participations, num_validation, number)
         if min(counters) < 0 or max(correct) > num_test or max(validated) > num_validation:
             raise RejectedPayload("its counters contradict each other")
@@ -142,7 +165,6 @@ class Report:
         if not requested.scores:
             scored, by_validation, loss = {}, None, 0.0
         metrics = {key: _checked(key, value) for key, value in record.items() if not isinstance(value, list)}
-        seconds = (data, opened, fitted, evaluated, saved)
         by_class = _by_class(record, requested.classes, num_test, scored) if requested.classes else None
         return cls(
             num_train,
@@ -150,14 +172,14 @@ class Report:
             participations,
             scored,
             loss,
-            seconds,
+            dict(zip(SPENT, seconds, strict=True)),
             peak_mb,
             metrics,
             num_validation,
             by_validation,
             number,
             by_class,
-            _list(record, "g", 1)[0] if "g" in record else 0.0,
+            _list(record, Part.GPU)[0] if Part.GPU in record else 0.0,
             _areas(record, scored) if requested.areas and num_test else None,
         )
 
@@ -175,7 +197,7 @@ def plain(record: MetricRecord) -> dict[str, float | list[float]]:
 def seconds_in(record: MetricRecord) -> float:
     """Return the total time of a client's round according to its report, 0 if that is invalid."""
     try:
-        return sum(Report.from_record(record).seconds)
+        return sum(Report.from_record(record).seconds.values())
     except RejectedPayload:
         return 0.0
 
@@ -199,12 +221,12 @@ def _by_class(record: MetricRecord, classes: int, num_test: int, scored: Mapping
 
     They travel as a table (1 + 2·P, K): samples tested, then R and A of every predictor.
     """
-    values, length = record.get("k"), (1 + 2 * len(scored)) * classes
+    values, length = record.get(Part.BY_CLASS), (1 + 2 * len(scored)) * classes
     if not isinstance(values, list) or len(values) != length:
-        raise RejectedPayload(f"its report lacks 'k' of length {length}, counts by class")
+        raise RejectedPayload(f"its report lacks '{Part.BY_CLASS}' of length {length}, counts by class")
     counts = np.array(values)
     if counts.dtype.kind != "i" or not 0 <= counts.min() <= counts.max() < MAX_COUNT:
-        raise RejectedPayload("'k' of its report holds values that are not counts")
+        raise RejectedPayload(f"'{Part.BY_CLASS}' of its report holds values that are not counts")
     tested, *_ = table = counts.reshape(-1, classes)
     right, answered = table[1::2], table[2::2]
     totals = list(scored.values())
@@ -217,7 +239,7 @@ def _by_class(record: MetricRecord, classes: int, num_test: int, scored: Mapping
 
 
 def _areas(record: MetricRecord, scored: Mapping[str, int]) -> dict[str, Areas]:
-    values = _list(record, "a", 2 * len(scored))
+    values = _list(record, Part.AREAS, 2 * len(scored))
     if max(values, default=0.0) > 1:
         raise RejectedPayload("its report holds an area under the ROC curve above 1")
     pairs = [None if value < 0 else value for value in values]
@@ -227,11 +249,11 @@ def _areas(record: MetricRecord, scored: Mapping[str, int]) -> dict[str, Areas]:
     }
 
 
-def _list(record: MetricRecord, key: str, length: int) -> list[float]:
-    values = record.get(key)
+def _list(record: MetricRecord, part: Part, length: int | None = None) -> list[float]:
+    values, length = record.get(part), LENGTHS[part] if length is None else length
     if not isinstance(values, list) or len(values) != length:
-        raise RejectedPayload(f"its report lacks '{key}' of length {length}")
-    return [_checked(key, value) for value in values]
+        raise RejectedPayload(f"its report lacks '{part}' of length {length}")
+    return [_checked(part, value) for value in values]
 
 
 def _checked(key: str, value: float) -> float:

@@ -225,7 +225,7 @@ def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int
     log(INFO, "%s: %s clients, %s, d=%s", method.name, clients, models.models, models.feature_dim)
     warnings = [
         *settings.training.config_warnings(),
-        *method.config_warnings(num_rounds),
+        *method.warnings(num_rounds),
     ]
     for warning in warnings:
         log(WARNING, "%s", warning)

@@ -95,7 +95,7 @@ class ReplyRules:
         """Return the rules of a configuration."""
         run = settings.run
         scaled = isinstance(method, Pipeline) and method.release.scaled
-        limits = Plausibility(run.max_size_ratio, scaled, not method.counts_draws)
+        limits = Plausibility(run.max_size_ratio, scaled)
         wanted = requested(settings.evaluation, task)
         return cls(method, task, run.max_upload_mb * 2**20, wanted, limits)
 

@@ -176,7 +176,7 @@ def round_fields(
         "seconds": Seconds(
             total=total,
             aggregate=aggregated,
-            clients={name: sum(report.seconds[i] for report in reports) for i, name in enumerate(SPENT)},
+            clients={step: sum(report.seconds.get(step, 0.0) for report in reports) for step in SPENT},
         ),
         "peak_mb": max((report.peak_mb for report in reports), default=0.0),
         "gpu_mb": max((report.gpu_mb for report in reports), default=0.0),
@@ -223,7 +223,7 @@ def clients_record(
         by_class=column(lambda report: report.by_class.brief() if report.by_class else {}) if counted else [],
         test_loss=column(lambda report: report.test_loss if report.correct else None),
         metrics=column(lambda report: dict(report.metrics or {})),
-        seconds=column(lambda report: list(report.seconds)),
+        seconds=column(lambda report: [report.seconds.get(step, 0.0) for step in SPENT]),
         bytes_up=[replies.up[client] for client in reports],
         bytes_down=[phase.down[client] for client in reports],
         final=final and clients_record(final, {**participations, **trained_in}),

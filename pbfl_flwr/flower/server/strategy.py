@@ -382,7 +382,7 @@ class MethodStrategy(Strategy):
         ages = rounds.updated_ages(last_ages, replies.classes, self._task.num_classes)
         labels = next(iter(members.roster.clients.values())).labels
         warnings = [
-            *self.method.round_warnings(state),
+            *self.method.warnings(self._num_rounds, state),
             *rounds.upload_warnings(replies),
             *rounds.lost_states(replies, self._participations, self.method.keeps_nothing),
             *rounds.missing_classes(labels, ages),

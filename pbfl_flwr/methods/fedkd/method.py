@@ -291,9 +291,9 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         share, lost = state.update.scalars() / state.weights.scalars(), len(state.zeroed)
         return {"sent-share": share, "zeroed-tensors": float(lost)}
 
-    def round_warnings(self, state: MenteeState) -> list[str]:
+    def warnings(self, num_rounds: int, state: MenteeState | None = None) -> list[str]:
         """Warn if matrices of the mentee have become zero."""
-        if state.update is None or not (lost := state.zeroed):
+        if state is None or state.update is None or not (lost := state.zeroed):
             return []
         return [
             f"{len(lost)} matrices of the mentee became zero, since as-coded compression drops those that need "

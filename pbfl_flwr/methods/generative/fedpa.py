@@ -43,6 +43,7 @@ from pbfl_flwr.methods.generative.generators import (
 from pbfl_flwr.methods.sharing import answer, check_both, check_heads, initial, receive, shared_scalars
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import (
+    Magnitudes,
     Prototypes,
     Weights,
     WeightsAndPrototypes,
@@ -148,8 +149,16 @@ def linear_head_of(weights: Weights) -> tuple[Tensor, Tensor]:
     return head["weight"], head["bias"]
 
 
+class Upload(WeightsAndPrototypes):
+    """Weights and prototypes; n_ij counts a sample in every epoch in which it was drawn."""
+
+    def magnitudes(self) -> Magnitudes:
+        """Return those of both; the report does not bound the number of samples."""
+        return replace(super().magnitudes(), once=False)
+
+
 @dataclass(frozen=True)
-class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
+class FedPA(Method[GenerativeState, GeneratorBroadcast, Upload]):
     """See the module."""
 
     config: Config
@@ -160,11 +169,10 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
     stale: Stale = "keep"
     name: str = "fedpa"
     same_architecture: bool = True
-    counts_draws: bool = True
 
     state = GenerativeState
     down = GeneratorBroadcast
-    up = WeightsAndPrototypes
+    up = Upload
     uses = frozenset({"stale"})
 
     def init(self, task: Task, seed: int) -> GenerativeState:
@@ -186,7 +194,7 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         """Return w."""
         return state.taught.weights.tensors
 
-    def local_update(self, client: Client, down: GeneratorBroadcast) -> Update[WeightsAndPrototypes]:
+    def local_update(self, client: Client, down: GeneratorBroadcast) -> Update[Upload]:
         """Train on cross-entropy over samples and generated features, and prototype regularisation."""
         self.install(client, down)
         K, d, t = client.task.num_classes, client.task.feature_dim, client.round - 1
@@ -215,11 +223,11 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         rate = client.training.learning_rate * self.config.client_rate_decay**t
         param_groups = [param_group(client.model, rate)]
         report = fit(client, loss, param_groups=param_groups, draw=draw, epochs=steps, max_steps=steps)
-        upload = WeightsAndPrototypes(answer(client, "all"), Prototypes(*sums.means()))
+        upload = Upload(answer(client, "all"), Prototypes(*sums.means()))
         return Update(upload, report.optimizer, report.metrics())
 
     def aggregate(
-        self, state: GenerativeState, uploads: Mapping[int, WeightsAndPrototypes], round_info: Round
+        self, state: GenerativeState, uploads: Mapping[int, Upload], round_info: Round
     ) -> GenerativeState:
         """Average weights and prototypes, then train the generator against the clients' heads."""
         if not any(upload.prototypes.num_present for upload in uploads.values()):
@@ -256,7 +264,7 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
         taught = GeneratorBroadcast(weights, Weights(generator.tensors), generated, table)
         return replace(state, taught=taught, generator=generator, loss=mean_loss)
 
-    def validate(self, upload: WeightsAndPrototypes, state: GenerativeState, task: Task) -> None:
+    def validate(self, upload: Upload, state: GenerativeState, task: Task) -> None:
         """Check the network's tensors, and that rows of width d come with counts."""
         check_both(upload, state.taught.weights, task, counted=True)
 

@@ -192,13 +192,11 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         c = self.config
         return c.pseudo_features and number >= c.start and number % c.interval == 0
 
-    def config_warnings(self, num_rounds: int) -> list[str]:
+    def warnings(self, num_rounds: int, state: MixtureState | None = None) -> list[str]:
         """Warn if the run ends before clients retrain on pseudo-features."""
         c = self.config
         first = math.ceil(c.start / c.interval) * c.interval
-        if not c.pseudo_features:
-            return []
-        if num_rounds <= first:
+        if state is None and c.pseudo_features and num_rounds <= first:
             return [
                 f"num-server-rounds = {num_rounds}: the first exchange of mixtures is in round {first} and takes "
                 "effect in the next one, so clients never use each other's mixtures; gfpl.start and gfpl.interval "

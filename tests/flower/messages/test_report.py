@@ -7,7 +7,7 @@ import pytest
 from flwr.app import MetricRecord
 
 from pbfl_flwr.config import EvaluationSettings
-from pbfl_flwr.flower.messages.report import Report, Requested
+from pbfl_flwr.flower.messages.report import SPENT, Report, Requested
 from pbfl_flwr.flower.server.rounds import (
     summarise_accuracy,
 )
@@ -17,7 +17,7 @@ from pbfl_flwr.training.evaluation import evaluate
 from tests.flower.inprocess import numbers
 from tests.training.test_loop import client, data
 
-SECONDS: Any = tuple(0.5 + i for i in range(len(Report(0, 0).seconds)))
+SECONDS = {step: 0.5 + i for i, step in enumerate(SPENT)}
 
 
 def test_report_round_trip() -> None:

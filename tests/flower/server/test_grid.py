@@ -46,7 +46,7 @@ class SlowGrid(InProcessGrid):
         self.pushed: list[tuple[float, list[int]]] = []
 
     def reply(self, message: Message, context: Context) -> Message:
-        report = Report(1, 1, seconds=(0.0, 0.0, self.joined[context.node_id], 0.0, 0.0)).to_record()
+        report = Report(1, 1, seconds={"fit": self.joined[context.node_id]}).to_record()
         return Message(wire.content(report=report), reply_to=message)
 
     def slowly(self, message: Message, answer: Answer) -> Delayed:

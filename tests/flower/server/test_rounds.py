@@ -37,7 +37,7 @@ def size(payload: int, application: int, total: int) -> Bytes:
 
 def replies() -> Replies:
     """Clients 0, 1 and 3 train, of which 3 lies; client 2 is only scored."""
-    seconds = (1.0, 2.0, 3.0, 4.0, 5.0)
+    seconds = dict(zip(SPENT, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True))
     reports = {
         0: Report(1, 2, 1, {"head": 2}, 0.5, seconds, 70.0, {"loss.ce": 1.0}),
         1: Report(
