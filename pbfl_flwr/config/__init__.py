@@ -38,7 +38,7 @@ from pbfl_flwr.config.parsing import (
     comma_list,
     named_values,
 )
-from pbfl_flwr.config.resolve import PROTOCOLS, Settings, completed, parse, parse_section, relevant
+from pbfl_flwr.config.resolve import PROTOCOLS, Settings, changed, completed, parse, parse_section, relevant
 
 __all__ = [
     "CHANGEABLE",
@@ -67,6 +67,7 @@ __all__ = [
     "Scalar",
     "Settings",
     "TrainingSettings",
+    "changed",
     "class_name",
     "class_names",
     "comma_list",

@@ -145,6 +145,17 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
     return _apply_protocol(settings)
 
 
+def changed(
+    settings: Settings, changes: Mapping[str, Scalar], sections: Mapping[str, type[Group]] | None = None
+) -> Settings:
+    """Return settings with other values of some keys, checked as :func:`parse` does.
+
+    Raises:
+        PbflError: with one line for every invalid key.
+    """
+    return parse({**settings.as_dict(), **changes}, sections).model_copy(update={"allowed": settings.allowed})
+
+
 def relevant(configuration: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Return the keys of a flat configuration that affect results: without PLACES and CHANGEABLE keys.
 

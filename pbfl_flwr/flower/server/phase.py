@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
+from pbfl_flwr.config import RunSettings
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.identity import IDENTITY, declared_identity
 from pbfl_flwr.flower.messages.traffic import weigh
@@ -43,6 +44,16 @@ class RoundPlan:
     kinds: Mapping[int, Kind]
     absent: Mapping[int, str] = field(default_factory=dict)
     scored: bool = True
+
+
+def plan_of(
+    number: int, roster: Roster, run: RunSettings, absent: Mapping[int, str], scored: bool
+) -> RoundPlan:
+    """Sample the clients that train in a round, and those of the others that are only scored, if clients are scored."""
+    training = roster.sample(run.fraction_train, run.seed, number, absent)
+    others = roster.scored(run.fraction_evaluate, run.seed, number, training)
+    kinds: dict[int, Kind] = {client: "evaluate" for client in others if scored and client not in absent}
+    return RoundPlan(number, {**kinds, **dict.fromkeys(training, "train")}, absent, scored)
 
 
 @dataclass(frozen=True)

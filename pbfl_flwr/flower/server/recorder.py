@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs.directory import ERROR, RESULT, RunDirectory, RunRefused
 from pbfl_flwr.runs.early_stopping import Score, score_of
-from pbfl_flwr.runs.records import ClientRecord, PartitionRecord, RoundRecord, RunRecord
+from pbfl_flwr.runs.records import ClientRecord, ClientsRecord, PartitionRecord, RoundRecord, RunRecord
 from pbfl_flwr.runs.result_hash import result_hash
 from pbfl_flwr.sinks import Sinks
 from pbfl_flwr.task import Task
@@ -29,26 +31,104 @@ from pbfl_flwr.util.atomic_files import UnsavedState, flush_directory
 # Files ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """What a run to resume holds.
+
+    Attributes:
+        state: of the server after its last finished round.
+        done: number of finished rounds.
+        history, clients: the lines of rounds.jsonl and clients.jsonl.
+    """
+
+    state: Serializable
+    done: int
+    history: list[RoundRecord]
+    clients: list[ClientsRecord]
+
+
 class Recorder:
-    """Writes one run.
+    """What is written of a run; this one writes nothing."""
+
+    def configure(self, settings: Settings, method: Method[Any, Any, Any], primary_predictor: str) -> None:
+        """Set the settings of the run; a run that has started goes on with other values of CHANGEABLE keys."""
+
+    def locked(self) -> AbstractContextManager[object]:
+        """Return a context in which no other process may write the run."""
+        return nullcontext()
+
+    def set_waiting(self, line: str) -> None:
+        """Publish what the server waits for; an empty line means nothing."""
+
+    def previous(self) -> RunRecord | None:
+        """Return the record of the run to resume, None for a new run."""
+        return None
+
+    def begin(self, experiment: str, moment: str, clients: Iterable[ClientRecord]) -> None:
+        """Write a new run before its first round."""
+
+    def resume(self, kind: type[Serializable], task: Task) -> Resumed | None:
+        """Return what the run to resume holds, None if no round was finished."""
+        return None
+
+    def add_clients(self, everyone: Iterable[ClientRecord], joined: list[str]) -> None:
+        """Write which clients have just joined: in run.json, since an unfinished round has no line."""
+
+    def add(self, finished: FinishedRound, scored: Serializable, broadcast: Payload) -> None:
+        """Write a finished round; it is on disk when this returns.
+
+        ``scored`` is the state that clients were sent, and scored; ``broadcast`` is the next one, for other programs to
+        read.
+        """
+
+    def warnings(self) -> list[str]:
+        """Return the warnings of sinks since the last call."""
+        return []
+
+    def end_early(self, done: int) -> None:
+        """Write that the run ends before its last configured round."""
+
+    def close(self) -> None:
+        """Write the result hash if the run is finished, and close the sinks."""
+
+
+def recorder_of(directory: RunDirectory | None, loaded: LoadedData) -> Recorder:
+    """Return what writes a run into a directory, or writes nothing."""
+    return Recorder() if directory is None else RunRecorder(directory, loaded)
+
+
+class RunRecorder(Recorder):
+    """Writes one run into its directory.
 
     By the accuracy of ``primary_predictor`` one state is better than another.
     """
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        settings: Settings,
-        method: Method[Any, Any, Any],
-        primary_predictor: str,
-        loaded: LoadedData,
-    ) -> None:
-        self.directory, self._settings, self._primary_predictor = directory, settings, primary_predictor
-        self._method, self._loaded = method, loaded
+    def __init__(self, directory: RunDirectory, loaded: LoadedData) -> None:
+        self.directory, self._loaded = directory, loaded
         self._best: Score = (False, -1.0)
         self._experiment = ""  # until the run has started
         self._sinks: Sinks | None = None
         self._warnings: list[str] = []
+
+    def configure(self, settings: Settings, method: Method[Any, Any, Any], primary_predictor: str) -> None:
+        """Set the settings of the run; a run that has started goes on with other values of CHANGEABLE keys."""
+        self._settings, self._method, self._primary_predictor = settings, method, primary_predictor
+        if self._experiment:
+            self._reopen()
+
+    def _reopen(self) -> None:
+        """Record the settings with which a run goes on."""
+        self.directory.remove(RESULT)
+        method = settings_in(self._method)  # may depend on the number of rounds
+        self.directory.update(configuration=self._settings.as_dict(), method=method, ended_after=None)
+
+    def locked(self) -> AbstractContextManager[object]:
+        """Return a context in which no other process may write the run."""
+        return self.directory.locked()
+
+    def set_waiting(self, line: str) -> None:
+        """Publish what the server waits for; an empty line means nothing."""
+        self.directory.set_waiting(line)
 
     def previous(self) -> RunRecord | None:
         """Return run.json of the run to resume, None for a new run; the directory then belongs to this run.
@@ -94,10 +174,8 @@ class Recorder:
         )
         self._open_sinks()
 
-    def resume(
-        self, kind: type[Serializable], task: Task, num_rounds: int
-    ) -> tuple[Serializable, int, list[RoundRecord]] | None:
-        """Return (state, finished rounds, history) of the run to resume, None if no round was finished.
+    def resume(self, kind: type[Serializable], task: Task) -> Resumed | None:
+        """Return what the run to resume holds, None if no round was finished.
 
         Raises:
             RunRefused: if the checkpoint is of another run or already has more rounds, or if a simulation's
@@ -111,14 +189,12 @@ class Recorder:
                 f"run-dir = '{self.directory.path}' began"
             )
         resumed = checkpoint.resume(self.directory, kind, task, self._configuration)
-        done = resumed[1] if resumed else 0
+        done, num_rounds = resumed[1] if resumed else 0, self._settings.run.num_server_rounds
         if done > num_rounds:
             raise RunRefused(
                 f"num-server-rounds = {num_rounds}: the run has {done} rounds already; must be {done} or more"
             )
-        self.directory.remove(RESULT)
-        method = settings_in(self._method)  # may depend on the number of rounds
-        self.directory.update(configuration=self._settings.as_dict(), method=method, ended_after=None)
+        self._reopen()
         self._open_sinks()
         if resumed is None:
             return None
@@ -127,7 +203,15 @@ class Recorder:
             (score for record in history for score, _ in self._scores(record)), default=(False, -1.0)
         )
         log(INFO, "resumed after round %s", done)
-        return *resumed, history
+        return Resumed(*resumed, history, [*self.directory.client_records()])
+
+    def add_clients(self, everyone: Iterable[ClientRecord], joined: list[str]) -> None:
+        """Write which clients have just joined: in run.json, since an unfinished round has no line."""
+        self.directory.update(clients=[*everyone], joined=[*self.directory.record().joined, *joined])
+
+    def end_early(self, done: int) -> None:
+        """Write that the run ends before its last configured round."""
+        self.directory.update(ended_after=done)
 
     def add(self, finished: FinishedRound, scored: Serializable, broadcast: Payload) -> None:
         """Write a finished round; it is on disk when this returns.
@@ -139,6 +223,7 @@ class Recorder:
             UnsavedState: if writing fails.
         """
         record, number = finished.record, finished.record.round
+        self.set_waiting("")
         self._flush_states()
         self.directory.add_round(record, finished.clients)
         for score, final in self._scores(record):
@@ -170,6 +255,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write the result hash if the run is finished, and close the sinks."""
+        self.set_waiting("")
         try:
             rounds = self.directory.record().last_round
             if len(self.directory.round_records()) >= rounds:
@@ -218,14 +304,14 @@ class Recorder:
 # Log --------------------------------------------------------------------------------------------------------
 
 
-def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int) -> None:
+def log_start(settings: Settings, method: Method[Any, Any, Any]) -> None:
     """Log the configuration in one line, and warnings about it."""
     run, models = settings.run, settings.models
     clients = f"{run.min_clients} to {run.num_clients}" if run.min_clients else run.num_clients
     log(INFO, "%s: %s clients, %s, d=%s", method.name, clients, models.models, models.feature_dim)
     warnings = [
         *settings.training.config_warnings(),
-        *method.warnings(num_rounds),
+        *method.warnings(run.num_server_rounds),
     ]
     for warning in warnings:
         log(WARNING, "%s", warning)

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import LONGEST, format_exception, printable
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import Report, Requested, requested
+from pbfl_flwr.flower.messages.report import NO_SCORES, Report, Requested, requested
 from pbfl_flwr.flower.messages.traffic import NO_BYTES, weigh
 from pbfl_flwr.flower.server.phase import Phase
 from pbfl_flwr.method import Method
@@ -75,7 +75,7 @@ class Replies:
 
 @dataclass(frozen=True)
 class ReplyRules:
-    """What makes a reply valid, the same in all rounds of a run.
+    """What makes a reply valid.
 
     Attributes:
         method, task: decode and validate uploads.
@@ -91,12 +91,14 @@ class ReplyRules:
     plausibility: Plausibility
 
     @classmethod
-    def of(cls, settings: Settings, method: Method[Any, Any, Any], task: Task) -> ReplyRules:
-        """Return the rules of a configuration."""
+    def of(
+        cls, settings: Settings, method: Method[Any, Any, Any], task: Task, scored: bool = True
+    ) -> ReplyRules:
+        """Return the rules of a configuration, for rounds in which clients are scored or not."""
         run = settings.run
         scaled = isinstance(method, Pipeline) and method.release.scaled
         limits = Plausibility(run.max_size_ratio, scaled)
-        wanted = requested(settings.evaluation, task)
+        wanted = requested(settings.evaluation, task) if scored else NO_SCORES
         return cls(method, task, run.max_upload_mb * 2**20, wanted, limits)
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord
 
 from pbfl_flwr import seeds
+from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError, abbreviate, printable
 from pbfl_flwr.flower.messages.identity import NAME, is_number
+from pbfl_flwr.method import Method
+from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
@@ -136,6 +140,17 @@ class Roster:
 
 
 NOBODY = Roster({})
+
+
+def check_roster(method: Method[Any, Any, Any], settings: Settings, roster: Roster) -> None:
+    """Check that a method supports the clients of a roster together.
+
+    Raises:
+        PbflError: if it does not.
+    """
+    # Of a name that a client declares, only the one in the configuration can be built.
+    own = {name: name for name in architectures(settings.models.models, settings.code)}
+    method.check(roster.task, [own.get(name, name) for name in roster.architectures])
 
 
 def _drawn(clients: list[int], size: int, seed: int) -> list[int]:

@@ -13,6 +13,7 @@ from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
 from pbfl_flwr.flower.server.replies import Replies
+from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.method import Moment
 from pbfl_flwr.payloads import Serializable
 from pbfl_flwr.runs.directory import finite
@@ -101,20 +102,6 @@ def scores(replies: Replies) -> Scores:
     """Return the accuracies over the clients that replied."""
     reports = replies.reports
     return Scores(accuracy=summarise_accuracy(reports), validation=summarise_accuracy(on_validation(reports)))
-
-
-def is_scored(number: int, moment: Moment, every: int, last: int) -> bool:
-    """Return whether clients are scored in a round: if the round whose accuracy it is is due, and in the last.
-
-    If they are scored before their training, it is the accuracy of the round before; the last round's comes after it.
-
-    Args:
-        number: of the round, from 1.
-        moment: when clients are scored.
-        every: N, ``evaluate-every``.
-        last: number of the run's last round.
-    """
-    return (number - 1) % every == 0 if moment == "before" else number % every == 0 or number == last
 
 
 def updated_ages(
@@ -241,6 +228,25 @@ def _mean(values: list[float | None], weights: list[int]) -> float | None:
 
 
 # Warnings ---------------------------------------------------------------------------------------------------
+
+
+def warnings(
+    replies: Replies,
+    participations: Mapping[int, int],
+    ages: Sequence[int] | None,
+    roster: Roster,
+    keeps_nothing: bool = False,
+) -> list[str]:
+    """Return the warnings about a round's clients.
+
+    ``participations`` and ``keeps_nothing`` as in :func:`lost_states`, ``ages`` as :func:`updated_ages` returns them.
+    """
+    labels = next(iter(roster.clients.values())).labels
+    return [
+        *upload_warnings(replies),
+        *lost_states(replies, participations, keeps_nothing),
+        *missing_classes(labels, ages),
+    ]
 
 
 def upload_warnings(replies: Replies) -> list[str]:

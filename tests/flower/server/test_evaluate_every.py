@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.experiments.results import FinishedRun
-from pbfl_flwr.flower.server.rounds import is_scored
+from pbfl_flwr.flower.server.schedule import Schedule
 from tests.flower.inprocess import altered, federation, numbers, shown
 from tests.small_runs import pbfl
 
@@ -27,7 +27,7 @@ KEYS: dict[str, Any] = {"num_server_rounds": 5, "evaluate_every": 2, "models": "
     ],
 )
 def test_which_rounds_are_scored(moment: Any, every: int, scored: list[int]) -> None:
-    assert [number for number in range(1, 6) if is_scored(number, moment, every, 5)] == scored
+    assert [number for number in range(1, 6) if Schedule(5, moment, every).is_scored(number)] == scored
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedavg"])
@@ -40,7 +40,7 @@ def test_the_other_rounds_train_alike_and_have_no_scores(tmp_path: Path, method:
     assert moment == ("after" if method == "fedproto" else "before")
     for line, whole in zip(run.strategy.history, always.strategy.history, strict=True):
         assert (line.failures, line.trained, line.client_metrics) == ([], whole.trained, whole.client_metrics)
-        if is_scored(line.round, moment, 2, 5):
+        if Schedule(5, moment, 2).is_scored(line.round):
             assert (line.accuracy, line.test_loss) == (whole.accuracy, whole.test_loss)
         else:
             assert (line.accuracy, line.validation, line.test_loss) == ({}, {}, None)

@@ -226,7 +226,7 @@ def test_waiting_line_is_published_only_while_waiting(tmp_path: Path, fails: boo
 
     def wait(message: Message, answer: Answer) -> Message:
         before.append(run.directory.waiting())
-        run.strategy._set_waiting("waiting")  # as a grid of Flower's would have it
+        run.directory.set_waiting("waiting")  # as a grid of Flower's would have it
         assert run.directory.waiting() == "waiting"
         if fails and len(before) == 3:
             raise RunEnded("there is an end to waiting")

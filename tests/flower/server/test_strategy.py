@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
 from pbfl_flwr.config import parse
@@ -276,6 +276,57 @@ def test_finished_strategy_can_make_more_rounds(tmp_path: Path, caplog: pytest.L
     assert "nothing to do: 1 of 1 rounds are finished" in caplog.text
     run.strategy.start(run.grid, num_rounds=2)
     assert [line.round for line in run.strategy.history] == [1, 2]
+
+
+def test_rounds_that_start_asks_for_are_recorded_like_the_key(tmp_path: Path) -> None:
+    run = federation(tmp_path, num_server_rounds=3, on_disk=True)
+    run.strategy.start(run.grid, num_rounds=1, timeout=50)
+    one = run.directory.result()
+    recorded = run.directory.record().configuration
+    assert (recorded["num-server-rounds"], recorded["round-timeout"]) == (1, 50)
+    run.strategy.start(run.grid, num_rounds=2)
+    assert [line.round for line in run.directory.round_records()] == [1, 2]
+    assert run.directory.record().configuration["num-server-rounds"] == 2
+    assert one != run.directory.result() != ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"num_rounds": 0}, "num-server-rounds = 0: must be greater than or equal to 1"),
+        ({"num_rounds": -1}, "num-server-rounds = -1: must be greater than or equal to 1"),
+        ({"num_rounds": 1.5}, "num-server-rounds = 1.5: must be a whole number"),
+        ({"num_rounds": True}, "num-server-rounds = True: must be a whole number"),
+        ({"num_rounds": "2"}, "num-server-rounds = '2': must be a whole number"),
+        ({"timeout": 0}, "round-timeout = 0: must be greater than 0"),
+        ({"timeout": float("nan")}, "round-timeout = nan: "),
+    ],
+)
+def test_arguments_of_start_are_checked_like_keys(
+    tmp_path: Path, arguments: dict[str, Any], says: str
+) -> None:
+    run = federation(tmp_path, on_disk=True)
+    with pytest.raises(PbflError) as error:
+        run.strategy.start(run.grid, **arguments)
+    assert str(error.value).startswith(says)
+    assert not run.directory.path.exists()
+
+
+def test_what_evaluate_fn_returns_is_checked(tmp_path: Path) -> None:
+    run = federation(tmp_path, num_server_rounds=2)
+    scored: list[int] = []
+
+    def score(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        scored.append(number)
+        return MetricRecord({"loss": 0.5}) if number == 1 else None
+
+    result = run.strategy.start(run.grid, evaluate_fn=score)
+    assert scored == [1, 2]
+    assert result.evaluate_metrics_serverapp == {1: MetricRecord({"loss": 0.5})}
+    wrong: Any = lambda number, arrays: 0.5  # noqa: E731
+    says = r"^evaluate_fn returned '0.5' of type float; must be a MetricRecord or None$"
+    with pytest.raises(PbflError, match=says):
+        run.strategy.start(run.grid, num_rounds=3, evaluate_fn=wrong)
 
 
 def test_loop_of_flower_over_the_hooks_gives_the_same_bits(tmp_path: Path) -> None:
