@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from shlex import quote
 from statistics import fmean
@@ -17,13 +18,16 @@ from pbfl_flwr.config import NEUTRAL, PREDICTORS, DataSettings, Scalar, complete
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.early_stopping import best
 from pbfl_flwr.runs.records import (
     Accuracy,
+    Bytes,
     ClientRecord,
     ClientsRecord,
     PartitionRecord,
     RoundRecord,
     RunRecord,
+    Scalars,
 )
 
 Statistic = Literal["weighted", "mean"]
@@ -46,6 +50,27 @@ class Scores:
     last: tuple[int, Accuracy]
     best: tuple[int, Accuracy]
     chosen: tuple[int, Accuracy] | None = None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a round costs all clients together, as means over the rounds of a run.
+
+    Attributes:
+        up, down: field of :class:`~pbfl_flwr.runs.records.Bytes` -> bytes.
+        scalars: numbers that carry information, in the last round.
+        seconds: wall-clock time.
+        steps: step of a client's work -> seconds, summed over clients.
+        peak_mb, gpu_mb: largest resident and GPU memory of a client process in any round; None if unknown.
+    """
+
+    up: Mapping[str, float]
+    down: Mapping[str, float]
+    scalars: Scalars
+    seconds: float
+    steps: Mapping[str, float]
+    peak_mb: float | None
+    gpu_mb: float | None
 
 
 def series(
@@ -86,22 +111,36 @@ def client_series(
 def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[str, Scores]:
     """Return predictor -> scores; a statistic selects the best round."""
     by_predictor = {}
-    validated = dict(series(rounds, "validation"))
+    tested, validated = series(rounds), dict(series(rounds, "validation"))
     for name in PREDICTORS:
-        points = [(number, accuracy[name]) for number, accuracy in series(rounds) if name in accuracy]
-        on_validation = {
-            number: validated[number][name].weighted
-            for number, _ in points
-            if name in validated.get(number, {})
-        }
-        chosen = max(on_validation, key=lambda number: on_validation[number], default=None)
-        if points:
+        points = {number: accuracy[name] for number, accuracy in tested if name in accuracy}
+        highest = best({number: getattr(accuracy, by) for number, accuracy in points.items()})
+        chosen = best({n: validated[n][name].weighted for n in points if name in validated.get(n, {})})
+        if highest is not None:
             by_predictor[name] = Scores(
-                points[-1],
-                max(points, key=lambda point: float(getattr(point[1], by))),
-                None if chosen is None else (chosen, dict(points)[chosen]),
+                [*points.items()][-1],
+                (highest, points[highest]),
+                None if chosen is None else (chosen, points[chosen]),
             )
     return by_predictor
+
+
+def costs(rounds: Sequence[RoundRecord]) -> Costs:
+    """Return what a round costs; there must be at least one."""
+
+    def mean(sizes: Sequence[Bytes]) -> dict[str, float]:
+        return {kind: fmean(getattr(size, kind) for size in sizes) for kind in Bytes.model_fields}
+
+    steps = rounds[0].seconds.clients
+    return Costs(
+        up=mean([record.bytes_up for record in rounds]),
+        down=mean([record.bytes_down for record in rounds]),
+        scalars=rounds[-1].scalars,
+        seconds=fmean(record.seconds.total for record in rounds),
+        steps={step: fmean(record.seconds.clients[step] for record in rounds) for step in steps},
+        peak_mb=max(record.peak_mb for record in rounds) or None,  # 0: unknown
+        gpu_mb=max(record.gpu_mb for record in rounds) or None,
+    )
 
 
 def resume_command(run_dir: Path, about: RunRecord) -> str:
@@ -187,6 +226,35 @@ class FinishedRun:
         """Predictor -> scores."""
         return scores(self.rounds, self.statistic)
 
+    @property
+    def score(self) -> Scores | None:
+        """Scores by the shown predictor.
+
+        It is missing if clients report nothing, have no test samples, or there were no prototypes at the last scoring.
+        """
+        return self.scores.get(self.predictor)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What a round costs."""
+        return costs(self.rounds)
+
+    def travelled(self) -> dict[int, int]:
+        """Return round -> payload of all clients in both directions until its end, in bytes."""
+        sizes = (record.bytes_up.payload + record.bytes_down.payload for record in self.rounds)
+        return dict(zip((record.round for record in self.rounds), accumulate(sizes), strict=True))
+
+    @cached_property
+    def by_class(self) -> dict[str, tuple[int, Accuracy]]:
+        """Predictor -> (round, accuracy) when it was last scored, of the predictors counted by class."""
+        points = {name: score.last for name, score in self.scores.items()}
+        return {name: point for name, point in points.items() if point[1].by_class is not None}
+
+    @property
+    def predictor_by_class(self) -> str:
+        """The shown predictor, or the first one counted by class if that one is not; some must be."""
+        return self.predictor if self.predictor in self.by_class else next(iter(self.by_class))
+
     @cached_property
     def figures(self) -> dict[str, float]:
         """The run as a row of table.csv: key -> figure, without those that are unknown.
@@ -195,22 +263,22 @@ class FinishedRun:
         scalars, ``seconds`` and ``peak_mb`` are per round. Besides, the rounds of ``last``, ``best`` and
         ``validation_chosen``, with ``_round`` in their names.
         """
-        rounds, clients = self.rounds, len(self.about.clients)
+        costs, clients = self.costs, len(self.about.clients)
         shares: dict[str, float | None] = {
             "majority": self.partition.majority,
             **{name: getattr(score.last[1], self.statistic) for name, score in self.scores.items()},
         }
         row: dict[str, float | None] = {
-            "up": fmean(record.bytes_up.payload for record in rounds) / clients,
-            "down": fmean(record.bytes_down.payload for record in rounds) / clients,
-            "total": fmean(record.bytes_up.total + record.bytes_down.total for record in rounds),
+            "up": costs.up["payload"] / clients,
+            "down": costs.down["payload"] / clients,
+            "total": costs.up["total"] + costs.down["total"],
             "paper": self.partition.paper_scalars,
-            "seconds": fmean(record.seconds.total for record in rounds),
-            "peak_mb": max(record.peak_mb for record in rounds) or None,  # 0: unknown
+            "seconds": costs.seconds,
+            "peak_mb": costs.peak_mb,
         }
         if accuracies := list(self.accuracies().values()):
             shares |= {"best_decile": best_decile(accuracies), "lowest": min(accuracies)}
-        if score := self.scores.get(self.predictor):
+        if score := self.score:
             points: dict[str, tuple[int, Accuracy] | None] = {
                 "last": score.last,
                 "best": score.best,
@@ -297,11 +365,8 @@ class Group:
 
     @property
     def scores(self) -> list[Scores]:
-        """Scores by the shown predictor, of the runs in which it was scored.
-
-        It is missing if clients report nothing, have no test samples, or there were no prototypes at the last scoring.
-        """
-        return [run.scores[run.predictor] for run in self.runs if run.predictor in run.scores]
+        """Scores by the shown predictor, of the runs in which it was scored."""
+        return [run.score for run in self.runs if run.score is not None]
 
     @property
     def coverage(self) -> dict[str, str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.config import PREDICTORS
-from pbfl_flwr.experiments.results import client_series, scores
+from pbfl_flwr.experiments.results import Costs, client_series, costs, scores
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Accuracy, ClientsRecord, RoundRecord, RunRecord
 from pbfl_flwr.util.csv_text import csv_text
@@ -26,6 +25,7 @@ CLIENTS = (
     "accuracy",
 )
 POINTS = {"last": "last", "best": "best", "validation-chosen": "chosen"}
+SIZES = {"payload": "payload", "with-reports": "application", "with-flower": "total"}
 
 
 def as_json(run_dir: Path) -> str:
@@ -47,7 +47,7 @@ def as_json(run_dir: Path) -> str:
         "ended-with": run.error() or None,
         "accuracies": _accuracies(rounds),
         "majority": partition.majority,
-        "costs": _costs(about, rounds, partition.paper_scalars) if rounds else None,
+        "costs": _costs(about, costs(rounds), partition.paper_scalars) if rounds else None,
         "warnings": rounds[-1].warnings if rounds else [],
         "failures": list(_failures(rounds)),
     }
@@ -80,28 +80,19 @@ def _point(point: tuple[int, Accuracy] | None) -> dict[str, Any] | None:
     return None if point is None else {"round": point[0], **point[1].to_json()}
 
 
-def _costs(about: RunRecord, rounds: Sequence[RoundRecord], paper: float | None) -> dict[str, Any]:
-    """Return the cost per round: bytes and seconds are means over rounds, summed over clients."""
-    ways = {
-        "up": [record.bytes_up for record in rounds],
-        "down": [record.bytes_down for record in rounds],
-    }
-    spent = {
-        name: fmean(record.seconds.clients[name] for record in rounds) for name in rounds[0].seconds.clients
-    }
-    kinds = {"payload": "payload", "with-reports": "application", "with-flower": "total"}
+def _costs(about: RunRecord, costs: Costs, paper: float | None) -> dict[str, Any]:
     return {
         "clients": len(about.clients),
         "bytes": {
-            way: {kind: fmean(getattr(count, name) for count in counts) for kind, name in kinds.items()}
-            for way, counts in ways.items()
+            way: {kind: sizes[name] for kind, name in SIZES.items()}
+            for way, sizes in (("up", costs.up), ("down", costs.down))
         },
-        "scalars-of-the-last-round": rounds[-1].scalars.to_json(),
+        "scalars-of-the-last-round": costs.scalars.to_json(),
         "scalars-by-the-papers-formula": paper,
-        "seconds": fmean(record.seconds.total for record in rounds),
-        "seconds-of-clients": spent,
-        "peak-mb": max(record.peak_mb for record in rounds) or None,  # 0: unknown
-        "gpu-mb": max(record.gpu_mb for record in rounds) or None,
+        "seconds": costs.seconds,
+        "seconds-of-clients": costs.steps,
+        "peak-mb": costs.peak_mb,
+        "gpu-mb": costs.gpu_mb,
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.errors import abbreviate
@@ -30,7 +29,7 @@ from pbfl_flwr.experiments.summary import (
     summary_sheet,
 )
 from pbfl_flwr.experiments.tables import Sheet
-from pbfl_flwr.runs.records import Accuracy, ClientRecord
+from pbfl_flwr.runs.records import ClientRecord
 
 MOST = 20  # classes named in a note
 FIRST_SEED = " First seed of each configuration."
@@ -65,7 +64,7 @@ def _marked(predictor: str, run: FinishedRun) -> str:
 
 def cost_sheet(run: FinishedRun) -> Sheet:
     """Return the table of a run's costs per round: bytes, scalars, seconds, memory."""
-    rounds, clients = run.rounds, len(run.about.clients)
+    costs, clients, paper = run.costs, len(run.about.clients), run.partition.paper_scalars
     rows = []
     labels = {
         "payload": "bytes, mean over all clients: payload",
@@ -73,22 +72,17 @@ def cost_sheet(run: FinishedRun) -> Sheet:
         "total": "  including Flower's objects",
     }
     for kind, label in labels.items():
-        up = fmean(getattr(record.bytes_up, kind) for record in rounds) / clients
-        down = fmean(getattr(record.bytes_down, kind) for record in rounds) / clients
+        up, down = costs.up[kind] / clients, costs.down[kind] / clients
         rows.append((label, kilobytes(up), kilobytes(down), kilobytes(up + down)))
-    last, paper = rounds[-1].scalars, run.partition.paper_scalars
+    last, peak, gpu = costs.scalars, costs.peak_mb, costs.gpu_mb
     rows += [
         ("scalars, all clients, last round", f"{last.up:,}", f"{last.down:,}", f"{last.up + last.down:,}"),
         ("  by the paper's formula, all clients", "", "", "-" if paper is None else f"{paper:,.0f}"),
-        ("seconds", "", "", f"{fmean(record.seconds.total for record in rounds):.2f}"),
+        ("seconds", "", "", f"{costs.seconds:.2f}"),
+        ("  sum over clients", "", "", f"{sum(costs.steps.values()):.2f}"),
+        ("peak memory of a worker", "", "", "-" if peak is None else f"{peak:.0f} MB"),
     ]
-    peak = max(record.peak_mb for record in rounds)
-    spent = fmean(sum(record.seconds.clients.values()) for record in rounds)
-    rows += [
-        ("  sum over clients", "", "", f"{spent:.2f}"),
-        ("peak memory of a worker", "", "", f"{peak:.0f} MB" if peak else "-"),
-    ]
-    if gpu := max(record.gpu_mb for record in rounds):
+    if gpu is not None:
         rows.append(("  on its GPU, without the CUDA context", "", "", f"{gpu:.0f} MB"))
     notes = () if paper is not None else (PAPER_NOTE,)
     return Sheet("Cost per round, mean over rounds", ("", "up", "down", "both"), tuple(rows), notes)
@@ -122,24 +116,12 @@ def client_sheet(groups: Sequence[Group]) -> Sheet:
     return Sheet("Clients", columns, tuple(rows), (note,), text_columns=3 + named)
 
 
-def last_by_class(run: FinishedRun) -> dict[str, tuple[int, Accuracy]]:
-    """Return predictor -> (round, accuracy) of its last evaluation, for predictors counted by class."""
-    points = {name: score.last for name, score in run.scores.items()}
-    return {name: point for name, point in points.items() if point[1].by_class is not None}
-
-
-def predictor_by_class(run: FinishedRun) -> str:
-    """Return the run's shown predictor, or the first one counted by class if that one is not; some must be."""
-    counted = last_by_class(run)
-    return run.predictor if run.predictor in counted else next(iter(counted))
-
-
 def balance_sheet(groups: Sequence[Group]) -> Sheet | None:
     """Return the table of accuracy, balanced accuracy and macro-F1, one row per predictor; None if no run has them."""
     rows = []
     for group in groups:
         run = group.first
-        for name, (number, accuracy) in last_by_class(run).items():
+        for name, (number, accuracy) in run.by_class.items():
             figures = (f"{100 * getattr(accuracy, key):.2f}" for key in BALANCE)
             rows.append((group.label, _marked(name, run), str(number), *figures))
     if not rows:
@@ -165,12 +147,12 @@ def balance_sheet(groups: Sequence[Group]) -> Sheet | None:
 
 def class_sheet(groups: Sequence[Group]) -> Sheet | None:
     """Return the table of class accuracies in the last round, a row per class; None if no run has them."""
-    counted = [group for group in groups if last_by_class(group.first)]
-    predictors = [name for name in PREDICTORS if any(name in last_by_class(g.first) for g in counted)]
+    counted = [group for group in groups if group.first.by_class]
+    predictors = [name for name in PREDICTORS if any(name in g.first.by_class for g in counted)]
     rows, untested = [], []
     for group in counted:
-        run, last = group.first, last_by_class(group.first)
-        tested = last[predictor_by_class(run)][1].tested or []
+        run, last = group.first, group.first.by_class
+        tested = last[run.predictor_by_class][1].tested or []
         for label, name in enumerate(run.about.label_names):
             if not any((accuracy.tested or [])[label] for _, accuracy in last.values()):
                 untested.append(f"{group.label}: {name}" if group.label else name)

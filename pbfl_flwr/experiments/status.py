@@ -58,8 +58,8 @@ class RunStatus:
 
     @property
     def pace(self) -> float | None:
-        """Seconds per round, median of the last five; None before the first."""
-        return median(record.seconds.total for record in self.rounds[-5:]) if self.rounds else None
+        """Seconds per round, see :func:`pace`; None before the first."""
+        return pace([record.seconds.total for record in self.rounds]) if self.rounds else None
 
     @property
     def state(self) -> State:
@@ -71,6 +71,11 @@ class RunStatus:
         if self.about is None and (self.active or not was_used(self.path)):
             return "waiting"
         return "running" if self.active else "stopped"
+
+
+def pace(seconds: Sequence[float]) -> float:
+    """Return the seconds that a round takes now: the median of the last five."""
+    return median(seconds[-5:])
 
 
 def snapshot(path: Path) -> RunStatus:

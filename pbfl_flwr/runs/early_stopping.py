@@ -6,11 +6,14 @@ Both depend only on the recorded rounds, so a resumed run ends at the same round
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from pbfl_flwr.runs.records import RoundRecord, Scores
 
+Place = TypeVar("Place")
 Score = tuple[bool, float]
 """Whether it is on validation data, and the accuracy; any score on validation data exceeds all on test data."""
+Value = TypeVar("Value", float, Score)
 
 
 def score_of(scores: Scores, predictor: str) -> Score | None:
@@ -25,15 +28,24 @@ def score_of(scores: Scores, predictor: str) -> Score | None:
     return None
 
 
+def all_scores(history: Iterable[RoundRecord], predictor: str) -> dict[tuple[int, bool], Score]:
+    """Return (round, whether it is its final scoring) -> score, of those that have one, in ascending order."""
+    scores = {}
+    for record in history:
+        for scored in (record, record.final):
+            if scored is not None and (score := score_of(scored, predictor)) is not None:
+                scores[record.round, scored is record.final] = score
+    return scores
+
+
 def scores_by_round(history: Iterable[RoundRecord], predictor: str) -> dict[int, Score]:
     """Return round -> score of the rounds that have one, in ascending order."""
-    scores = ((record.round, score_of(record, predictor)) for record in history)
-    return {number: score for number, score in scores if score is not None}
+    return {number: score for (number, final), score in all_scores(history, predictor).items() if not final}
 
 
-def best_round(scores: Mapping[int, Score]) -> int | None:
-    """Return the round with the best score, the first of equals; None if no round has a score."""
-    return max(scores, key=lambda number: scores[number]) if scores else None
+def best(scores: Mapping[Place, Value]) -> Place | None:
+    """Return the place of the highest score, the first of equals; None if there is no score."""
+    return max(scores, key=lambda place: scores[place], default=None)
 
 
 def patience_exhausted(scores: Mapping[int, Score], latest: int, patience: int) -> bool:
@@ -41,8 +53,8 @@ def patience_exhausted(scores: Mapping[int, Score], latest: int, patience: int) 
 
     A run without scores continues, as does one with patience 0.
     """
-    best = best_round(scores) if patience else None
-    return best is not None and latest - best >= patience
+    at = best(scores) if patience else None
+    return at is not None and latest - at >= patience
 
 
 def early_stop_warning(scores: Mapping[int, Score], moment: str, patience: int) -> str:
@@ -55,9 +67,9 @@ def early_stop_warning(scores: Mapping[int, Score], moment: str, patience: int) 
         moment: when clients are scored, "before" or "after" training.
         patience: of the run.
     """
-    best = best_round(scores)
-    assert best is not None
-    data = "validation data" if scores[best][0] else "test data"
+    at = best(scores)
+    assert at is not None
+    data = "validation data" if scores[at][0] else "test data"
     length = "1 round" if patience == 1 else f"{patience} rounds"
-    since = best - 1 if moment == "before" else best
+    since = at - 1 if moment == "before" else at
     return f"no better score on {data} for {length}, since round {since}: the run ends early (patience)"

@@ -14,7 +14,7 @@ from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.directory import RESULT, RunDirectory
 from pbfl_flwr.runs.early_stopping import (
-    best_round,
+    best,
     early_stop_warning,
     patience_exhausted,
     scores_by_round,
@@ -47,7 +47,7 @@ def history(*scores: float | tuple[float, float] | None) -> list[RoundRecord]:
 
 
 @pytest.mark.parametrize(
-    ("scores", "patience", "best"),
+    ("scores", "patience", "at"),
     [
         ((0.5, 0.4, 0.4), 2, 1),
         ((0.5, 0.4), 2, None),
@@ -66,11 +66,11 @@ def history(*scores: float | tuple[float, float] | None) -> list[RoundRecord]:
     ],
 )
 def test_patience_by_hand(
-    scores: tuple[float | tuple[float, float] | None, ...], patience: int, best: int | None
+    scores: tuple[float | tuple[float, float] | None, ...], patience: int, at: int | None
 ) -> None:
     by_round = scores_by_round(history(*scores), "global")
     ends = patience_exhausted(by_round, len(scores), patience)
-    assert (best_round(by_round) if ends else None) == best
+    assert (best(by_round) if ends else None) == at
 
 
 def test_scores_are_of_the_predictor_and_said_to_be_on_validation_data() -> None:

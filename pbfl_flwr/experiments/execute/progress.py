@@ -6,12 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 from rich.console import Console
 
 from pbfl_flwr.experiments.console import clients_named, clock, kilobytes, percent, say
-from pbfl_flwr.experiments.status import State, show_status, snapshot
+from pbfl_flwr.experiments.status import State, pace, show_status, snapshot
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import RoundRecord, RunRecord
 
@@ -81,7 +80,7 @@ class Follower:
         self._seconds.append(record.seconds.total)
         if record.joined:
             self._num_clients = len(self._run.record().clients)
-        left = median(self._seconds[-5:]) * (self._num_rounds - record.round)
+        left = pace(self._seconds) * (self._num_rounds - record.round)
         self._say(
             f"{round_line(record, self._num_rounds, self._predictor, self._num_clients)}  left {clock(left)}",
         )

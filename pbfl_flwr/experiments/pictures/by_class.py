@@ -20,24 +20,23 @@ from pbfl_flwr.experiments.pictures.style import (
     titled_picture,
 )
 from pbfl_flwr.experiments.results import FinishedRun, Group
-from pbfl_flwr.experiments.run_tables import last_by_class, predictor_by_class
 
 
 @of_each_run
 def accuracy_by_class(group: Group) -> Iterator[Picture]:
     """Yield the class accuracies of every predictor in the last round, above the number of test samples per class."""
     run = group.first
-    if not (by_predictor := last_by_class(run)):
+    if not run.by_class:
         _reject_unscored(group)
         return
-    predictor = predictor_by_class(run)
-    shown = by_predictor[predictor][1]
+    predictor = run.predictor_by_class
+    shown = run.by_class[predictor][1]
     tested = np.array(shown.tested)
     figure, (axes, below) = canvas(height=3.9, rows=2)
     places = np.arange(len(tested))
-    for place, (name, (_, accuracy)) in enumerate(by_predictor.items()):
+    for place, (name, (_, accuracy)) in enumerate(run.by_class.items()):
         each = 100 * np.array(accuracy.by_class, dtype=float)  # NaN for classes without test samples
-        offset = 0.6 * ((place + 0.5) / len(by_predictor) - 0.5)  # so that equal accuracies do not overlap
+        offset = 0.6 * ((place + 0.5) / len(run.by_class) - 0.5)  # so that equal accuracies do not overlap
         axes.plot(places + offset, each, label=name, **{**curve_style(place), "linestyle": "none"})
     below.bar(places, tested, color=COLOURS[-1], width=0.7)
     for part, what in ((axes, "accuracy (%)"), (below, "test samples")):

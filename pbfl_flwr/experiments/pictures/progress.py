@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,7 +21,7 @@ from pbfl_flwr.experiments.pictures.style import (
     of_each_run,
     titled_picture,
 )
-from pbfl_flwr.experiments.results import FinishedRun, Group
+from pbfl_flwr.experiments.results import Group
 
 MOST_LINES = 50  # clients in one picture
 Curve = Sequence[tuple[int, float]]
@@ -72,8 +71,8 @@ def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     """Yield the cumulative payload over rounds, all clients and both directions."""
     figure, (axes,) = canvas()
     for number, group in enumerate(groups):
-        rounds = [entry.round for entry in group.first.rounds]
-        curve(axes, rounds, _travelled(group.first), group.label, number)
+        travelled = group.first.travelled()
+        curve(axes, [*travelled], [*travelled.values()], group.label, number)
     curve_axes(axes, "round", "cumulative bytes", whole=True)
     axes.yaxis.set_major_formatter(EngFormatter("B"))
     axes.set_ylim(bottom=0)
@@ -89,11 +88,9 @@ def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
 def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     """Yield accuracy against the cumulative payload, all clients and both directions."""
     figure, (axes,) = canvas()
-    totals = {group.label: _travelled(group.first) for group in groups}
-    for number, group in enumerate(groups):
-        run = group.first
-        at = dict(zip((entry.round for entry in run.rounds), totals[group.label], strict=True))
-        points = [(at[done], 100 * value) for done, value in run.curve() if done in at]
+    totals = [group.first.travelled() for group in groups]
+    for number, (group, at) in enumerate(zip(groups, totals, strict=True)):
+        points = [(at[done], 100 * value) for done, value in group.first.curve() if done in at]
         if not points or not at[max(at)]:
             yield PbflError(
                 f"{group.label}: nothing was transmitted" if points else f"{group.label}: not scored"
@@ -104,8 +101,8 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | PbflEr
     if not axes.lines:
         return
     curve_axes(axes, "cumulative bytes, all clients", "accuracy (%)")
-    if max(total[-1] for total in totals.values()) > 20 * min(
-        total[0] for total in totals.values() if total[0]
+    if max(max(at.values()) for at in totals) > 20 * min(
+        first for at in totals if (first := min(at.values()))
     ):
         logarithmic(axes.xaxis)
     axes.xaxis.set_major_formatter(EngFormatter("B"))
@@ -185,10 +182,6 @@ def _thin(axes: Axes, points: Curve, label: str) -> None:
 
 def _accuracy(groups: Sequence[Group]) -> str:
     return accuracy_name(groups[0].by).capitalize()
-
-
-def _travelled(run: FinishedRun) -> list[int]:
-    return list(accumulate(entry.bytes_up.payload + entry.bytes_down.payload for entry in run.rounds))
 
 
 def _shared(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:

@@ -21,7 +21,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs.directory import ERROR, RESULT, RunDirectory, RunRefused
-from pbfl_flwr.runs.early_stopping import Score, score_of
+from pbfl_flwr.runs.early_stopping import Score, all_scores, best
 from pbfl_flwr.runs.records import ClientRecord, ClientsRecord, PartitionRecord, RoundRecord, RunRecord
 from pbfl_flwr.runs.result_hash import result_hash
 from pbfl_flwr.sinks import Sinks
@@ -105,7 +105,7 @@ class RunRecorder(Recorder):
 
     def __init__(self, directory: RunDirectory, loaded: LoadedData) -> None:
         self.directory, self._loaded = directory, loaded
-        self._best: Score = (False, -1.0)
+        self._scores: dict[tuple[int, bool], Score] = {}  # of all rounds, see all_scores
         self._experiment = ""  # until the run has started
         self._sinks: Sinks | None = None
         self._warnings: list[str] = []
@@ -199,9 +199,7 @@ class RunRecorder(Recorder):
         if resumed is None:
             return None
         history = self.directory.round_records()
-        self._best = max(
-            (score for record in history for score, _ in self._scores(record)), default=(False, -1.0)
-        )
+        self._scores = all_scores(history, self._primary_predictor)
         log(INFO, "resumed after round %s", done)
         return Resumed(*resumed, history, [*self.directory.client_records()])
 
@@ -226,11 +224,12 @@ class RunRecorder(Recorder):
         self.set_waiting("")
         self._flush_states()
         self.directory.add_round(record, finished.clients)
-        for score, final in self._scores(record):
-            if score > self._best:
-                self._best = score
-                state, after = (finished.state, number) if final else (scored, number - 1)
-                checkpoint.save_best(self.directory, state, after, score[1], self._primary_predictor)
+        self._scores |= all_scores([record], self._primary_predictor)
+        if (place := best(self._scores)) is not None and place[0] == number:
+            state, after = (finished.state, number) if place[1] else (scored, number - 1)
+            checkpoint.save_best(
+                self.directory, state, after, self._scores[place][1], self._primary_predictor
+            )
         checkpoint.save(self.directory, finished.state, broadcast, number, self._configuration)
         if self._sinks is not None:
             self._warn(self._sinks.log(record))
@@ -293,12 +292,6 @@ class RunRecorder(Recorder):
         for warning in warnings:
             log(WARNING, "%s", warning)
         self._warnings += warnings
-
-    def _scores(self, record: RoundRecord) -> list[tuple[Score, bool]]:
-        """Return the scores of a round, each with whether it is from the final scoring."""
-        entries = [(record, False), *([(record.final, True)] if record.final else [])]
-        scores = [(score_of(entry, self._primary_predictor), final) for entry, final in entries]
-        return [(score, final) for score, final in scores if score is not None]
 
 
 # Log --------------------------------------------------------------------------------------------------------
