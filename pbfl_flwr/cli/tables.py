@@ -128,7 +128,7 @@ def reproduce(
 ) -> None:
     """Reproduce a published table and print it next to the paper's values; run again to resume."""
     from pbfl_flwr.config import comma_list
-    from pbfl_flwr.experiments.plan import reproduction, reproduction_table
+    from pbfl_flwr.experiments.plan import reproduction
     from pbfl_flwr.experiments.plan.planned_runs import parse_seeds, selected
 
     console = screen()
@@ -146,7 +146,7 @@ def reproduce(
         raise PbflError("no block can be run, for the reasons above")
     for line in reproduction.changes(paper, chosen):
         say(console, f"scale {scale}: {line}")
-    tables = partial(reproduction_table.tables, paper, scale, missing=missing, by=by or "")
+    tables = partial(reproduction.tables, paper, scale, missing=missing, by=by or "")
     code = _execute(planned, chosen, tables, directory, resources, app, parallel, dry_run)
     raise typer.Exit(code or (FAILED if missing else COMPLETED))
 

@@ -39,11 +39,19 @@ PAPER_NOTE = "The paper's scalars are unknown without a formula, or where it nee
 
 @dataclass(frozen=True)
 class Text:
-    """A column of text: its title in tables, its key in the CSV file, and the text of a row."""
+    """A column of text.
+
+    Attributes:
+        title: in tables.
+        key: in the CSV file.
+        cell: returns the text of a row.
+        number: returns it for the CSV file, if it is another one there.
+    """
 
     title: str
     key: str
     cell: Callable[[Group], str]
+    number: Callable[[Group], str] | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -52,7 +60,7 @@ class Text:
 
     def plain(self, group: Group) -> tuple[str, ...]:
         """Return a row's cells in the CSV file."""
-        return (self.cell(group),)
+        return ((self.number or self.cell)(group),)
 
 
 @dataclass(frozen=True)

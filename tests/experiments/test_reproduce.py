@@ -10,7 +10,6 @@ import pytest
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.catalogue import ROWS
 from pbfl_flwr.experiments.plan import reproduction as reproduce
-from pbfl_flwr.experiments.plan import reproduction_table
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, selected
 from tests.small_runs import edit, entry, pbfl, write_run
 
@@ -109,7 +108,7 @@ def planned(
 
 
 def table(paper: reproduce.Reproduction, runs: Sequence[PlannedRun], by: str = "") -> str:
-    return reproduction_table.tables(paper, "small", runs, {}, by).files["table.md"]
+    return reproduce.tables(paper, "small", runs, {}, by).files["table.md"]
 
 
 @pytest.mark.parametrize("name", reproduce.reproductions())
@@ -187,7 +186,7 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
         heads = (0.5, 0.5) if number == 0 else (0.5, 0.25)
         lines = [entry(n + 1, heads[n], scores[n]) for n in range(2)]
         write_run(runs[number].directory, lines, **runs[number].requested.values)
-    files = reproduction_table.tables(paper, "small", runs, {"three": "dataset 'x' not found"}).files
+    files = reproduce.tables(paper, "small", runs, {"three": "dataset 'x' not found"}).files
     text = files["table.md"]
     # sample deviation of two values: their distance over the root of 2, 25/1.4142 = 17.68; 62.5 - 51.5
     assert "| A | global | 51.50 ± 0.25 | 62.50 ± 17.68 | 37.50 ± 17.68 | +11.00 |" in text
@@ -203,7 +202,7 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     ):
         assert line in text
     assert "Our results are all by" not in text
-    full = reproduction_table.tables(paper, "paper", runs, {}).files["table.md"]
+    full = reproduce.tables(paper, "paper", runs, {}).files["table.md"]
     assert "not comparable" not in full
     first, second = csv.DictReader(files["table.csv"].splitlines())
     expected = {"block": "one", "run": "A", "predictor": "global", "seeds": "2", "best": "62.5000"}
@@ -280,7 +279,7 @@ def test_a_row_without_scores_has_no_spread_over_clients_and_is_named(tmp_path: 
     runs = planned(paper, tmp_path, blocks=["one"])
     for run, globals_ in zip(runs, (None, 0.5), strict=True):
         write_run(run.directory, [entry(n, 0.25, globals_) for n in (1, 2)], **run.requested.values)
-    files = reproduction_table.tables(paper, "small", runs, {}).files
+    files = reproduce.tables(paper, "small", runs, {}).files
     text = files["table.md"]
     assert "| A | global | 51.50 ± 0.25 | - | - | - | 25.00 | - |" in text
     assert "| B | global | 60.00 | 50.00 ± 12.50 | 50.00 ± 12.50 | -10.00 | 25.00 | 50.00 |" in text

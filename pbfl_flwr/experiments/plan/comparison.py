@@ -68,9 +68,8 @@ def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
             raise PbflError(
                 f"comparison '{name}': runs-of = '{file.runs_of}', which has no [runs.<label>] tables"
             )
-    common = configuration.flatten(file.common)
     return file.title or name, {
-        label: {**common, **configuration.flatten(keys)} for label, keys in runs.items()
+        label: configuration.merged(file.common, keys) for label, keys in runs.items()
     }
 
 

@@ -288,6 +288,11 @@ def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flat keys of nested tables; later ones take precedence."""
+    return {key: value for table in tables for key, value in flatten(table).items()}
+
+
 def _check_resources(settings: Settings, resources: Resources) -> None:
     """Refuse resources for which Flower would start no worker."""
     if settings.training.device == "cuda" and not resources.gpus_per_client:

@@ -1,6 +1,6 @@
-"""Reproductions of published tables: columns as blocks, rows as runs, with the published values.
+"""Reproductions of published tables: columns as blocks, rows as runs, our results beside the published ones.
 
-A reproduction is a comparison (see :mod:`pbfl_flwr.experiments.plan.comparison`) with the paper's results. A run's
+Every block is a comparison (see :mod:`pbfl_flwr.experiments.plan.comparison`) of the same runs. A run's
 keys are merged from ``common``, its block, the run, the run within the block, and at scale ``small`` from ``small``;
 later ones take precedence.
 
@@ -31,8 +31,10 @@ later ones take precedence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -40,9 +42,29 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pbfl_flwr.config import SILENT, DataSettings, Scalar, Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.plan import configuration, planned_runs
-from pbfl_flwr.experiments.plan.configuration import DirectoryName, flatten
-from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, check_names
+from pbfl_flwr.experiments.plan.configuration import DirectoryName, merged
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, check_names, finished_groups
+from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.summary import (
+    BEST,
+    BEST_STD,
+    BY_PREDICTOR,
+    LAST,
+    ROUNDS,
+    RUN,
+    SECONDS,
+    SEEDS,
+    STD,
+    Column,
+    Figures,
+    Text,
+    moment_column,
+    summary_csv,
+    summary_sheet,
+)
+from pbfl_flwr.experiments.tables import Sheet, Tables
 
 FOLDER = "experiments/reproductions"
 Scale = Literal["small", "paper"]
@@ -103,17 +125,21 @@ class Reproduction(BaseModel):
 
     def runs_of(self, block: str, scale: Scale = "paper") -> dict[str, dict[str, Scalar]]:
         """Return label -> keys of the runs of a block."""
-        column = self.blocks[block]
-        before = {**flatten(self.common), **flatten(column.model_extra or {})}
-        after = flatten(self.small) if scale == "small" else {}
+        own, after = self.blocks[block], self.small if scale == "small" else {}
         return {
-            label: {**before, **flatten(keys), **flatten(column.runs.get(label, {})), **after}
+            label: merged(self.common, own.model_extra or {}, keys, own.runs.get(label, {}), after)
             for label, keys in self.runs.items()
         }
 
     def published_cell(self, block: str, label: str) -> list[float]:
         """Return the published value of a run in a block, see :data:`Cell`."""
         return self.published[label][list(self.blocks).index(block)]
+
+    def difference(self, block: str, group: Group) -> float | None:
+        """Return our mean minus the published value in percentage points; None if either is missing."""
+        values = (BEST if self.round == "best" else LAST).values(group)
+        published = self.published_cell(block, group.label)
+        return fmean(values) - published[0] if values and published else None
 
 
 def reproductions() -> list[str]:
@@ -212,3 +238,112 @@ def changes(paper: Reproduction, planned: Iterable[PlannedRun]) -> list[str]:
 
 def _listed(seeds: Iterable[int]) -> str:
     return ", ".join(map(str, seeds))
+
+
+def tables(
+    paper: Reproduction, scale: Scale, planned: Iterable[PlannedRun], missing: Mapping[str, str], by: str = ""
+) -> Tables:
+    """Return the tables of all blocks, with what differs from the paper.
+
+    ``missing`` are the blocks that were left out, with the reason; ``by`` is as in :class:`FinishedRun`.
+    """
+    runs: dict[str, list[PlannedRun]] = {}
+    for run in planned:
+        runs.setdefault(run.block, []).append(run)
+    blocks = {block: finished_groups(of_block, by, paper.accuracy) for block, of_block in runs.items()}
+    over = "sample-weighted" if paper.accuracy == "weighted" else "mean over clients"
+    spread = {
+        "clients": "± over clients",
+        "seeds": "± is the sample standard deviation over seeds",
+        "none": "the paper has no ±, ours is the sample standard deviation over seeds",
+    }[paper.spread]
+    shown: list[Sheet | str] = [
+        f"**{paper.title}**, {titled(f'scale {scale}', by)}",
+        "",
+        f"{paper.paper}. {paper.table}",
+        "",
+        f"Accuracy in %, {over}; the {paper.round} round is compared; {spread}.",
+        "",
+    ]
+    if scale == "small":
+        shown += ["At scale small our results are not comparable with the paper's.", ""]
+    if by:
+        shown += [f"Our results are all by {by}, the paper's by each method's own predictor.", ""]
+    for block, groups in blocks.items():
+        shown += [_sheet(paper, block, groups, runs[block]), ""]
+    shown += [f"**{block}** was left out: {why}" for block, why in missing.items()] + [""] * bool(missing)
+    if different := changes(paper, [run for of_block in runs.values() for run in of_block]):
+        shown += ["Differs from the full setting:", "", *(f"* {line}" for line in different), ""]
+    shown += ["Differs from the paper:", "", *(f"* {line}" for line in paper.deviations)]
+    shown += ["", f"The paper's hardware: {paper.hardware}."]
+    text = "\n".join(part if isinstance(part, str) else part.markdown().rstrip("\n") for part in shown)
+    block_of = {group: block for block, groups in blocks.items() for group in groups}
+    lead = [Text("", "block", block_of.__getitem__), RUN, *_columns(paper, block_of)]
+    return Tables(shown, {"table.md": f"{text}\n", "table.csv": summary_csv([*block_of], lead)})
+
+
+def _columns(paper: Reproduction, block_of: Mapping[Group, str]) -> tuple[Text, Text, Text]:
+    """Return the columns of the published accuracy, of its ±, and of our difference."""
+
+    def published(group: Group) -> list[str]:
+        return [f"{value:.2f}" for value in paper.published_cell(block_of[group], group.label)]
+
+    def gap(form: str, missing: str) -> Callable[[Group], str]:
+        def cell(group: Group) -> str:
+            points = paper.difference(block_of[group], group)
+            return missing if points is None else format(points, form)
+
+        return cell
+
+    def both(group: Group) -> str:
+        return " ± ".join(published(group)) or "-"
+
+    return (
+        Text("paper", "published", both, lambda group: "".join(published(group)[:1])),
+        Text("±", "published_spread", lambda group: "".join(published(group)[1:])),
+        Text("difference", "difference", gap("+.2f", "-"), gap(".4f", "")),
+    )
+
+
+def _sheet(paper: Reproduction, block: str, groups: Sequence[Group], planned: Sequence[PlannedRun]) -> Sheet:
+    def ours(title: str, accuracy: Figures, over_clients: Figures) -> Column:
+        """Return the column whose ± is over clients if the paper's is, else over seeds."""
+
+        def cell(group: Group) -> str:
+            means = [
+                f"{fmean(column.values(group)):.2f}" for column in (accuracy, over_clients) if group.scores
+            ]
+            return " ± ".join(means) or "-"
+
+        if paper.spread == "clients":
+            return Text(title, accuracy.key, cell)
+        return replace(accuracy, title=title, note="")
+
+    published, _, difference = _columns(paper, dict.fromkeys(groups, block))
+    columns: list[Column] = [
+        published,
+        ours("ours, best round", BEST, BEST_STD),
+        ours("ours, last round", LAST, STD),
+        difference,
+        *BY_PREDICTOR,
+        ROUNDS,
+        SEEDS,
+        SECONDS,
+    ]
+    repeated = paper.spread == "clients" and any(
+        len(column.values(group)) > 1 for column in BY_PREDICTOR for group in groups
+    )
+    over_seeds = ", ± over seeds" if repeated else ""
+    present = {group.label for group in groups}
+    missing = [label for label in dict.fromkeys(run.label for run in planned) if label not in present]
+    notes = [
+        *([f"Columns named after predictors are last-round accuracies{over_seeds}."] if groups else []),
+        *([f"Not finished: {', '.join(missing)}."] if missing else []),
+        *filter(None, [paper.blocks[block].remark]),
+    ]
+    lead = [
+        RUN,
+        Text("compared by", "predictor", lambda group: group.first.predictor),
+        *moment_column(groups),
+    ]
+    return summary_sheet(f"{paper.title}, {block}", groups, lead, columns, notes)
