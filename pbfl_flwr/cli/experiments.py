@@ -105,12 +105,12 @@ def run(
     if engine == "flower" and not dry_run:
         own_network([settings])
     loaded = LoadedData()
-    partition = configuration.preflight(settings, resources, loaded)
-    notes = configuration.config_warnings(settings, requested, partition, loaded)
+    checked = configuration.preflight(settings, resources, loaded)
+    notes = configuration.config_warnings(settings, requested, checked, loaded)
     if dry_run:
         from pbfl_flwr.experiments.plan.preset import as_preset
 
-        document(as_preset(settings, requested.values, notes))
+        document(as_preset(settings, checked.method, requested.values, notes))
         return
     directory = configuration.create_directory(directory, chosen=chosen)
     if note := idle_cards(resources, settings.training.device):

@@ -10,7 +10,7 @@ from importlib.resources import files
 from itertools import chain, count
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, StringConstraints, ValidationError
 
@@ -26,6 +26,9 @@ from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.sinks import check as check_sinks
 from pbfl_flwr.util.atomic_files import make_directory
 from pbfl_flwr.util.user_code import is_external
+
+if TYPE_CHECKING:  # imports torch, which commands that only read do not need
+    from pbfl_flwr.method import Method
 
 PATHS = ("run-dir", "state-dir", "data-dir")
 PRESETS = "experiments/presets"
@@ -117,8 +120,21 @@ def check(requested: RequestedKeys) -> Settings:
     return settings
 
 
-def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> Partition:
-    """Import the mods, load and partition the data, try every architecture on it, and return the partition.
+@dataclass(frozen=True)
+class Checked:
+    """What was built to check a configuration.
+
+    Attributes:
+        partition: of the data.
+        method: of the run.
+    """
+
+    partition: Partition
+    method: Method[Any, Any, Any]
+
+
+def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> Checked:
+    """Import the mods, load and partition the data, and try every architecture on it.
 
     Args:
         settings: of the run.
@@ -145,7 +161,7 @@ def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> P
     names = [architecture_of(models, client, code) for client in range(clients)]
     method = build_method(settings)
     method.check(task, names)
-    return partition
+    return Checked(partition, method)
 
 
 def data_warnings(settings: Settings, loaded: LoadedData) -> list[str]:
@@ -155,7 +171,7 @@ def data_warnings(settings: Settings, loaded: LoadedData) -> list[str]:
 
 
 def config_warnings(
-    settings: Settings, requested: RequestedKeys, partition: Partition, loaded: LoadedData
+    settings: Settings, requested: RequestedKeys, checked: Checked, loaded: LoadedData
 ) -> list[str]:
     """Return the warnings before a run: on data, keys without effect, training and method."""
     name = settings.run.method
@@ -163,16 +179,16 @@ def config_warnings(
         key for key in requested.values if key.partition(".")[0] in METHODS and not key.startswith(f"{name}.")
     ]
     return [
-        *(f"data: {note}" for note in partition.notes),
+        *(f"data: {note}" for note in checked.partition.notes),
         *data_warnings(settings, loaded),
         *(f"{key}: without effect, the method is '{name}'" for key in others),
-        *training_warnings(settings),
+        *training_warnings(settings, checked.method),
     ]
 
 
-def training_warnings(settings: Settings) -> list[str]:
+def training_warnings(settings: Settings, method: Method[Any, Any, Any]) -> list[str]:
     """Return the warnings on training and method before a run."""
-    method, run = build_method(settings), settings.run
+    run = settings.run
     in_all = method.warnings(run.num_server_rounds)
     in_few = method.warnings(min(1 + run.patience, run.num_server_rounds)) if run.patience else []
     early = f"patience = {run.patience}: the run may end as early as one with"

@@ -104,8 +104,11 @@ def preflight(planned: Sequence[PlannedRun], resources: Resources, loaded: Loade
     unique: dict[str, None] = {}
     for requested in {str(sorted(run.requested.values.items())): run.requested for run in planned}.values():
         settings = configuration.check(requested)
-        configuration.preflight(settings, resources, loaded)
-        notes = [*configuration.data_warnings(settings, loaded), *configuration.training_warnings(settings)]
+        method = configuration.preflight(settings, resources, loaded).method
+        notes = [
+            *configuration.data_warnings(settings, loaded),
+            *configuration.training_warnings(settings, method),
+        ]
         unique.update(dict.fromkeys(notes))
     return list(unique)
 

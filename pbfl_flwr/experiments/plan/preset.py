@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.config.toml import toml
-from pbfl_flwr.method import resolved_moment, settings_in
-from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.method import Method, resolved_moment, settings_in
+from pbfl_flwr.methods import SECTIONS
 
 OF_ONE_RUN = ("run-dir", "resume")  # keys that are not part of a preset
 
 
-def as_preset(settings: Settings, requested: Mapping[str, Scalar], notes: Iterable[str]) -> str:
+def as_preset(
+    settings: Settings, method: Method[Any, Any, Any], requested: Mapping[str, Scalar], notes: Iterable[str]
+) -> str:
     """Return the configuration as a preset in TOML: first the keys that differ from their defaults, then the rest.
 
     Args:
         settings: of the run, with the protocol applied.
+        method: built from them.
         requested: the requested keys; other keys that differ from their defaults were set by the protocol.
         notes: warnings before the run, written as comments at the top.
     """
-    method = build_method(settings)
     predictor = settings.evaluation.predictor
     scored = method.primary_predictor if predictor == "auto" else predictor
     moment = resolved_moment(settings.evaluation, method)
