@@ -245,6 +245,8 @@ class ClientRecord(Record):
         num_train, num_test, num_validation: numbers of samples; its reports may not count more.
         code_version: version of pbfl-flwr that it runs; empty if an older one did not send it.
         weights: hash of its body's pretrained initial weights; empty if there are none.
+        key: hash of its node's public key, of which Flower's server has proof; empty in a simulation.
+        registered: name under which the operator registered that key; empty if Flower knows none.
     """
 
     client: int
@@ -263,6 +265,8 @@ class ClientRecord(Record):
     columns: str = ""
     code_version: str = ""
     weights: str = ""
+    key: str = ""
+    registered: str = ""
 
     @field_serializer("node", when_used="json")
     def _node_as_text(self, node: int) -> str:
@@ -280,6 +284,10 @@ class ClientRecord(Record):
     def on_node(self, node: int) -> ClientRecord:
         """Return this client on another node."""
         return self.model_copy(update={"node": node})
+
+    def with_key(self, key: str, registered: str) -> ClientRecord:
+        """Return this client with its node's key, and the name under which that is registered."""
+        return self.model_copy(update={"key": key, "registered": registered})
 
 
 class RunRecord(Record):

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
@@ -251,6 +252,8 @@ class InProcessGrid(LocalGrid):
         self.app, self.config, self.node_configs = app, dict(config), node_configs
         self.partitions = list(partitions if partitions is not None else range(num_clients))
         self.nodes = list(nodes or (FIRST_NODE + 13 * n for n in range(len(self.partitions))))
+        self.keys: dict[int, bytes] = {}  # of the nodes that have one
+        self.registered: dict[int, str] = {}  # under which the operator has registered them
         self.online: Callable[[], Iterable[int]] = lambda: self.nodes  # those that are connected
         self.order = None if order is None else random.Random(order)
         self.faults = dict(faults or {})
@@ -264,6 +267,12 @@ class InProcessGrid(LocalGrid):
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.online())
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [
+            NodeInfo(node_id=node, public_key=self.keys.get(node, b""), name=self.registered.get(node, ""))
+            for node in self.nodes
+        ]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         sent = list(messages)

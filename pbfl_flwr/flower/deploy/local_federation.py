@@ -1,6 +1,7 @@
 """A secured federation on this machine: SuperLink and SuperNodes as processes connected over the loopback interface.
 
-It runs the same commands as real devices (docs/deploy.md), with temporary certificates and keys.
+It runs the same commands as real devices (docs/deploy.md), with temporary certificates. The SuperNodes' keys stay in
+the run directory: a resumed run knows its clients by them.
 :func:`superlink_options` and :func:`supernode_options` give their options.
 """
 
@@ -26,6 +27,7 @@ from pbfl_flwr.flower.flower_version import has_one_port
 from pbfl_flwr.util.atomic_files import NODE
 
 KEY_VALUE = re.compile(r"""\s*([^\s=]+)=('[^']*'|"[^"]*"|\S+)(?=\s|$)""")
+KEYS = "keys"  # in the run directory
 PATHS = ("data-path", "state-dir", "labels")  # labels: names themselves, or a file of them
 
 
@@ -169,7 +171,7 @@ class Deployment(ManagedSuperLink):
 
     def key(self, index: int) -> Path | None:
         """Return the private key of a SuperNode; None without authentication."""
-        return self.certificates and self.certificates / f"node-{index}"
+        return self.run_dir / KEYS / f"node-{index}" if self._secure else None
 
     def submit(self, app: Path, config: Mapping[str, Scalar]) -> str:
         """Submit the app and return Flower's run id.
@@ -229,7 +231,11 @@ class Deployment(ManagedSuperLink):
     def _prepare(self) -> None:
         if self.certificates:
             security.make_certificates(self.certificates, ["127.0.0.1", "localhost"], days=30)
-            security.make_keys(self.certificates, [f"node-{i}" for i in range(len(self._nodes))])
+            keys = [key for index in range(len(self._nodes)) if (key := self.key(index))]
+            new = [key for key in keys if not key.with_name(f"{key.name}.pub").exists()]
+            for key in new:
+                key.unlink(missing_ok=True)  # its pair was not finished, and never used
+            security.make_keys(self.run_dir / KEYS, [key.name for key in new])
 
     def _options(self, address: str) -> list[str]:
         self.fleet_address = address if has_one_port() else f"127.0.0.1:{free_port()}"
@@ -238,6 +244,7 @@ class Deployment(ManagedSuperLink):
     def _complete(self) -> None:
         for index, node in enumerate(self._nodes):
             if key := self.key(index):
-                self._flwr("supernode", "register", f"{key}.pub", "--format", "json")
+                name = f"--name={node['client-id']}"  # binds the client-id to the key
+                self._flwr("supernode", "register", f"{key}.pub", name, "--format", "json")
             self.log_of(index).unlink(missing_ok=True)
             self._supernodes[index] = self.start_node(index, node, key, self.ca)

@@ -14,6 +14,7 @@ import joblib
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.common.constant import ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
@@ -181,6 +182,10 @@ class PollingGrid(Grid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the connected nodes."""
         return self._grid.get_node_ids()
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Return the connected nodes with their public keys."""
+        return self._grid.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages and return their ids."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 
 from flwr.app import ConfigRecord, Message
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from pbfl_flwr.errors import LONGEST, PbflError, printable
@@ -13,12 +15,13 @@ from pbfl_flwr.flower.code_version import code_version
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.grid import OnWait, ignore, poll
 from pbfl_flwr.flower.server.replies import error_reason
-from pbfl_flwr.flower.server.roster import client_from_reply
+from pbfl_flwr.flower.server.roster import MAX_TEXT, client_from_reply
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import ClientRecord
 
 JOIN_PAUSE = 2.0  # seconds; Flower's simulation registers its nodes in a loop without pauses
 MAX_NODES_NAMED = 3  # in one line
+KEY_DIGITS = 32  # of a public key's hash; so many that nobody finds another key with the same ones
 CLIENT_ID = "client-id = "  # contained in a reason if it already identifies the client
 
 
@@ -78,6 +81,7 @@ def send_handshake(
         )
         for node in nodes
     ]
+    known = {node.node_id: node for node in grid.get_nodes()}
     replies = list(grid.send_and_receive(messages, timeout=timeout))
     node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
     clients: list[ClientRecord] = []
@@ -90,11 +94,26 @@ def send_handshake(
         try:
             if not reply.has_content() or wire.CONFIG not in reply.content.config_records:
                 raise RejectedPayload("its handshake reply is empty")
-            clients.append(client_from_reply(node, reply.content.config_records[wire.CONFIG]))
+            if node not in known:
+                raise RejectedPayload("its node was not connected when it was asked")
+            client = client_from_reply(node, reply.content.config_records[wire.CONFIG])
+            clients.append(_with_key(client, known[node]))
             refused.pop(node, None)
         except RejectedPayload as error:
             refused[node] = printable(str(error)[:LONGEST])
     return clients, refused
+
+
+def _with_key(client: ClientRecord, node: NodeInfo) -> ClientRecord:
+    """Return a device with the key of its node; Flower's simulation gives its nodes random bytes instead.
+
+    Every SuperNode signs its calls with its key, also one without a key of its own, which makes a new one at every
+    start. Only a registered key can have a name, which the operator gave it.
+    """
+    if client.simulated or not node.public_key:
+        return client
+    key = hashlib.sha256(node.public_key).hexdigest()[:KEY_DIGITS]
+    return client.with_key(key, printable(node.name[:MAX_TEXT]))
 
 
 def refusals(refused: Mapping[int, str], num_nodes: int) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import INFO
 
@@ -16,9 +16,19 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from pbfl_flwr.config import RunSettings
-from pbfl_flwr.errors import LONGEST, PbflError
+from pbfl_flwr.errors import PbflError, abbreviate
 from pbfl_flwr.flower.code_version import differing_code_versions
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
+from pbfl_flwr.flower.server.agreement import (
+    check_agreement,
+    check_key,
+    check_unchanged,
+    contested,
+    has_its_key,
+    label_order,
+    largest,
+    majority,
+)
 from pbfl_flwr.flower.server.grid import OnWait, ignore
 from pbfl_flwr.flower.server.handshake import refusals, send_handshake, wait_for_nodes
 from pbfl_flwr.flower.server.overdue import OverdueReplies
@@ -30,9 +40,6 @@ from pbfl_flwr.runs.records import Bytes, ClientRecord
 RECONNECT_TIMEOUT = 60.0  # seconds at most, for the handshake of a node that connects during a run
 NOT_CONNECTED = "its node is not connected"
 MAX_RETRY_ROUNDS = 32  # at most, until a node that was refused gets another handshake
-UNCHANGED = (  # of a client that comes back
-    "simulated", "name", "configured_data", "task", "labels", "columns", "architecture", "weights", "parameters"
-)  # fmt: skip
 
 RosterCheck = Callable[[Roster], None]
 """Raises PbflError if the method does not support the clients of a roster together."""
@@ -95,7 +102,7 @@ class Membership:
         return send_handshake(grid, nodes, self.experiment, timeout)
 
     def _start(self, grid: Grid) -> list[str]:
-        """Ask every node of a new run and return a line for every node without a valid reply."""
+        """Ask every node of a new run and return a line for every node that is not used."""
         run, M, least = self.run, self.run.num_clients, self.run.min_clients
         nodes = wait_for_nodes(grid, M, run.join_timeout, self.on_wait)
         if len(nodes) < (least or M):
@@ -109,34 +116,37 @@ class Membership:
         clients, refused = self._handshake(grid, nodes)
         if refused and not 0 < least <= len(clients):
             raise PbflError("\n".join(refusals(refused, len(nodes))))
-        if len(clients) < M and any(client.simulated for client in clients):
+        unfit = [*dict.fromkeys(map(str, self._place(clients, nodes).values()))]
+        placed = self.roster.clients.values()
+        if unfit and not 0 < least <= len(placed):
+            too_few = [f"min-clients = {least}, but only {len(placed)} of {len(nodes)} devices can take part"]
+            raise PbflError("\n".join([*(too_few if least else []), *unfit]))
+        if len(placed) < M and any(client.simulated for client in placed):
             raise PbflError(
                 f"min-clients = {least}: must be 0 in a simulation, where all num-clients = {M} must start; "
-                f"{len(clients)} did"
+                f"{len(placed)} did"
             )
-        for error in self._place(clients, nodes).values():
-            raise error
-        return [f"node {node}: {reason}" for node, reason in refused.items()]
+        return [*unfit, *(f"node {node}: {reason}" for node, reason in refused.items())]
 
     def _resume(self, grid: Grid, recorded: Sequence[ClientRecord]) -> list[str]:
         """Ask the clients of a resumed run, of which missing ones may reconnect later.
 
         Returns:
-            A line for every other node; none if they may join in the next round.
+            A line for every other node; none for those that may join in the next round.
 
         Raises:
-            RunRefused: if a client has changed.
-            PbflError: if too few connected, naming the missing ones, or if two nodes have the same client id.
+            RunRefused: if too few are left because clients have changed.
+            PbflError: if too few connected, naming the missing ones.
         """
         run = self.run
         self.roster = Roster({client.client: client.on_node(NO_NODE) for client in recorded})
         labels = {client.label for client in recorded}
-        clients, silent = self._ask_until_present(grid, labels)
+        clients, silent = self._ask_until_present(grid)
         present = [client for client in clients if client.label in labels]
         others = [client for client in clients if client.label not in labels]
-        for error in self._place(present, {client.node for client in present}).values():
-            raise error
-        missing = labels - {client.label for client in present}
+        refused = [*self._place(present, {client.node for client in present}).values()]
+        unfit = [*dict.fromkeys(map(str, refused))]
+        missing = {client.label for client in self.roster.clients.values() if client.node == NO_NODE}
         strict = run.failure_policy == "stop" or any(client.simulated for client in recorded)
         least = len(recorded) if strict else run.min_replies
         if len(recorded) - len(missing) < least:
@@ -144,18 +154,25 @@ class Membership:
             line += ", ".join(sorted(missing))
             if others:
                 line += f"; other clients connected: {', '.join(sorted({client.label for client in others}))}"
-            raise PbflError("\n".join([line, *refusals(silent, len(clients) + len(silent))]))
+            lines = [line, *unfit, *refusals(silent, len(clients) + len(silent))]
+            changed = any(isinstance(error, RunRefused) for error in refused)
+            raise (RunRefused if changed else PbflError)("\n".join(lines))
         if self._may_join:
-            return []
-        return [*map(_not_in_run, others), *(f"node {node}: {reason}" for node, reason in silent.items())]
+            return unfit
+        unknown = [f"node {node}: {reason}" for node, reason in silent.items()]
+        return [*unfit, *map(_not_in_run, others), *unknown]
 
-    def _ask_until_present(self, grid: Grid, labels: set[str]) -> tuple[list[ClientRecord], dict[int, str]]:
-        """Ask nodes until all of these clients have replied or the timeout passes; other nodes do not count."""
+    def _ask_until_present(self, grid: Grid) -> tuple[list[ClientRecord], dict[int, str]]:
+        """Ask nodes until all of the run's clients have replied or the timeout passes; other nodes do not count."""
         end = time.monotonic() + self.run.join_timeout
+        labels = {client.label: client for client in self.roster.clients.values()}
         clients: list[ClientRecord] = []
         silent: dict[int, str] = {}
         while True:
-            others = len(silent) + sum(client.label not in labels for client in clients)
+            here = [c.label for c in clients if c.label in labels and has_its_key(c, labels[c.label])]
+            if len(set(here)) == len(labels):
+                return clients, silent
+            others = len(silent) + len(clients) - len(here)
             left = max(0.0, end - time.monotonic())
             nodes = wait_for_nodes(grid, len(labels) + others, left, self.on_wait)
             new = sorted(set(nodes) - {client.node for client in clients} - set(silent))
@@ -166,64 +183,97 @@ class Membership:
             connected = set(grid.get_node_ids()) if new_silent else set(nodes)
             clients = [client for client in clients if client.node in nodes] + new_clients
             silent = {node: reason for node, reason in (silent | new_silent).items() if node in connected}
-            if labels <= {client.label for client in clients}:
-                return clients, silent
 
-    def _place(self, clients: Iterable[ClientRecord], online: Collection[int]) -> dict[int, PbflError]:
+    def _place(self, clients: Collection[ClientRecord], online: Collection[int]) -> dict[int, PbflError]:
         """Move known clients to their new nodes, let others join, and return node -> why for those that are refused.
 
         A client moves if its old node is disconnected or failed in the last round; otherwise two nodes claim the same
-        client, and the new one is refused.
+        client, and the new one is refused. It moves to another key only if its old node is disconnected and its old key
+        is not registered under a name; a warning says so.
         """
-        new_run = not self.roster.clients
         members = dict(self.roster.clients)
         numbers = {client.label: number for number, client in members.items()}
+        keys = {client.label: client.key for client in members.values()}
+        refused = contested(clients, numbers)
+        candidates = [client for client in clients if client.node not in refused]
+        odd = set() if members else self._odd(candidates)
+        other_keys: list[str] = []
         moved: set[int] = set()
-        refused: dict[int, PbflError] = {}
+
+        def order(client: ClientRecord) -> tuple[bool, bool, tuple[str, int, int]]:
+            return client.node in odd, client.key != keys.get(client.label, client.key), label_order(client)
+
         # Independent of the order of replies; clients with their own numbers come before names, which get free numbers.
-        for client in sorted(clients, key=lambda client: (client.name, client.client, client.node)):
+        for client in sorted(candidates, key=order):
             try:
                 if (number := numbers.get(client.label)) is None:
-                    client = self._joined(members, client, new_run)
+                    checked = bool(self.roster.clients) or client.node in odd
+                    client = self._joined(members, client, checked)
                     numbers[client.label] = client.client
                 else:
                     client = client.numbered(number)
                     old = members[number]
-                    if old.node in online and number not in self.failed - moved:
+                    check_key(client, old)
+                    failed = number in self.failed - moved and client.key == old.key
+                    if old.node in online and not failed:
                         raise PbflError(
                             f"client-id {client.label} is used by two nodes, {old.node} and {client.node}"
                         )
-                    _check_unchanged(client, old)
+                    check_unchanged(client, old)
+                    other_keys += [client.label] * (client.key != old.key)
                     moved.add(number)
                 members[client.client] = client
             except PbflError as error:
                 refused[client.node] = error
         self.roster = Roster(dict(sorted(members.items())))
+        if other_keys:
+            self.warnings.append(
+                f"client {abbreviate(other_keys)} came back with another key: the first one has no registered name, so "
+                "nobody can tell whether it is the same device"
+            )
         return refused
 
+    def _odd(self, clients: Collection[ClientRecord]) -> set[int]:
+        """Return the nodes of a new run that the others outvote; also by architecture if the method wants one."""
+        agreed = majority(clients)
+        if self.run.min_clients and agreed:
+            try:
+                self.check_roster(Roster(dict(enumerate(agreed))))
+            except PbflError:
+                agreed = largest(agreed, lambda client: client.architecture)
+        return {client.node for client in clients} - {client.node for client in agreed}
+
     def _joined(
-        self, members: Mapping[int, ClientRecord], client: ClientRecord, new_run: bool
+        self, members: Mapping[int, ClientRecord], client: ClientRecord, checked: bool
     ) -> ClientRecord:
         """Return a client that joins, with its own number or, if it has a name, the lowest free one.
+
+        ``checked`` says whether the method is asked about it alone, not about all clients of a new run together.
 
         Raises:
             PbflError: if it cannot join; gives the reason.
         """
+        new_run = not self.roster.clients
         if not new_run and not self.run.min_clients:
             raise PbflError(_not_in_run(client))
         try:
-            if len(members) >= self.run.num_clients:
-                raise PbflError(f"the run already has its num-clients = {self.run.num_clients} clients")
             if client.simulated and not new_run:
                 raise PbflError("simulated clients cannot join a running federation")
+            check_agreement(members, client)
+            if len(members) >= self.run.num_clients:
+                raise PbflError(f"the run already has its num-clients = {self.run.num_clients} clients")
             if client.name:
                 client = client.numbered(next(n for n in range(self.run.num_clients) if n not in members))
             if client.client >= self.run.num_clients:
                 raise PbflError(
                     f"client-ids must be 0 to {self.run.num_clients - 1}, since num-clients = {self.run.num_clients}"
                 )
-            _check_agreement(members, client)
-            if not new_run:
+            if (other := members.get(client.client)) is not None:
+                raise PbflError(
+                    f"number {client.client} (of client-ids {other.label} and {client.label}) is used by two nodes, "
+                    f"{other.node} and {client.node}"
+                )
+            if checked:
                 self.check_roster(Roster(dict(sorted({**members, client.client: client}.items()))))
         except PbflError as error:
             raise PbflError(
@@ -324,49 +374,3 @@ class Membership:
 
 def _not_in_run(client: ClientRecord) -> str:
     return f"client-id {client.label} on node {client.node} is not part of this run"
-
-
-def _check_unchanged(new: ClientRecord, old: ClientRecord) -> None:
-    """Raise RunRefused if a client of the run has come back with other properties."""
-    for key in UNCHANGED:
-        if (now := getattr(new, key)) != (before := getattr(old, key)):
-            raise RunRefused(
-                f"client {new.label}: a run keeps its clients, but this one has {key} = {str(now)[:LONGEST]}, it had "
-                f"{str(before)[:LONGEST]}"
-            )
-
-
-def _check_agreement(members: Mapping[int, ClientRecord], client: ClientRecord) -> None:
-    """Check that a client is compatible with those of a run.
-
-    Raises:
-        PbflError: if its number is used, or if it differs in K, d, V, input shape, class names or columns.
-    """
-    if (other := members.get(client.client)) is not None:
-        raise PbflError(
-            f"number {client.client} (of client-ids {other.label} and {client.label}) is used by two nodes, "
-            f"{other.node} and {client.node}"
-        )
-    name_classes = "; labels='...' names all classes, in --node-config or in the run configuration"
-    set_shape = "; input-shape='...', in --node-config or in the run configuration, brings images to one"
-    first = next(iter(members.values()), client)
-    for what, mine, theirs, advice in (
-        ("num classes K", first.task.num_classes, client.task.num_classes, name_classes),
-        ("feature-dim d", first.task.feature_dim, client.task.feature_dim, ""),
-        ("input shape", first.task.input_shape, client.task.input_shape, set_shape),
-        ("label names", first.labels, client.labels, name_classes),
-        ("vocabulary size V", first.task.vocabulary_size, client.task.vocabulary_size, ""),
-    ):
-        if mine != theirs:
-            raise PbflError(
-                f"clients disagree on {what}: client {first.label} has {str(mine)[:LONGEST]}, {client.label} has "
-                f"{str(theirs)[:LONGEST]}{advice}"
-            )
-    if not client.columns:
-        return
-    first = next((member for member in members.values() if member.columns), client)
-    if client.columns != first.columns:
-        raise PbflError(
-            f"clients disagree on feature columns: those of client {first.label} and {client.label} differ in name or "
-            "order; pbfl check-data prints them"
-        )

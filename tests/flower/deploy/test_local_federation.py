@@ -12,6 +12,7 @@ from pbfl_flwr.config.toml import toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.execute.deployment import plan
 from pbfl_flwr.flower.deploy import local_federation as deployment
+from pbfl_flwr.flower.deploy.certificates import readable_by_others
 from pbfl_flwr.flower.deploy.superlink import connection
 from pbfl_flwr.methods import SECTIONS
 
@@ -121,3 +122,18 @@ def test_command_lines(tmp_path: Path) -> None:
     own = tomllib.loads(connection("own", "x:1", ca))["superlink"]
     assert own == {"default": "own", "own": {"address": "x:1", "root-certificates": str(ca)}}
     assert tomllib.loads(connection("own", "x:1", None))["superlink"]["own"]["insecure"] is True
+
+
+def test_keys_of_a_federation_stay_in_its_run_directory(tmp_path: Path) -> None:
+    """A resumed run knows its clients by them; a pair whose writing was interrupted is made anew."""
+    contents = []
+    for _ in range(2):
+        federation = deployment.Deployment(tmp_path / "run", [{"client-id": n} for n in range(2)])
+        federation._scratch = tmp_path / f"scratch-{len(contents)}"
+        federation._prepare()
+        keys = [key for n in range(2) if (key := federation.key(n))]
+        contents.append([key.read_bytes() for key in keys])
+        assert not any(readable_by_others(path) for path in [*keys, tmp_path / "run" / "keys"])
+        (tmp_path / "run" / "keys" / "node-1.pub").unlink()
+    assert contents[0][0] == contents[1][0]
+    assert contents[0][1] != contents[1][1]
