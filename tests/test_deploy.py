@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -148,6 +149,13 @@ def refuses_strangers(deployment: Deployment, place: Path) -> None:
         assert text in deployment.log_of(index).read_text()
 
 
+class Unnamed(Deployment):
+    """One whose operator registers keys without names."""
+
+    def _flwr(self, *arguments: str) -> dict[str, Any]:
+        return super()._flwr(*(word for word in arguments if not word.startswith("--name=")))
+
+
 def kill_group(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL a process with all that it started, as a power cut would."""
     os.killpg(process.pid, signal.SIGKILL)
@@ -179,13 +187,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_killed_devices_give_the_results_of_one_process_and_strangers_are_refused(
     place: Path, new_key: bool
 ) -> None:
-    """A SuperNode killed in round 2 returns with its state, then the ServerApp is killed and the run resumed."""
+    """A SuperNode killed in round 2 returns with its state, then the ServerApp is killed and the run resumed.
+
+    It returns with its key, while one with another key declares its client-id; or, if its first key has no registered
+    name, with another key.
+    """
     rounds = 4 if new_key else 8  # Flower refuses a known key until it has noticed the death, a minute later
     # A node that is back before the grid is asked again is not reported: then the deadline ends the round.
     federation = Federation(place, 2, rounds, **{"round-timeout": 180.0})
     run_dir, nodes = federation.run_dir, federation.nodes
     config = {**federation.config, "run-dir": str(run_dir)}
-    with Deployment(run_dir, nodes) as deployment:
+    with (Unnamed if new_key else Deployment)(run_dir, nodes) as deployment:
         refuses_strangers(deployment, place)
         first = deployment.submit(ROOT, config)
         # Not before it has taken the question: one that nobody has taken waits for the next SuperNode with this key.
@@ -193,11 +205,13 @@ def test_killed_devices_give_the_results_of_one_process_and_strangers_are_refuse
         kill_group(deployment._supernodes.pop(1))
         before = federation.state_of(1)
         assert before in ((1, 1), (2, 2)), "a state file is of a finished round or of the one before"
-        key = deployment.key(1)
-        if new_key:
-            security.make_keys(place, ["another"])
-            key = place / "another"
-            deployment._flwr("supernode", "register", f"{key}.pub", "--format", "json")
+        security.make_keys(place, ["another"])
+        another = place / "another"
+        deployment._flwr("supernode", "register", f"{another}.pub", "--name=another", "--format", "json")
+        key = another if new_key else deployment.key(1)
+        if not new_key:
+            thief = {**nodes[1], "state-dir": str(place / "stolen")}
+            deployment.start_node(92, thief, another, deployment.ca)
         again, started = deployment.start_node(1, nodes[1], key, deployment.ca), time.monotonic()
 
         def returned() -> bool:
@@ -217,6 +231,11 @@ def test_killed_devices_give_the_results_of_one_process_and_strangers_are_refuse
         finish(deployment, deployment.submit(ROOT, {**config, "resume": True}))
     assert left_behind(run_dir) == []
 
+    told = [note for line in rounds_of(run_dir) for note in line["warnings"] if "another key" in note]
+    assert told, "of the other key"
+    assert all(
+        note.startswith("client 1 came back" if new_key else "a new node is not used") for note in told
+    )
     about = json.loads((run_dir / "run.json").read_text())
     clients = [(client["architecture"], client["simulated"]) for client in about["clients"]]
     assert clients == [("cnn2", False), ("resnet4", False)]
