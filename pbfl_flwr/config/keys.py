@@ -93,7 +93,8 @@ class RunSettings(Group):
         256,
         ge=1,
         le=2048,
-        description="largest reply of a client in MiB; larger ones are rejected without being parsed",
+        description="largest reply of a client in MiB, as sent and in memory; larger ones are rejected without being "
+        "decoded",
     )
     max_size_ratio: float = Field(
         100.0,

@@ -49,14 +49,14 @@ def save_tensors(
 
 def _with_sorted_metadata(file: bytes) -> tuple[bytes, bytes, memoryview]:
     """Return the pieces of a safetensors file with sorted metadata, so that equal content gives equal bytes."""
-    header, begin = _header(file)
+    header, begin = header_of(file)
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % SIZE_BYTES)  # keeps the tensors aligned
     return len(text).to_bytes(SIZE_BYTES, "little"), text, memoryview(file)[begin:]
 
 
-def _header(file: bytes) -> tuple[dict[str, Any], int]:
+def header_of(file: bytes) -> tuple[dict[str, Any], int]:
     """Return the header of a safetensors file, and the offset of the tensors."""
     begin = SIZE_BYTES + int.from_bytes(file[:SIZE_BYTES], "little")
     return json.loads(file[SIZE_BYTES:begin]), begin
@@ -88,7 +88,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         # Whole, since safe_open would take a Ctrl-C meanwhile for a damaged file.
         file = read_regular(path, LARGEST_FILE)
         tensors = tensors_in(file)
-        metadata = dict(_header(file)[0].get("__metadata__") or {})
+        metadata = dict(header_of(file)[0].get("__metadata__") or {})
     except (FileNotFoundError, PermissionError):
         raise
     except (OSError, *MALFORMED) as error:

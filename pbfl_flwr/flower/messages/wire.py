@@ -18,7 +18,7 @@ from torch import Tensor
 from pbfl_flwr.config.keys import WireDtype as WireDtype
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Payload, Prototypes, RejectedPayload, separate
-from pbfl_flwr.runs.tensor_files import MALFORMED, tensors_in
+from pbfl_flwr.runs.tensor_files import MALFORMED, header_of, tensors_in
 from pbfl_flwr.task import Task
 
 P = TypeVar("P", bound=Payload)
@@ -31,6 +31,8 @@ MAX_HEADER = (
     2**20
 )  # bytes of a payload's safetensors header; that of a network with 2,000 tensors takes 200,000
 _SCALE = "#scale"
+# How often larger a tensor is when it is used: numbers as float32, whole numbers as int64. Others do not grow.
+_GROWTH = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 4, "I16": 4, "U32": 2, "I32": 2, "F16": 2, "BF16": 2}
 _CAST = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -89,7 +91,9 @@ def _cast(name: str, tensor: Tensor, dtype: Literal["float32", "float16", "bfloa
     return cast
 
 
-def decode(record: ArrayRecord, payload: type[P], task: Task, again: bool = False) -> P:
+def decode(
+    record: ArrayRecord, payload: type[P], task: Task, again: bool = False, max_bytes: int | None = None
+) -> P:
     """Decode a payload; its checksum is checked before parsing.
 
     Args:
@@ -98,21 +102,25 @@ def decode(record: ArrayRecord, payload: type[P], task: Task, again: bool = Fals
         task: K, d and input shape, for validation.
         again: the same record was decoded before, so its checksum and the numbers of a prototype table are not checked
             again.
+        max_bytes: largest size in memory, which the header tells before anything is decoded; None: any.
 
     Raises:
-        RejectedPayload: if the bytes are not a safetensors file, or not valid for the payload's type.
+        RejectedPayload: if the bytes are not a safetensors file, too large in memory, or not valid for the payload's
+            type.
     """
-    tensors = decode_tensors(record, again)
+    tensors = decode_tensors(record, again, max_bytes)
     if again and issubclass(payload, Prototypes):
         return payload.accepted(tensors, task)
     return payload.from_tensors(tensors, task)
 
 
-def decode_tensors(record: ArrayRecord, again: bool = False) -> dict[str, Tensor]:
+def decode_tensors(
+    record: ArrayRecord, again: bool = False, max_bytes: int | None = None
+) -> dict[str, Tensor]:
     """Return the tensors of a payload of any type, by name; see :func:`decode`.
 
     Raises:
-        RejectedPayload: if the bytes are not a safetensors file.
+        RejectedPayload: if the bytes are not a safetensors file, or too large in memory.
     """
     arrays = list(record.values())
     if len(arrays) > 1:
@@ -122,7 +130,11 @@ def decode_tensors(record: ArrayRecord, again: bool = False) -> dict[str, Tensor
     if not again:
         _check(arrays[0])
     try:
+        if max_bytes is not None and (size := _decoded_bytes(arrays[0].data)) > max_bytes:
+            raise RejectedPayload(f"{size} bytes in memory, must be at most {max_bytes} (max-upload-mb)")
         tensors = tensors_in(arrays[0].data)
+    except RejectedPayload:
+        raise
     except MALFORMED as error:
         raise RejectedPayload(f"not a safetensors payload: {' '.join(str(error).split())[:200]}") from None
     return _dequantised(tensors)
@@ -141,6 +153,21 @@ def _check(array: Array) -> None:
         )
 
 
+def _decoded_bytes(data: bytes) -> int:
+    """Return the memory that the tensors of a payload will take, from the number of bytes that the header declares.
+
+    The library refuses a header whose shapes do not fit these numbers.
+    """
+    header = dict(header_of(data)[0])
+    header.pop("__metadata__", None)
+    sizes = {name: about["data_offsets"][1] - about["data_offsets"][0] for name, about in header.items()}
+    quantised = {name.removesuffix(_SCALE) for name in header if name.endswith(_SCALE)}
+    return sum(
+        size * (4 if name in quantised else _GROWTH.get(header[name]["dtype"], 1))
+        for name, size in sizes.items()
+    )
+
+
 def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     scales = {name: tensor for name, tensor in tensors.items() if name.endswith(_SCALE)}
     plain = {name: tensor for name, tensor in tensors.items() if name not in scales}
@@ -150,7 +177,7 @@ def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         fits = rows is not None and rows.dtype is torch.int8 and rows.dim() >= 2
         if rows is None or not fits or scale.dtype is not torch.float32 or scale.shape != rows.shape[:1]:
             raise RejectedPayload(f"the scales of '{base}' do not fit its rows")
-        plain[base] = rows.to(torch.float32) * scale.reshape(-1, *[1] * (rows.dim() - 1))
+        plain[base] = rows.to(torch.float32).mul_(scale.reshape(-1, *[1] * (rows.dim() - 1)))
     return plain
 
 

@@ -121,6 +121,7 @@ class _Intake:
     replies: Replies  # the result so far
     rules: ReplyRules
     state: Serializable
+    most: int  # bytes of an upload in memory
     _accepted: dict[int, _Accepted] = field(default_factory=dict)
 
     def add(self, client: int, reply: Message, size: Bytes | Exception) -> None:
@@ -177,7 +178,8 @@ class _Intake:
         _check_declared(report, self.replies.phase.declared[client])
         upload: Upload | None = None
         if training:
-            upload = wire.decode(wire.payload_in(reply.content), self.rules.method.up, self.rules.task)
+            record, kind = wire.payload_in(reply.content), self.rules.method.up
+            upload = wire.decode(record, kind, self.rules.task, max_bytes=self.most)
             self.rules.method.validate(upload, self.state, self.rules.task)
         return report, upload
 
@@ -240,7 +242,9 @@ def read(
     ``state`` is the one that was broadcast.
     """
     replies = Replies(phase, messages)
-    intake = _Intake(replies, rules, state)
+    # Decoded, an upload may be larger than on the wire, but not much larger than the network that was sent.
+    network = sum(tensor.nbytes for tensor in state.to_tensors().values())
+    intake = _Intake(replies, rules, state, max(rules.max_bytes, 2 * network))
     failures = replies.failures
     by_client = wire.ordered(messages, {m.metadata.message_id: client for m, client in phase.messages})
     # All sizes are determined before decoding starts: alternating between both tasks is slower (instruction cache).

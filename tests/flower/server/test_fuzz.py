@@ -276,7 +276,7 @@ def test_malformed_uploads_change_nothing(name: str) -> None:
 
 
 def test_reply_above_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 MiB is allowed; neither 2 MiB of payload nor 2 MiB beside it reach the reader."""
+    """1 MiB is allowed; neither 2 MiB of payload, 2 MiB beside it nor 1.6 MiB in memory reach the reader."""
     read: list[int] = []
 
     def reading(data: bytes) -> dict[str, Tensor]:
@@ -290,14 +290,20 @@ def test_reply_above_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) ->
             return reply_of(table(0))
         if client == 1:
             return of(bytes(2 * 2**20))
+        if client == 2:  # 0.4 MB that become 1.6
+            rows = {"rows": torch.zeros(400, 1000, dtype=torch.int8), "rows#scale": torch.ones(400)}
+            return of(save({**rows, "labels": torch.arange(10)}))
+        if client == 3:  # 0.2 MB that become 1.6
+            return of(save({**table(1).to_tensors(), "counts": torch.ones(200_000, dtype=torch.uint8)}))
         content = reply_of(table(1))
         content["m"] = MetricRecord({**dict(report()), "more": [0] * 2**18})
         return content
 
-    settings = parse({**COMMON, "num-clients": 3, "num-server-rounds": 1, "max-upload-mb": 1}, SECTIONS)
+    settings = parse({**COMMON, "num-clients": 5, "num-server-rounds": 1, "max-upload-mb": 1}, SECTIONS)
     strategy = MethodStrategy(settings)
-    strategy.start(InProcessGrid(scripted(TASK, answer), {}, 3))
+    strategy.start(InProcessGrid(scripted(TASK, answer), {}, 5))
     assert strategy.history[0].trained == [0]
+    assert len(strategy.history[0].failures) == 4
     for failure in strategy.history[0].failures:
-        assert "bytes, must be at most 1048576 (max-upload-mb)" in failure.reason
-    assert max(read) < 2**20
+        assert "must be at most 1048576 (max-upload-mb)" in failure.reason
+    assert max(read) < 2**16
