@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import tokenize
@@ -25,6 +26,7 @@ from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.task import MAX_VALUES
 from pbfl_flwr.util.atomic_files import create_private, make_directory
 from pbfl_flwr.util.locks import Lock
 from pbfl_flwr.util.paths import home
@@ -88,6 +90,11 @@ def _fill(name: str, entry: Path, decode: Callable[[Allocate], Pool]) -> None:
     make_directory(partial)
 
     def allocate(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        if (values := math.prod(shape[1:])) > MAX_VALUES:
+            raise PbflError(
+                f"dataset '{name}': an input of shape {shape[1:]} has {values:,} values; must be at most "
+                f"{MAX_VALUES:,}; images of a folder can be given another size with input-shape"
+            )
         _need(partial, int(np.prod(shape)) * np.dtype(dtype).itemsize)
         return np.lib.format.open_memmap(
             create_private(partial / "inputs.npy"), mode="w+", dtype=dtype, shape=shape

@@ -23,7 +23,7 @@ from pbfl_flwr.data.contract import Pool, Rows
 from pbfl_flwr.data.labels import numbered_classes
 from pbfl_flwr.data.own.columns import CLIENT, LABEL, row_names, shown
 from pbfl_flwr.data.own.image_folder import image_size
-from pbfl_flwr.data.own.images import decode_images
+from pbfl_flwr.data.own.images import decode_images, small_enough
 from pbfl_flwr.data.sources.files import files_under, given_path
 from pbfl_flwr.errors import PbflError
 
@@ -172,10 +172,11 @@ def _inputs(
     others = {name: feature for name, feature in features.items() if name not in (label, CLIENT)}
     images = [name for name, feature in others.items() if isinstance(feature, Image)]
     if len(images) == 1:
-        channels, side = image_size(settings, _channels(parts[0], images[0]))
-        samples = ((row[images[0]], 0) for part in parts for row in part.select_columns(images))
-        total = sum(map(len, parts))
-        inputs, _, notes = decode_images(samples, total, allocate, side, Path(where), channels)
+        with small_enough(Path(where)):
+            channels, side = image_size(settings, _channels(parts[0], images[0]))
+            samples = ((row[images[0]], 0) for part in parts for row in part.select_columns(images))
+            total = sum(map(len, parts))
+            inputs, _, notes = decode_images(samples, total, allocate, side, Path(where), channels)
         return inputs, notes, ()
     arrays = [name for name, feature in others.items() if not isinstance(feature, Value)]
     if len(images) > 1 or len(arrays) > 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,42 @@ from pbfl_flwr.data.contract import Rows
 from pbfl_flwr.errors import PbflError
 
 
+@contextmanager
+def small_enough(where: Path) -> Iterator[None]:
+    """Refuse images of more than Pillow's ``MAX_IMAGE_PIXELS`` as they are opened, before they are decoded.
+
+    Raises:
+        PbflError: naming where the image is, its size and the bound.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            yield
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        size = str(error).partition(" exceeds")[0]  # "Image size (169000000 pixels)"
+        raise PbflError(
+            f"{where}: {size}; must be at most {Image.MAX_IMAGE_PIXELS} pixels, make it smaller first"
+        ) from error
+
+
 def open_image(path: Path) -> Image.Image:
     """Return the image of a file as RGB, with its EXIF orientation applied.
 
     Raises:
-        PbflError: if it cannot be read.
+        PbflError: if it cannot be read, or is too large.
     """
     try:
-        with Image.open(path) as image:
+        with small_enough(path), Image.open(path) as image:
             image.load()
             with suppress(SyntaxError):  # damaged EXIF data in a readable image
                 ImageOps.exif_transpose(image, in_place=True)
-            return _eight_bits(image, path).convert("RGB")
-    # PIL has its own exception for images of an implausible size.
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            return _as_mode(_eight_bits(image, path), "RGB")
+    except (OSError, SyntaxError, ValueError) as error:
         raise PbflError(f"{path} is not a readable image: {error}") from error
+
+
+def _as_mode(image: Image.Image, mode: str) -> Image.Image:
+    return image if image.mode == mode else image.convert(mode)  # which would copy it
 
 
 def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
@@ -83,7 +105,7 @@ def decode_images(
     try:
         for row, (image, label) in enumerate(samples):
             labels[row] = label
-            converted = image if image.mode == mode else image.convert(mode)
+            converted = _as_mode(image, mode)
             target = target or converted.size
             if inputs is None:
                 inputs = allocate((total, channels, target[1], target[0]), np.uint8)
@@ -91,6 +113,7 @@ def decode_images(
                 converted = converted.resize(target, Image.Resampling.BILINEAR)
                 resized += 1
             inputs[row] = np.asarray(converted).reshape(target[1], target[0], channels).transpose(2, 0, 1)
+            del image, converted  # before the next one is decoded
     except OSError as error:
         raise PbflError(f"{where} holds an image after row {row} that cannot be read: {error}") from error
     if inputs is None or target is None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageFile
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import check_data, load_pool
@@ -170,3 +170,28 @@ def test_rejects_images_of_unknown_range(tmp_path, mode, dtype):
     settings = folder_of(tmp_path, "0.tif", Image.fromarray(np.full((2, 2), 1000, dtype)).save)
     with pytest.raises(PbflError, match=rf"0\.tif is an image of mode {mode}, whose value range is unknown"):
         load_pool(settings)
+
+
+@pytest.mark.parametrize("pixels", [59, 29])  # Pillow warns above its limit, and raises above twice the limit
+def test_refuses_an_image_of_too_many_pixels_before_decoding_it(tmp_path, write_image, monkeypatch, pixels):
+    write_image(tmp_path / "cat" / "a.png", 3, (6, 10))
+    write_image(tmp_path / "dog" / "b.png", 3, (4, 4))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pixels)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("decoded"))
+    reason = rf"a\.png: Image size \(60 pixels\); must be at most {pixels} pixels"
+    with pytest.raises(PbflError, match=reason):
+        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path), input_shape="3,4,4"))
+    with pytest.raises(PbflError, match=reason):
+        one_image(tmp_path / "cat" / "a.png", 3, (4, 4))
+
+
+def test_refuses_inputs_of_more_values_than_a_task_has(tmp_path, write_image, monkeypatch):
+    for name in ("cat/a.png", "dog/b.png"):
+        write_image(tmp_path / "set" / name, 3, (6, 10))
+    settings = DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set"))
+    monkeypatch.setattr("pbfl_flwr.data.cache.MAX_VALUES", 179)
+    with pytest.raises(
+        PbflError, match=r"an input of shape \(3, 10, 6\) has 180 values; must be at most 179"
+    ):
+        load_pool(settings)
+    assert load_pool(settings.model_copy(update={"input_shape": "1,10,6"})).input_shape == (1, 10, 6)
