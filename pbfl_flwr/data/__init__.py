@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import replace
 from functools import lru_cache
 
 from pbfl_flwr import seeds
@@ -126,8 +125,7 @@ def _fitting(pool: Pool, settings: DataSettings) -> Pool:
         )
     if not settings.classes or pool.label_names == settings.classes:
         return pool
-    names, labels = renumbered(pool, settings.classes, f"dataset '{settings.dataset}'")
-    return replace(pool, label_names=names, labels=labels)
+    return renumbered(pool, settings.classes, f"dataset '{settings.dataset}'")
 
 
 __all__ = [

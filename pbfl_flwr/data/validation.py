@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.labels import HINT
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import MAX_AXES
 
@@ -40,7 +41,11 @@ def validate(pool: Pool, name: str) -> None:
             f"dataset '{name}' has inputs of shape {pool.input_shape}; must be 1 to {MAX_AXES} axes, none "
             "of length 0"
         )
-    check_labels(pool.labels, name, pool.num_classes)
+    if pool.num_classes < 2:
+        raise PbflError(
+            f"dataset '{name}' has only the class '{', '.join(pool.label_names)}'; must be 2 classes or more; {HINT}"
+        )
+    check_labels(pool.labels, f"dataset '{name}'", pool.num_classes, "the number of its class names")
     if odd := next(
         (each for each in pool.label_names if each.encode(errors="replace").decode() != each), None
     ):
@@ -61,26 +66,20 @@ def validate(pool: Pool, name: str) -> None:
                 )
 
 
-def check_labels(labels: NDArray[Any], name: str, num_classes: int | None = None) -> None:
-    """Check that labels are the whole numbers 0..K-1; K is the number of distinct labels unless given.
+def check_labels(labels: NDArray[Any], where: str, num_classes: int, source: str) -> None:
+    """Check that labels are 0..K-1.
+
+    Args:
+        labels: whole numbers, of any shape.
+        where: named in errors.
+        num_classes: K.
+        source: where K comes from, for errors.
 
     Raises:
-        PbflError: naming the labels that were found.
+        PbflError: naming a label that is not, and where K comes from.
     """
-    distinct = np.unique(labels)
-    shown = ", ".join(str(label) for label in distinct[:12].tolist()) + (
-        ", ..." if len(distinct) > 12 else ""
-    )
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+    outside = labels[(labels < 0) | (labels >= num_classes)]
+    if len(outside):
         raise PbflError(
-            f"dataset '{name}' has labels of type {labels.dtype} and shape {labels.shape} ({shown}); "
-            "must be whole numbers 0..K-1 in one axis"
-        )
-    if not len(labels):
-        raise PbflError(f"dataset '{name}' has no samples; must be 1 or more")
-    limit = len(distinct) if num_classes is None else num_classes
-    if limit < 2 or distinct[0] < 0 or distinct[-1] >= limit:
-        raise PbflError(
-            f"dataset '{name}' has the {len(distinct)} labels {shown}; must be 0..{max(limit, 2) - 1} without "
-            "gaps, 2 classes or more; set labels to all classes if the data lacks some"
+            f"{where} has the label {outside[0]}; must be 0..{num_classes - 1}, since {source} is {num_classes}"
         )

@@ -18,11 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-import numpy as np
-
-from pbfl_flwr.config import MAX_CLASSES, DataSettings, class_name
+from pbfl_flwr.config import MAX_CLASSES, DataSettings
 from pbfl_flwr.data.contract import Rows
-from pbfl_flwr.data.labels import numbered_classes
+from pbfl_flwr.data.labels import FRACTION, names_in, numbered_classes, shown
 from pbfl_flwr.data.sources.files import check_memory, given_path
 from pbfl_flwr.errors import PbflError
 
@@ -34,9 +32,7 @@ MAX_COLUMNS = 65_536
 LABEL, CLIENT = "label", "client"
 _SEPARATORS = ",;\t"
 _FORM = "separated by ',', ';' or a tab, with their names in the first line"
-_FRACTION = re.compile(r"-?\d*\.\d+(e-?\d+)?", re.IGNORECASE)
 _QUOTED = re.compile(r'"[^"]*"')
-_WHOLE = re.compile(r"(-?\d+)\.0*")
 
 
 def table_path(settings: DataSettings) -> Path:
@@ -152,7 +148,7 @@ def _check_names(names: Sequence[str], path: Path) -> None:
         raise PbflError(f"{path}: column {names.index('') + 1} has no name; remove it if it is an index")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise PbflError(f"{path} has two columns '{twice[0]}'; does its first line name the columns?")
-    if number := next((name for name in names if _FRACTION.fullmatch(name)), None):
+    if number := next((name for name in names if FRACTION.fullmatch(name)), None):
         raise PbflError(f"{path}: '{number}' is not a column name; the first line must hold the column names")
 
 
@@ -176,45 +172,37 @@ def classes_and_clients(
     """Return the class names, every row's class, and every row's client if there is such a column.
 
     Raises:
-        PbflError: if there are no rows, a class or client is empty, a class is a fractional number, or there are more
-            than MAX_CLASSES classes.
+        PbflError: if there are no rows, a class or client is empty or a fraction, or there are more than MAX_CLASSES
+            classes.
     """
     if not len(rows):
         raise PbflError(f"{path} has no rows")
     where = f"{path}, column '{label}'"
-    distinct, codes = row_names(rows[label], path)
+    distinct, codes = row_names(rows[label], str(path), "class")
     if len(distinct) > MAX_CLASSES:
         raise PbflError(
             f"{where} has more than {MAX_CLASSES} different values; set label-column to the one with the classes"
         )
-    if fraction := next((name for name in distinct if _FRACTION.fullmatch(name)), None):
-        raise PbflError(f"{where} holds {fraction}, which is not a class; set label-column to the right one")
     classes, labels = numbered_classes(distinct, codes, settings.classes, where)
     has_clients = CLIENT in rows and label != CLIENT
-    return classes, labels, row_names(rows[CLIENT], path)[1] if has_clients else None
+    return classes, labels, row_names(rows[CLIENT], str(path), "client")[1] if has_clients else None
 
 
-def row_names(column: pd.Series, where: Path | str) -> tuple[list[str], Rows]:
-    """Return the distinct names in a column of classes or clients, sorted, and the index (N,) of every row's name.
+def row_names(column: pd.Series, where: str, what: str) -> tuple[list[str], Rows]:
+    """Return the names in a column of classes or clients, and every row's.
 
-    Integers from a column with missing values are written as 1.0, 2.0; they are named 1, 2.
-
-    Raises:
-        PbflError: if a cell is empty.
+    See :func:`pbfl_flwr.data.labels.names_in`; a fraction is no name either.
     """
     import pandas as pd
 
-    codes, cells = pd.factorize(column, use_na_sentinel=False)
-    texts = [class_name("" if cell is None else str(cell)) for cell in cells]
-    texts = [whole[1] if (whole := _WHOLE.fullmatch(text)) else text for text in texts]
-    if empty := [code for code, text in enumerate(texts) if text.lower() in ("", "nan")]:
-        row = 1 + int(np.isin(codes, empty).argmax())
-        raise PbflError(f"{where}, row {row}, column '{column.name}': the cell is empty; a class is expected")
-    distinct = sorted(set(texts))
-    number = {name: index for index, name in enumerate(distinct)}
-    return distinct, np.array([number[text] for text in texts], dtype=np.int64)[codes]
-
-
-def shown(names: Sequence[str]) -> str:
-    """Return the first twelve column names for a message."""
-    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    try:
+        codes, cells = pd.factorize(column, use_na_sentinel=False)
+    except TypeError as error:
+        raise PbflError(f"{where}, column '{column.name}' holds lists; a {what} is expected") from error
+    names, numbers = names_in(
+        cells, codes, what, lambda row: f"{where}, row {row + 1}, column '{column.name}'"
+    )
+    if fraction := next((name for name in names if FRACTION.fullmatch(name)), None):
+        advice = "; set label-column to the right one" if what == "class" else ""
+        raise PbflError(f"{where}, column '{column.name}' holds {fraction}, which is not a {what}{advice}")
+    return names, numbers

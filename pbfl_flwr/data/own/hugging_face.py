@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import HUB, DataSettings, named_values
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool, Rows
-from pbfl_flwr.data.labels import numbered_classes
-from pbfl_flwr.data.own.columns import CLIENT, LABEL, row_names, shown
+from pbfl_flwr.data.labels import numbered_classes, shown
+from pbfl_flwr.data.own.columns import CLIENT, LABEL, row_names
 from pbfl_flwr.data.own.image_folder import image_size
 from pbfl_flwr.data.own.images import decode_images, small_enough
 from pbfl_flwr.data.sources.files import files_under, given_path
@@ -83,7 +83,7 @@ def _decode(settings: DataSettings, allocate: Allocate) -> Pool:
         parts = [train]
     elif CLIENT in train.column_names:
         clients = pd.Series([client for part in parts for client in part[CLIENT]], name=CLIENT)
-        owner = row_names(clients, settings.data_dir)[1]
+        owner = row_names(clients, settings.data_dir, "client")[1]
     label = _label_column(train, settings)
     classes, labels = _labels(parts, label, settings)
     inputs, more, columns = _inputs(parts, label, settings, allocate)
@@ -158,7 +158,7 @@ def _labels(parts: Sequence[Dataset], column: str, settings: DataSettings) -> tu
         if not all(isinstance(value, int) and value >= 0 for value in values):
             raise PbflError(f"{settings.data_dir}, column '{column}': rows without a class")
         return tuple(feature.names), np.array(values, dtype=np.int64)
-    distinct, codes = row_names(pd.Series(values, name=column), settings.data_dir)
+    distinct, codes = row_names(pd.Series(values, name=column), settings.data_dir, "class")
     return numbered_classes(distinct, codes, settings.classes, f"{settings.data_dir}, column '{column}'")
 
 

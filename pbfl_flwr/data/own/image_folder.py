@@ -11,6 +11,7 @@ ignored.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings, class_name
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
-from pbfl_flwr.data.labels import known_classes
+from pbfl_flwr.data.labels import by_name, numbers_of
 from pbfl_flwr.data.own.images import decode_images, open_image
 from pbfl_flwr.data.sources.files import files_under, given_path
 from pbfl_flwr.errors import PbflError, abbreviate
+
+Numbered = Callable[[Sequence[str], Path], Sequence[int]]
+"""(names of class folders, the folder that holds them) -> the number of each class."""
 
 _PARTS = {"train", "training", "test", "testing", "val", "valid", "validation"}
 _WHAT = "a folder with train/<class>/* and optionally test/<class>/*, or <class>/*"
@@ -40,24 +44,26 @@ def image_folder(settings: DataSettings) -> Pool:
     if not root.is_dir():
         raise PbflError(f"dataset '{settings.dataset}': {root} is a file; it should be {_WHAT}")
     train_dir = root / "train" if (root / "train").is_dir() else root
-    names = list(settings.classes) or None
-    train, class_folders = labelled_files(train_dir, settings.dataset, names)
-    if names:
-        known_classes(list(class_folders), settings.classes, str(train_dir))
-    elif {name.casefold() for name in class_folders} <= _PARTS:
+    numbered = _numbered(settings)
+    train, class_folders = labelled_files(train_dir, settings.dataset, numbered)
+    if not settings.classes and {name.casefold() for name in class_folders} <= _PARTS:
         raise PbflError(
             f"dataset '{settings.dataset}': {train_dir} holds {', '.join(class_folders)}, which would become the "
             "classes; must be train/<class>/* and test/<class>/*, in lower case"
         )
-    classes = names or list(class_folders)
+    classes = settings.classes or tuple(class_folders)
     test: list[tuple[Path, int]] = []
     tested: dict[str, Path] = {}
     if train_dir != root and (root / "test").is_dir():
-        test, tested = labelled_files(root / "test", settings.dataset, classes)
-        if unknown := sorted(set(tested) - set(classes)):
-            raise PbflError(
-                f"dataset '{settings.dataset}': {root / 'test'} has classes that train/ lacks: {unknown[:5]}"
-            )
+
+        def as_in_train(names: Sequence[str], folder: Path) -> list[int]:
+            if unknown := sorted(set(names) - set(classes)):
+                raise PbflError(
+                    f"dataset '{settings.dataset}': {folder} has classes that train/ lacks: {unknown[:5]}"
+                )
+            return by_name(names, classes, str(folder))
+
+        test, tested = labelled_files(root / "test", settings.dataset, numbered or as_in_train)
     channels, side = image_size(settings)
 
     def decode(allocate: Allocate) -> Pool:
@@ -75,9 +81,15 @@ def image_folder(settings: DataSettings) -> Pool:
         other = sorted(path.name for path in _folders(root) if path.name not in ("train", "test"))
         if other and train_dir != root:
             notes = (*notes, f"folders ignored next to train and test: {abbreviate(other)}")
-        return Pool(inputs, labels, tuple(classes), num_train=len(train), notes=notes)
+        return Pool(inputs, labels, classes, num_train=len(train), notes=notes)
 
     return cached(settings, (path for path, _ in [*train, *test]), decode)
+
+
+def _numbered(settings: DataSettings) -> Numbered | None:
+    """Return how class folders are numbered by ``labels``; None if it is not set."""
+    classes = settings.classes
+    return (lambda names, folder: numbers_of(names, classes, str(folder))) if classes else None
 
 
 def _folders(place: Path) -> list[Path]:
@@ -120,17 +132,17 @@ def one_image(path: Path, channels: int, side: tuple[int, int]) -> NDArray[Any]:
 
 
 def labelled_files(
-    folder: Path, dataset: str, classes: list[str] | None = None
+    folder: Path, dataset: str, numbered: Numbered | None = None
 ) -> tuple[list[tuple[Path, int]], dict[str, Path]]:
     """Return (path, label) of every image below ``folder/<class>``, and the folder of every class by its name.
 
     Args:
         folder: parent of the class folders.
         dataset: named in errors.
-        classes: all class names in label order, some of which may be absent or empty; None: those found, sorted.
+        numbered: numbers the classes, whose folders may be empty; None: in the order of their names.
 
     Raises:
-        PbflError: if there is no class folder, a class has two folders or, without ``classes``, no image.
+        PbflError: if there is no class folder, a class has two folders or, without ``numbered``, no image.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
@@ -148,12 +160,9 @@ def labelled_files(
                 f"dataset '{dataset}': {folder} has two folders of the class '{twice[0]}', whose names differ only "
                 "in spaces or Unicode form; must be one"
             )
-        empty = classes is not None
-        numbered = enumerate(folder_of if classes is None else classes)
-        numbers = {folder_of[name].name: number for number, name in numbered if name in folder_of}
-        samples = (
-            make_dataset(str(folder), numbers, is_valid_file=taken, allow_empty=empty) if numbers else []
-        )
+        of_names = range(len(folder_of)) if numbered is None else numbered([*folder_of], folder)
+        numbers = {path.name: number for path, number in zip(folder_of.values(), of_names, strict=True)}
+        samples = make_dataset(str(folder), numbers, is_valid_file=taken, allow_empty=numbered is not None)
     except OSError as error:
         raise PbflError(
             f"dataset '{dataset}': {error}; {folder} should hold <class>/* with images "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import DataSettings, class_name
+from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool, Rows
-from pbfl_flwr.data.labels import numbered_classes
+from pbfl_flwr.data.labels import HINT, names_in, numbered_classes, shown
 from pbfl_flwr.data.sources.files import UNREADABLE, check_memory, given_path
 from pbfl_flwr.data.validation import check_labels
 from pbfl_flwr.errors import PbflError
@@ -48,16 +49,10 @@ def _load(settings: DataSettings, path: Path, client_key: str, label_names: tupl
         raise PbflError(f"dataset '{name}': {path} is not a file; must be an .npz file")
 
     def decode(allocate: Allocate) -> Pool:
-        arrays = read_arrays(path, f"dataset '{name}'", ("x", "y", *((client_key,) if label_names else ())))
+        needed = ("x", "y", *((client_key,) if label_names else ()))
+        arrays = read_arrays(path, f"dataset '{name}'", needed, (client_key,))
         names, labels = _labels(arrays["y"], label_names, settings, path)
-        owner = None
-        if client_key in arrays:
-            column = arrays[client_key]
-            if column.ndim != 1:
-                raise PbflError(
-                    f"dataset '{name}': array '{client_key}' has shape {column.shape}; must be (N,)"
-                )
-            owner = np.unique(column, return_inverse=True)[1].astype(np.int64)
+        owner = _column(arrays[client_key], path, client_key, "client")[1] if client_key in arrays else None
         return Pool(_inputs(arrays["x"], path, name), labels, names, len(labels), owner)
 
     return cached(settings, [path], decode)
@@ -66,29 +61,72 @@ def _load(settings: DataSettings, path: Path, client_key: str, label_names: tupl
 def _labels(
     y: NDArray[Any], label_names: tuple[str, ...] | None, settings: DataSettings, path: Path
 ) -> tuple[tuple[str, ...], Rows]:
-    """Return the class names and the labels; integers in y are indices into the list of names."""
-    if y.dtype.kind == "U" and y.ndim == 1 and not label_names:
-        distinct, codes = np.unique(
-            np.array([class_name(name) for name in y], dtype=str), return_inverse=True
+    """Return the class names and the labels; numbers are positions in ``label_names`` if these are given."""
+    where = f"{path}: y"
+    distinct, codes = _column(y, path, "y", "class")
+    if y.dtype.kind in "US" or (settings.classes and not label_names):
+        return numbered_classes(distinct, codes, label_names or settings.classes, where)
+    numbers = np.array([*map(int, distinct)], dtype=object)  # of any size
+    if label_names:
+        check_labels(numbers, where, len(label_names), f"the number of classes of '{settings.dataset}'")
+        return label_names, numbers.astype(np.int64)[codes]
+    if len(distinct) < 2:
+        raise PbflError(f"{where} has only the label {distinct[0]}; must be 2 classes or more; {HINT}")
+    if outside := [number for number in numbers if not 0 <= number < len(numbers)]:
+        raise PbflError(
+            f"{where} has the {len(distinct)} labels {shown(distinct)}; must be 0..{len(distinct) - 1} without gaps, "
+            f"which {outside[-1]} is not; {HINT}"
         )
-        if "" in distinct:
-            raise PbflError(f"{path}: y holds an empty string; expected is a class name")
-        return numbered_classes(distinct.tolist(), codes.astype(np.int64), settings.classes, str(path))
-    names = label_names or settings.classes
-    check_labels(y, settings.dataset, len(names) or None)
-    return names or tuple(str(k) for k in range(int(y.max()) + 1)), y.astype(np.int64)
+    return tuple(distinct), codes
 
 
-def read_arrays(path: Path, who: str, needed: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an .npz file.
+def _column(values: NDArray[Any], path: Path, key: str, what: str) -> tuple[list[str], Rows]:
+    """Return the names in an array of classes or clients, and the number (N,) of every row's; whole numbers in order.
+
+    Raises:
+        PbflError: if it is no such array, or naming the first row that holds neither a name nor a whole number.
+    """
+    kind = values.dtype.kind
+    if values.ndim != 1 or kind not in "iufUS":
+        raise PbflError(
+            f"{path}: {key} is {values.dtype} {values.shape}; must be names or whole numbers, (N,)"
+        )
+    if not len(values):
+        raise PbflError(f"{path} has no samples; must be 1 or more")
+
+    def place(row: int) -> str:
+        return f"{path}: {key}[{row}]"
+
+    wrong, fault = np.zeros(len(values), dtype=bool), "it holds what is no character"
+    if kind == "f":
+        wrong = ~np.isfinite(values) | (values != np.round(values))
+        odd = values[wrong.argmax()]
+        fault = "the cell is empty" if np.isnan(odd) else f"{odd} is not a whole number"
+    elif kind == "U" and values.itemsize:
+        points = np.ascontiguousarray(values).view(np.dtype(np.uint32).newbyteorder(values.dtype.byteorder))
+        wrong = (points.reshape(len(values), -1) > sys.maxunicode).any(axis=1)
+    if wrong.any():
+        raise PbflError(f"{place(int(wrong.argmax()))}: {fault}; a {what} is expected")
+    distinct, codes = np.unique(values, return_inverse=True)
+    codes = codes.astype(np.int64)
+    if kind in "US":
+        return names_in(distinct.tolist(), codes, what, place)
+    return [str(int(number)) for number in distinct], codes
+
+
+def read_arrays(
+    path: Path, who: str, needed: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, NDArray[Any]]:
+    """Return arrays of an .npz file.
 
     Args:
         path: the file.
         who: prefix of error messages.
         needed: names of the required arrays.
+        optional: names of those that the file may lack.
 
     Raises:
-        PbflError: if it is not an .npz file, holds objects, or lacks an array.
+        PbflError: if it is not an .npz file, lacks an array, or one of these holds objects or is no array.
     """
     try:
         with zipfile.ZipFile(path) as members:
@@ -98,14 +136,17 @@ def read_arrays(path: Path, who: str, needed: Sequence[str]) -> dict[str, NDArra
                 raise PbflError(f"{who}: {path} is a single array; must be an .npz file")
             if absent := [key for key in needed if key not in archive]:
                 raise PbflError(f"{who}: {path} has no array '{absent[0]}'; it has {sorted(archive.files)}")
-            return dict(archive)
+            arrays = {key: archive[key] for key in (*needed, *optional) if key in archive}
+            if bare := [key for key, array in arrays.items() if not isinstance(array, np.ndarray)]:
+                raise ValueError(f"'{bare[0]}' does not begin as an array does")  # NumPy returns its bytes
+            return arrays
     except UNREADABLE as error:
         reason = " ".join(str(error).split())
         raise PbflError(f"{who}: {path} is not a readable .npz file of plain arrays ({reason})") from error
 
 
 def _inputs(values: NDArray[Any], path: Path, name: str) -> NDArray[Any]:
-    if values.ndim < 2 or not (np.issubdtype(values.dtype, np.number) or values.dtype == np.bool_):
+    if values.ndim < 2 or values.dtype.kind not in "biufc":
         raise PbflError(
             f"dataset '{name}': x in {path} is {values.dtype} {values.shape}; must be numbers (N, ...)"
         )

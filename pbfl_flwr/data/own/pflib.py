@@ -19,8 +19,10 @@ from pbfl_flwr.config import MAX_CLASSES, DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.clients import materialise
 from pbfl_flwr.data.contract import Partition, Pool, Rows
+from pbfl_flwr.data.labels import numbered_classes
 from pbfl_flwr.data.own.restricted_pickle import load_arrays
 from pbfl_flwr.data.sources.files import given_path
+from pbfl_flwr.data.validation import check_labels
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.atomic_files import create_private, make_directory
 
@@ -80,6 +82,7 @@ def _pool(settings: DataSettings, root: Path, clients: Iterable[int], num_classe
         shape: tuple[int, ...] | None = None
         for path in files:  # reads the files twice, to hold only one in memory
             x, y = _read_part(path)
+            y = _numbered(y, num_classes, settings, path)
             shape = shape or (x.shape[1:] if len(y) else None)
             if len(y) and x.shape[1:] != shape:
                 raise PbflError(f"{path} has inputs of shape {x.shape[1:]}; the previous files have {shape}")
@@ -167,13 +170,24 @@ def _names(settings: DataSettings, num_classes: int, root: Path) -> tuple[str, .
     return names
 
 
+def _numbered(y: Rows, num_classes: int, settings: DataSettings, path: Path) -> Rows:
+    """Return the labels of one file as indices into the names of the classes."""
+    if not settings.classes:
+        check_labels(y, f"{path}: y", num_classes, "num_classes in config.json")
+        return y
+    distinct, codes = np.unique(y, return_inverse=True)
+    return numbered_classes([*map(str, distinct)], codes, settings.classes, f"{path}: y")[1]
+
+
 def _read_part(path: Path) -> tuple[NDArray[Any], Rows]:
     x, y = load_arrays(path, "data", ("x", "y"))
     if x.ndim < 1 or y.shape != (len(x),):
         raise PbflError(
             f"{path}: x is {x.dtype} {x.shape}, y {y.dtype} {y.shape}; they must be (n, ...) and (n,)"
         )
-    whole = y.astype(np.int64)
-    if not np.array_equal(whole, y):
-        raise PbflError(f"{path}: y does not consist of whole numbers")
+    with np.errstate(invalid="ignore"):
+        whole = y.astype(np.int64)
+    if (wrong := whole != y).any():
+        row = int(wrong.argmax())
+        raise PbflError(f"{path}: y[{row}]: {y[row]} is not a whole number; a class is expected")
     return x, whole

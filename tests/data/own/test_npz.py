@@ -53,13 +53,26 @@ X, Y = np.zeros((4, 2)), [0, 1, 0, 1]
     ("x", "y", "message"),
     [
         (X, None, "has no array 'y'"),
-        (X, [1, 2, 3, 1], "3 labels 1, 2, 3; must be 0..2 without gaps"),
+        (X, [1, 2, 3, 1], "3 labels 1, 2, 3; must be 0..2 without gaps, which 3 is not; set labels"),
         (X, [0, 2, 0, 2], "2 labels 0, 2; must be 0..1"),
         (X, [-1, 0, 1, 1], "labels -1, 0, 1"),
-        (X, [0.0, 1.0, 0.5, 1.0], "labels of type float64"),
+        (X, [0.0, 1.0, 0.5, 1.0], r"y\[2\]: 0.5 is not a whole number; a class is expected"),
+        (X, [0.0, 1.0, np.nan, 1.0], r"y\[2\]: the cell is empty; a class is expected"),
         (X, ["a", "a", "a", "a"], "has 1 classes; must be 2"),
-        (X, ["a", " ", "a", "a"], "y holds an empty string"),
-        (X, [0, 0, 0, 0], "2 classes or more"),
+        (X, ["a", " ", "a", "a"], r"y\[1\]: the cell is empty; a class is expected"),
+        (X, [b"a", b"", b"a", b"a"], r"y\[1\]: the cell is empty; a class is expected"),
+        (X, [b"a", b"b", b"a", b"\xff"], r"y\[3\]: b'\\xff' is not UTF-8; a class is expected"),
+        (X, np.zeros(4, "S0"), r"y\[0\]: the cell is empty"),
+        (X, np.array([97, 2**31, 97, 97], np.uint32).view("U1"), r"y\[1\]: it holds what is no character"),
+        (X, np.array(["2020"] * 4, "M8[Y]"), r"y is datetime64\[Y\] \(4,\); must be names or whole numbers"),
+        (X, [[0], [1], [0], [1]], r"y is int64 \(4, 1\); must be names or whole numbers, \(N,\)"),
+        (X, [0, 0, 0, 0], "y has only the label 0; must be 2 classes or more; set labels to all classes"),
+        (
+            X,
+            np.array([0, 1, 2**64 - 1, 1], np.uint64),
+            "0..2 without gaps, which 18446744073709551615 is not",
+        ),
+        (X.astype("m8[s]"), Y, "must be numbers"),
         (X[:3], Y, "3 inputs and 4 labels"),
         ([[0.0], [np.nan], [1.0], [2.0]], Y, "NaN .* first in row 1"),
         ([[0.0], [1.0], [1.0], [-np.inf]], Y, "first in row 3"),
@@ -78,6 +91,43 @@ X, Y = np.zeros((4, 2)), [0, 1, 0, 1]
 def test_rejects_wrong_content(save, x, y, message):
     with pytest.raises(PbflError, match=message):
         check_data(save(x=np.asarray(x), **({} if y is None else {"y": np.array(y)})), 1)
+
+
+@pytest.mark.parametrize(
+    ("client", "message"),
+    [
+        ([0.0, np.nan, 1.0, 1.0], r"client\[1\]: the cell is empty; a client is expected"),
+        (["a", "b", "", "b"], r"client\[2\]: the cell is empty; a client is expected"),
+        ([b"a", b"b", b"a", b"\xff"], r"client\[3\]: b'\\xff' is not UTF-8; a client is expected"),
+        ([1.5, 1.0, 0.0, 0.0], r"client\[0\]: 1.5 is not a whole number; a client is expected"),
+        ([1j, 1, 0, 0], r"client is complex128 \(4,\); must be names or whole numbers"),
+        ([[0], [1], [0], [1]], r"client is int64 \(4, 1\); must be names or whole numbers"),
+    ],
+)
+def test_a_missing_client_is_refused_with_its_row(save, client, message):
+    with pytest.raises(PbflError, match=message):
+        check_data(save(x=X, y=np.array(Y), client=np.array(client)), 1)
+
+
+def test_names_in_bytes_and_whole_numbers_in_any_type(save):
+    pool = load_pool(save(x=X, y=np.array([b"cow", b"ant", b"K\xc3\xa4fer", b"ant"])))
+    assert (pool.label_names, pool.labels.tolist()) == (("K\u00e4fer", "ant", "cow"), [2, 1, 0, 1])
+    pool = load_pool(save(x=X, y=np.array([0.0, 1.0, 1.0, 0.0]), client=np.array([10.0, 9.0, 10.0, 2.0])))
+    assert (pool.label_names, pool.labels.tolist()) == (("0", "1"), [0, 1, 1, 0])
+    assert pool.owner is not None
+    assert pool.owner.tolist() == [2, 1, 2, 0]  # in the order of numbers
+
+
+@pytest.mark.parametrize("content", [b"", b"no array"])
+@pytest.mark.parametrize("array", ["x", "y", "client"])
+def test_rejects_a_member_that_is_no_array(save, content, array):
+    settings = save(**{key: value for key, value in {"x": X, "y": np.array(Y)}.items() if key != array})
+    with zipfile.ZipFile(settings.data_dir, "a") as archive:
+        archive.writestr(f"{array}.npy", content)
+    with pytest.raises(
+        PbflError, match=rf"readable \.npz file of plain arrays \('{array}' does not begin as"
+    ):
+        load_pool(settings)
 
 
 def test_rejects_a_client_column_of_another_length(save):

@@ -144,7 +144,15 @@ REFUSED = "test/1.npz is refused|train/1.npz is refused"
         (config("{"), "must be JSON with num_clients"),
         (config("[" * 100_000), "must be JSON with"),
         (config('{"num_clients": 3, "num_classes": 4}'), "there is no .*train/2.npz"),
-        (config('{"num_clients": 2, "num_classes": 2}'), "must be 0..1"),
+        (
+            config('{"num_clients": 2, "num_classes": 2}'),
+            r"train/0\.npz: y has the label 2; must be 0\.\.1, since num_classes in config\.json is 2",
+        ),
+        (one_client(IMAGES, np.array([0, 0.5])), r"y\[1\]: 0\.5 is not a whole number; a class is expected"),
+        (
+            one_client(IMAGES, np.array([np.nan, 1])),
+            r"y\[0\]: nan is not a whole number; a class is expected",
+        ),
         (config('{"num_clients": 2, "num_classes": 1000000000000}'), "must be 1 to 100000 and 2 to 10000"),
         (
             lambda folder: (folder / "test" / "1.npz").write_bytes(b"PK"),

@@ -94,6 +94,8 @@ def test_a_client_column_gives_natural_clients(tmp_path: Path) -> None:
         ("a;b;label\n1,5;2;x\n", "row 1, column 'a': '1,5' is not a finite number"),
         ("a,label\n1,x\n2,\n", "row 2, column 'label': the cell is empty; a class is expected"),
         ("a,label\n1,x\n2\n", "row 2, column 'label': the cell is empty"),
+        ("a,client,label\n1,u,x\n2, ,y\n", "row 2, column 'client': the cell is empty; a client is expected"),
+        ("a,client,label\n1,1,x\n2,0.5,y\n", "column 'client' holds 0.5, which is not a client"),
         (
             "a,b\n1,0.5\n2,0.7\n",
             "column 'b' holds 0.5, which is not a class; set label-column to the right one",
@@ -162,6 +164,17 @@ def test_parquet_is_the_same_table(tmp_path: Path) -> None:
         pq.write_table(pa.table({"x": column, "label": ["u", "v", "u"]}), file)
         with pytest.raises(PbflError) as error:
             load_pool(settings(file))
+        assert message in str(error.value)
+    for column, message in (
+        ([1, None, 2], "row 2, column 'client': the cell is empty; a client is expected"),
+        ([1.0, 0.5, 2.0], "column 'client' holds 0.5, which is not a client"),
+        ([b"u", b"\xff", b"u"], r"row 2, column 'client': b'\xff' is not UTF-8; a client is expected"),
+        ([[1], [2], [3]], "column 'client' holds lists; a client is expected"),
+    ):
+        columns = {"x": [1, 2, 3], "client": column, "label": [b"u", b"v", b"u"]}
+        pq.write_table(pa.table(columns), tmp_path / "client.parquet")
+        with pytest.raises(PbflError) as error:
+            load_pool(settings(tmp_path / "client.parquet"))
         assert message in str(error.value)
     (tmp_path / "noise.parquet").write_bytes(b"PAR1 no such thing")
     with pytest.raises(PbflError, match="is not a readable table"):
