@@ -1,11 +1,11 @@
 """Images in one folder per class.
 
-data-dir holds ``train/<class>/*`` and optionally ``test/<class>/*``, or just ``<class>/*``. Classes are
-numbered in the order of their names, files are read in the order of theirs (as torchvision's ``ImageFolder``).
-All images become RGB of the size of the first one; others are resized (bilinear, aspect ratio not kept) and a note
-gives their number; the EXIF orientation is applied. ``labels`` lists all classes, including those without a folder
-here; ``input-shape`` sets the size, and 1 channel for grey. Names that begin with a dot (``.git``, ``._a.png``) are
-ignored.
+data-dir holds ``train/<class>/*`` and optionally ``test/<class>/*``, or just ``<class>/*``; with ``partition``
+"natural" ``<client>/<class>/*``. Classes are numbered in the order of their names, files are read in the order of
+theirs (as torchvision's ``ImageFolder``). All images become RGB of the size of the first one; others are resized
+(bilinear, aspect ratio not kept) and a note gives their number; the EXIF orientation is applied. ``labels`` lists all
+classes, including those without a folder here; ``input-shape`` sets the size, and 1 channel for grey. Names that begin
+with a dot (``.git``, ``._a.png``) are ignored.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def image_folder(settings: DataSettings) -> Pool:
     root = given_path(settings, _WHAT)
     if not root.is_dir():
         raise PbflError(f"dataset '{settings.dataset}': {root} is a file; it should be {_WHAT}")
+    if settings.partition == "natural":
+        return _of_clients(settings, root)
     train_dir = root / "train" if (root / "train").is_dir() else root
     numbered = _numbered(settings)
     train, class_folders = labelled_files(train_dir, settings.dataset, numbered)
@@ -50,6 +52,12 @@ def image_folder(settings: DataSettings) -> Pool:
         raise PbflError(
             f"dataset '{settings.dataset}': {train_dir} holds {', '.join(class_folders)}, which would become the "
             "classes; must be train/<class>/* and test/<class>/*, in lower case"
+        )
+    if train and all(path.parent.parent != train_dir for path, _ in train):
+        raise PbflError(
+            f"dataset '{settings.dataset}': the folders of {train_dir} hold only folders, e.g. "
+            f"{train[0][0].parent.relative_to(train_dir)}; must be <class>/* with images. If it is <client>/<class>/*, "
+            "a simulation reads it with partition = natural, and a device is given the folder of one client"
         )
     classes = settings.classes or tuple(class_folders)
     test: list[tuple[Path, int]] = []
@@ -84,6 +92,35 @@ def image_folder(settings: DataSettings) -> Pool:
         return Pool(inputs, labels, classes, num_train=len(train), notes=notes)
 
     return cached(settings, (path for path, _ in [*train, *test]), decode)
+
+
+def _of_clients(settings: DataSettings, root: Path) -> Pool:
+    """Return the images of ``<client>/<class>/*``; classes are those of all clients."""
+    folders = sorted(_folders(root))
+    names = {class_name(path.name) for folder in folders for path in _folders(folder)}
+    classes = settings.classes or tuple(sorted(names))
+
+    def numbered(names: Sequence[str], folder: Path) -> list[int]:
+        return numbers_of(names, classes, str(folder))
+
+    samples = [labelled_files(folder, settings.dataset, numbered)[0] for folder in folders]
+    sizes = [len(files) for files in samples]
+    parts = [folder.name for folder in folders if folder.name.casefold() in _PARTS]
+    if parts or not sizes or not all(sizes):
+        found = f"a folder '{parts[0]}'" if parts else "no client" if not sizes else ""
+        found = found or f"no image in the folders of '{folders[sizes.index(0)].name}'"
+        raise PbflError(
+            f"partition = natural: {root} must be <client>/<class>/* with images, no train and test; it has {found}"
+        )
+    channels, side = image_size(settings)
+
+    def decode(allocate: Allocate) -> Pool:
+        images = ((open_image(path), label) for files in samples for path, label in files)
+        inputs, labels, notes = decode_images(images, sum(sizes), allocate, side, root, channels)
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        return Pool(inputs, labels, classes, sum(sizes), owner, notes=notes)
+
+    return cached(settings, (path for files in samples for path, _ in files), decode)
 
 
 def _numbered(settings: DataSettings) -> Numbered | None:

@@ -195,3 +195,52 @@ def test_refuses_inputs_of_more_values_than_a_task_has(tmp_path, write_image, mo
     ):
         load_pool(settings)
     assert load_pool(settings.model_copy(update={"input_shape": "1,10,6"})).input_shape == (1, 10, 6)
+
+
+@pytest.fixture
+def hospitals(tmp_path, write_image):
+    """Two clients, who have two of three classes each."""
+    for n, name in enumerate(("north/cat/0", "north/dog/0", "north/dog/1", "south/cat/0", "south/emu/0")):
+        write_image(tmp_path / "set" / f"{name}.png", 10 * n)
+    return DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set"))
+
+
+def test_folders_of_the_wrong_level_are_refused(tmp_path, hospitals):
+    reason = (
+        r"the folders of .*set hold only folders, e\.g\. north/cat; must be <class>/\* with images.* natural"
+    )
+    with pytest.raises(PbflError, match=reason):
+        load_pool(hospitals)
+    with pytest.raises(PbflError, match=reason):
+        load_pool(hospitals.model_copy(update={"labels": "north,south"}))
+    (tmp_path / "set").rename(tmp_path / "train")  # also below train
+    with pytest.raises(PbflError, match=r"the folders of .*train hold only folders"):
+        load_pool(hospitals.model_copy(update={"data_dir": str(tmp_path)}))
+
+
+def test_folders_of_clients(tmp_path, hospitals, write_image):
+    natural = hospitals.model_copy(update={"partition": "natural"})
+    pool = load_pool(natural)
+    assert (pool.label_names, pool.labels.tolist()) == (("cat", "dog", "emu"), [0, 1, 1, 0, 2])
+    assert pool.owner is not None
+    assert pool.owner.tolist() == [0, 0, 0, 1, 1]
+    assert pool.inputs[:, 0, 0, 0].tolist() == [0, 10, 20, 30, 40]
+    assert check_data(natural, 2).counts.tolist() == [[1, 2, 0], [1, 0, 1]]
+    assert load_pool(natural.model_copy(update={"labels": "emu,cow,dog,cat"})).labels.tolist() == [
+        3,
+        2,
+        2,
+        3,
+        0,
+    ]
+    with pytest.raises(PbflError, match=r"set/north has the class 'dog'; labels allows cat, emu"):
+        load_pool(natural.model_copy(update={"labels": "cat,emu"}))
+    one = natural.model_copy(update={"data_dir": str(tmp_path / "set" / "north" / "cat")})
+    with pytest.raises(PbflError, match=r"must be <client>/<class>/\* .* it has no client"):
+        load_pool(one)
+    (tmp_path / "set" / "west" / "cat").mkdir(parents=True)
+    with pytest.raises(PbflError, match=r"it has no image in the folders of 'west'"):
+        load_pool(natural)
+    write_image(tmp_path / "set" / "test" / "cat" / "0.png", 3)
+    with pytest.raises(PbflError, match=r"no train and test; it has a folder 'test'"):
+        load_pool(natural)
