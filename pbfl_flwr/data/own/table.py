@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.labels import shown
 from pbfl_flwr.data.own.columns import (
     CLIENT,
     classes_and_clients,
     column_names,
     label_column,
     read_table,
-    shown,
     table_path,
 )
 from pbfl_flwr.errors import PbflError

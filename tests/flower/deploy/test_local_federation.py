@@ -126,7 +126,7 @@ def test_command_lines(tmp_path: Path) -> None:
 
 def test_keys_of_a_federation_stay_in_its_run_directory(tmp_path: Path) -> None:
     """A resumed run knows its clients by them; a pair whose writing was interrupted is made anew."""
-    contents = []
+    contents: list[list[bytes]] = []
     for _ in range(2):
         federation = deployment.Deployment(tmp_path / "run", [{"client-id": n} for n in range(2)])
         federation._scratch = tmp_path / f"scratch-{len(contents)}"
