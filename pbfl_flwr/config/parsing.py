@@ -6,6 +6,7 @@ whose message says what the value must be.
 
 from __future__ import annotations
 
+import csv
 import re
 import tomllib
 import unicodedata
@@ -112,8 +113,16 @@ def class_name(text: str) -> str:
 
 
 def class_names(text: str) -> tuple[str, ...]:
-    """Return the names in ``labels``: one per line, or, on a single line, separated by commas."""
-    return tuple(map(class_name, text.strip().split("\n" if "\n" in text else ","))) if text.strip() else ()
+    """Return the names in ``labels``: one per line, or, on a single line, separated by commas as in CSV.
+
+    Raises:
+        csv.Error: if a name is longer than CSV allows.
+    """
+    if "\n" in text:
+        return tuple(map(class_name, text.strip().split("\n")))
+    return tuple(
+        class_name(name) for line in csv.reader([text.strip()], skipinitialspace=True) for name in line
+    )
 
 
 def named_values(text: str) -> dict[str, Scalar]:
@@ -153,7 +162,10 @@ def _is_augmentation(text: str) -> bool:
 
 
 def _is_labels(text: str) -> bool:
-    names = class_names(text)
+    try:
+        names = class_names(text)
+    except csv.Error:
+        return False
     return 2 <= len(names) <= MAX_CLASSES and all(names) and len(set(names)) == len(names)
 
 
@@ -184,7 +196,11 @@ Augmentation = Annotated[
     str, _text(_is_augmentation, f"empty, or a comma list of {', '.join(AUGMENTATIONS)}, each once")
 ]
 Labels = Annotated[
-    str, _text(_is_labels, f"empty, or 2 to {MAX_CLASSES} different names, separated by commas")
+    str,
+    _text(
+        _is_labels,
+        f"empty, or 2 to {MAX_CLASSES} different names, separated by commas; a name with a comma in double quotes",
+    ),
 ]
 NamedValues = Annotated[str, _text(_is_named_values, "")]
 UserFunctions = Annotated[

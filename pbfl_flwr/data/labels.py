@@ -65,7 +65,8 @@ def by_name(found: Sequence[str], classes: Sequence[str], where: str) -> list[in
     """Return the number of every class, only by name; see :func:`numbers_of`."""
     numbers = {name: number for number, name in enumerate(classes)}
     if unknown := sorted(set(found) - set(numbers)):
-        raise PbflError(f"{where} has the class {_quoted(unknown)}; labels allows {shown(classes)}")
+        quotes = "; a name with a comma stands in double quotes there" if "," in "".join(unknown) else ""
+        raise PbflError(f"{where} has the class {_quoted(unknown)}; labels allows {shown(classes)}{quotes}")
     return [numbers[name] for name in found]
 
 

@@ -71,6 +71,9 @@ def test_numbers_are_accepted_as_text_but_text_not_as_numbers() -> None:
     assert settings.training.learning_rate == 1
 
 
+NAMES = "empty, or 2 to 10000 different names, separated by commas; a name with a comma in double quotes"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "form"),
     [
@@ -94,14 +97,31 @@ def test_numbers_are_accepted_as_text_but_text_not_as_numbers() -> None:
         ("optimizer", "lion", "'sgd', 'adam' or 'adamw'"),
         ("run-dir", "runs/a", "an absolute path (workers run in other directories) or empty"),
         ("augmentation", "flip,flip", "empty, or a comma list of crop, flip, each once"),
-        ("labels", "cat", "empty, or 2 to 10000 different names, separated by commas"),
-        ("labels", "cat,cat", "empty, or 2 to 10000 different names, separated by commas"),
+        ("labels", "cat", NAMES),
+        ("labels", "cat,cat", NAMES),
+        ("labels", '"cat,dog"', NAMES),
+        ("labels", f"{'c' * 2**18},dog", NAMES),
         ("input-shape", "3,0", "empty, or 1 to 4 whole numbers from 1, e.g. '3,64,64'"),
         ("layout", "cnn4=contiguous", "'auto', 'channels-last' or 'contiguous'"),
     ],
 )
 def test_invalid_values_are_rejected_with_what_they_must_be(key: str, value: Scalar, form: str) -> None:
     assert error_lines({key: value}) == [f"{key} = {value!r}: must be {form}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("cat, dog", ("cat", "dog")),
+        ('"cat, big", dog', ("cat, big", "dog")),
+        ('dog, "cat, ""big"""', ("dog", 'cat, "big"')),
+        ('5" disk,dog', ('5" disk', "dog")),
+        ('cat, big\n"dog"\n', ("cat, big", '"dog"')),
+        ("", ()),
+    ],
+)
+def test_names_of_classes_may_have_commas(text: str, names: tuple[str, ...]) -> None:
+    assert parse({"labels": text}).data.classes == names
 
 
 SCALARS = st.one_of(

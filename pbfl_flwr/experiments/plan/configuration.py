@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, StringConstraints, ValidationError
 
 from pbfl_flwr.config import CHANGEABLE, HUB, DataSettings, Scalar, Settings, parse
-from pbfl_flwr.data import DATASETS, LoadedData, Partition, load_pool
+from pbfl_flwr.data import DATASETS, LoadedData, Partition, load_pool, names_file, read_names
 from pbfl_flwr.data.own.inspection import swapped_axes_warning
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
 from pbfl_flwr.experiments.results import resume_command
@@ -81,7 +81,9 @@ def gather(preset: str | None, assignments: Iterable[str]) -> RequestedKeys:
 
 
 def absolute(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Return the keys with absolute paths, since the workers run in other directories."""
+    """Return the keys with absolute paths and the names in a file of ``labels``: workers run in other directories."""
+    if (file := names_file(str(values.get("labels", "")))) is not None:
+        values = {**values, "labels": read_names(file)}
     return {
         key: str(expanded(str(value)).absolute())
         if key in PATHS and not isinstance(value, bool) and value != "" and not str(value).startswith(HUB)

@@ -27,6 +27,7 @@ from pbfl_flwr.data import (
 from pbfl_flwr.data.own.inspection import inspect, settings_for
 from pbfl_flwr.data.partition.assign import make_partition
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.plan.configuration import check, gather
 from pbfl_flwr.flower.deploy.local_federation import complete, node_config
 from tests.small_runs import pbfl
 
@@ -109,6 +110,23 @@ def test_reads_class_names_from_a_file(tmp_path: Path) -> None:
     assert DataSettings(labels=text).classes == ("Dermatofibroma, benign", "Nevus")
     with pytest.raises(PbflError, match="not a readable text file"):
         read_names(tmp_path / "nothing.txt")
+
+
+def test_names_with_commas_in_a_simulation_and_on_a_device(
+    tmp_path: Path, write_image: Callable[..., None]
+) -> None:
+    for name in ("cat, big", "dog"):
+        write_image(tmp_path / "photos" / name / "0.png", 3)
+    (tmp_path / "names.txt").write_text("emu\ncat, big\ndog\n")
+    for labels in ('emu,"cat, big",dog', str(tmp_path / "names.txt"), "emu\ncat, big\ndog"):
+        keys = ["dataset=image-folder", f"data-dir={tmp_path / 'photos'}", f"labels={labels}"]
+        pool = load_pool(check(gather(None, keys)).data)
+        assert (pool.label_names, pool.labels.tolist()) == (("emu", "cat, big", "dog"), [1, 2])
+    result = pbfl("check-data", tmp_path / "photos", "--labels", 'emu,"cat, big",dog')
+    printed = shlex.split(result.stdout.rpartition("--node-config ")[2].replace("\n", ""))
+    assert parse_config_args(printed)["labels"] == 'emu,"cat, big",dog'
+    result = pbfl("check-data", tmp_path / "photos", "--labels", "emu,cat, big,dog")
+    assert "class 'cat, big'; labels allows emu, cat, big, dog; a name with a comma" in result.stderr
 
 
 def test_a_device_reads_its_own_files_of_a_pflib_folder(tmp_path: Path) -> None:
