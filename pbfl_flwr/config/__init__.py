@@ -36,7 +36,7 @@ from pbfl_flwr.config.parsing import (
     class_name,
     class_names,
     comma_list,
-    named_values,
+    named_arguments,
 )
 from pbfl_flwr.config.resolve import PROTOCOLS, Settings, changed, completed, parse, parse_section, relevant
 
@@ -72,7 +72,7 @@ __all__ = [
     "class_names",
     "comma_list",
     "completed",
-    "named_values",
+    "named_arguments",
     "parse",
     "parse_section",
     "relevant",

@@ -17,6 +17,7 @@ from pbfl_flwr.config.parsing import (
     DataPath,
     Group,
     Labels,
+    NamedArguments,
     NamedValues,
     Shape,
     UserFunctions,
@@ -186,8 +187,9 @@ class DataSettings(Group):
         description="dataset flwr-datasets, partition natural: Flower's class that makes the clients, e.g. "
         "DirichletPartitioner",
     )
-    partitioner_settings: NamedValues = Field(
-        "", description="its arguments, e.g. num-partitions=20,partition-by='label',alpha=0.1"
+    partitioner_settings: NamedArguments = Field(
+        "",
+        description="its arguments, e.g. num-partitions=20,partition-by='label',alpha=0.1 or partition-sizes=[150,50]",
     )
     min_samples: int = Field(1, ge=1, description="smallest number of samples per client")
     partition_seed: int = Field(1, ge=0, lt=2**31, description="seed of the partition (references: 1)")

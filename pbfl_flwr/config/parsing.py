@@ -131,15 +131,40 @@ def named_values(text: str) -> dict[str, Scalar]:
     Raises:
         ValueError: saying what the text must be.
     """
-    form = "a comma list of name=value, texts in quotes, e.g. mu=0.1,base='fedtgp',warm=true"
+    return _inline_table(
+        text, "a comma list of name=value, texts in quotes, e.g. mu=0.1,base='fedtgp',warm=true", 0
+    )
+
+
+def named_arguments(text: str) -> dict[str, Any]:
+    """Read ``partition-sizes=[150,50],shuffle=true``: as :func:`named_values`, also lists, and lists of lists.
+
+    Raises:
+        ValueError: saying what the text must be.
+    """
+    return _inline_table(
+        text,
+        "a comma list of name=value, texts in quotes, lists in brackets, e.g. alpha=0.1,sizes=[150,50]",
+        2,
+    )
+
+
+def _inline_table(text: str, form: str, depth: int) -> dict[str, Any]:
     try:
         document = tomllib.loads(f"values = {{{text}}}")
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{form} ({error})") from None
-    values: dict[str, Scalar] = document["values"]
-    if len(document) > 1 or not all(isinstance(value, bool | int | float | str) for value in values.values()):
+    values: dict[str, Any] = document["values"]
+    if len(document) > 1 or not all(_is_scalar(value, depth) for value in values.values()):
         raise ValueError(form)
     return values
+
+
+def _is_scalar(value: object, depth: int) -> bool:
+    """Whether this is a scalar, or scalars in up to so many lists."""
+    if isinstance(value, list):
+        return depth > 0 and all(_is_scalar(entry, depth - 1) for entry in value)
+    return isinstance(value, bool | int | float | str)
 
 
 # Validators -------------------------------------------------------------------------------------------------
@@ -174,9 +199,12 @@ def _is_shape(text: str) -> bool:
     return len(sides) <= MAX_AXES and all(re.fullmatch(r"[1-9]\d{0,5}", side) for side in sides)
 
 
-def _is_named_values(text: str) -> bool:
-    named_values(text)
-    return True
+def _is_read_by(read: Callable[[str], object]) -> Callable[[str], bool]:
+    def check(text: str) -> bool:
+        read(text)  # raises ValueError
+        return True
+
+    return check
 
 
 AbsolutePath = Annotated[
@@ -202,7 +230,8 @@ Labels = Annotated[
         f"empty, or 2 to {MAX_CLASSES} different names, separated by commas; a name with a comma in double quotes",
     ),
 ]
-NamedValues = Annotated[str, _text(_is_named_values, "")]
+NamedValues = Annotated[str, _text(_is_read_by(named_values), "")]
+NamedArguments = Annotated[str, _text(_is_read_by(named_arguments), "")]
 UserFunctions = Annotated[
     str,
     _text(

@@ -72,6 +72,7 @@ def test_numbers_are_accepted_as_text_but_text_not_as_numbers() -> None:
 
 
 NAMES = "empty, or 2 to 10000 different names, separated by commas; a name with a comma in double quotes"
+LISTS = "a comma list of name=value, texts in quotes, lists in brackets, e.g. alpha=0.1,sizes=[150,50]"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,13 @@ NAMES = "empty, or 2 to 10000 different names, separated by commas; a name with 
         ("labels", "cat,cat", NAMES),
         ("labels", '"cat,dog"', NAMES),
         ("labels", f"{'c' * 2**18},dog", NAMES),
+        ("partitioner-settings", "sizes=[[[1]]]", LISTS),
+        ("partitioner-settings", "sizes={a=1}", LISTS),
+        (
+            "method-settings",
+            "sizes=[1]",
+            "a comma list of name=value, texts in quotes, e.g. mu=0.1,base='fedtgp',warm=true",
+        ),
         ("input-shape", "3,0", "empty, or 1 to 4 whole numbers from 1, e.g. '3,64,64'"),
         ("layout", "cnn4=contiguous", "'auto', 'channels-last' or 'contiguous'"),
     ],

@@ -10,14 +10,17 @@ column of images, else the only column of arrays, else all columns of numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import HUB, DataSettings, named_values
+from pbfl_flwr.config import HUB, DataSettings, named_arguments
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool, Rows
 from pbfl_flwr.data.labels import numbered_classes, shown
@@ -28,10 +31,12 @@ from pbfl_flwr.data.sources.files import files_under, given_path
 from pbfl_flwr.errors import PbflError
 
 if TYPE_CHECKING:
+    import pandas as pd
     from datasets import Dataset
 
 SHUFFLE_SEED = 42  # FederatedDataset shuffles with it before a partitioner is applied
 ROW = "pbfl row"
+QUANTITY = "ContinuousPartitioner"  # whose partition-by is a number that belongs to the inputs
 
 
 def flwr_datasets(settings: DataSettings) -> Pool:
@@ -67,13 +72,11 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def _decode(settings: DataSettings, allocate: Allocate) -> Pool:
-    import pandas as pd
-
     train, test = _splits(settings)
     owner, notes = None, []
     parts = [train] if test is None else [train, test]
     if settings.partitioner:
-        ids = _partition_ids(train, settings)
+        ids, notes = _partition_ids(train, settings)
         dealt = np.flatnonzero(ids >= 0)
         owner, train = ids[dealt], train.select(dealt)
         if left := sum(map(len, parts)) - len(train):
@@ -81,13 +84,20 @@ def _decode(settings: DataSettings, allocate: Allocate) -> Pool:
                 f"{left:,} samples are not used: {settings.partitioner} deals 'train', maybe not all of it"
             )
         parts = [train]
+    elif absent := [name for part in parts for name in train.column_names if name not in part.column_names]:
+        raise PbflError(f"{settings.data_dir}: 'test' has no column '{absent[0]}', which 'train' has")
     elif CLIENT in train.column_names:
-        clients = pd.Series([client for part in parts for client in part[CLIENT]], name=CLIENT)
-        owner = row_names(clients, settings.data_dir, "client")[1]
+        owner = row_names(_column(parts, CLIENT), settings.data_dir, "client")[1]
     label = _label_column(train, settings)
     classes, labels = _labels(parts, label, settings)
     inputs, more, columns = _inputs(parts, label, settings, allocate)
     return Pool(inputs, labels, classes, len(train), owner, notes=(*notes, *more), columns=columns)
+
+
+def _column(parts: Sequence[Dataset], name: str) -> pd.Series:
+    import pandas as pd
+
+    return pd.Series([value for part in parts for value in part[name]], name=name, dtype=object)
 
 
 def _splits(settings: DataSettings) -> tuple[Dataset, Dataset | None]:
@@ -98,10 +108,10 @@ def _splits(settings: DataSettings) -> tuple[Dataset, Dataset | None]:
     try:
         if where.startswith(HUB):
             content = datasets.load_dataset(where.removeprefix(HUB))
-        elif is_saved_dataset(Path(where)):
-            content = datasets.load_from_disk(where)
         else:
-            content = datasets.load_dataset(where)
+            with _quietly():
+                saved = is_saved_dataset(Path(where))
+                content = datasets.load_from_disk(where) if saved else datasets.load_dataset(where)
     except Exception as error:  # the library raises what its many formats raise
         raise PbflError(f"dataset 'flwr-datasets': {where} cannot be read ({_line(error)})") from error
     if isinstance(content, datasets.Dataset):
@@ -111,27 +121,56 @@ def _splits(settings: DataSettings) -> tuple[Dataset, Dataset | None]:
     return content["train"], content.get("test")
 
 
-def _partition_ids(train: Dataset, settings: DataSettings) -> Rows:
-    """Return the partition of every row, as ``FederatedDataset`` deals it."""
+def _partition_ids(train: Dataset, settings: DataSettings) -> tuple[Rows, list[str]]:
+    """Return the partition of every row, as ``FederatedDataset`` deals it, -1 for none, and its warnings."""
     from datasets import Image
     from flwr_datasets import partitioner as partitioners
 
-    name, options = settings.partitioner, named_values(settings.partitioner_settings)
+    name, who = settings.partitioner, f"partitioner = '{settings.partitioner}'"
     kind = getattr(partitioners, name, None)
-    if name not in partitioners.__all__ or kind is None:
-        allowed = ", ".join(sorted(entry for entry in partitioners.__all__ if entry != "Partitioner"))
-        raise PbflError(f"partitioner = '{name}': flwr-datasets has no such class; must be one of {allowed}")
+    names = [entry for entry in sorted(partitioners.__all__) if entry != "Partitioner"]
+    if name not in names or kind is None:
+        raise PbflError(f"{who}: flwr-datasets has no such class; must be one of {', '.join(names)}")
     columns = [column for column, feature in train.features.items() if not isinstance(feature, Image)]
     numbered = train.select_columns(columns).add_column(ROW, np.arange(len(train)))
     ids = np.full(len(train), -1, dtype=np.int64)
     try:
-        partitioner = kind(**{option.replace("-", "_"): value for option, value in options.items()})
-        partitioner.dataset = numbered.shuffle(seed=SHUFFLE_SEED)
-        for number in range(partitioner.num_partitions):
-            ids[np.asarray(partitioner.load_partition(number)[ROW], dtype=np.int64)] = number
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise PbflError(f"partitioner = '{name}' refuses this: {_line(error)}") from error
-    return ids
+        with _quietly() as said:
+            partitioner = kind(**_arguments(settings))
+            partitioner.dataset = numbered.shuffle(seed=SHUFFLE_SEED)
+            partitions = [partitioner.load_partition(number) for number in range(partitioner.num_partitions)]
+            dealt = [np.asarray(rows[ROW], dtype=np.int64) for rows in partitions if ROW in rows.column_names]
+    except Exception as error:  # the library raises what its many classes raise
+        raise PbflError(f"{who} refuses this: {_line(error)}; 'train' has {len(train)} samples") from error
+    if len(dealt) < len(partitions):
+        raise PbflError(f"{who} deals columns, and clients have rows; must be another class of flwr-datasets")
+    if not all(map(len, dealt)):
+        empty = [len(rows) for rows in dealt].index(0)
+        raise PbflError(f"{who} gives partition {empty} of {len(dealt)} no sample; must be fewer partitions")
+    for number, rows in enumerate(dealt):
+        ids[rows] = number
+    return ids, [
+        *dict.fromkeys(f"{name}: {_line(each.message)}" for each in said if each.category is UserWarning)
+    ]
+
+
+@contextmanager
+def _quietly() -> Iterator[list[warnings.WarningMessage]]:
+    """Keep the library's warnings and progress bars from standard error; yield the list of warnings."""
+    with warnings.catch_warnings(record=True) as said, redirect_stderr(StringIO()):
+        warnings.simplefilter("always")
+        yield said
+
+
+def _arguments(settings: DataSettings) -> dict[str, Any]:
+    """Return the partitioner's arguments; a list of lists is an array."""
+    options = named_arguments(settings.partitioner_settings)
+    return {
+        name.replace("-", "_"): np.array(value)
+        if isinstance(value, list) and value and all(isinstance(row, list) for row in value)
+        else value
+        for name, value in options.items()
+    }
 
 
 def _label_column(train: Dataset, settings: DataSettings) -> str:
@@ -149,17 +188,21 @@ def _label_column(train: Dataset, settings: DataSettings) -> str:
 
 
 def _labels(parts: Sequence[Dataset], column: str, settings: DataSettings) -> tuple[tuple[str, ...], Rows]:
-    import pandas as pd
     from datasets import ClassLabel
 
-    feature = parts[0].features[column]
-    values = [value for part in parts for value in part[column]]
-    if isinstance(feature, ClassLabel):
-        if not all(isinstance(value, int) and value >= 0 for value in values):
-            raise PbflError(f"{settings.data_dir}, column '{column}': rows without a class")
-        return tuple(feature.names), np.array(values, dtype=np.int64)
-    distinct, codes = row_names(pd.Series(values, name=column), settings.data_dir, "class")
-    return numbered_classes(distinct, codes, settings.classes, f"{settings.data_dir}, column '{column}'")
+    where, features = settings.data_dir, [part.features[column] for part in parts]
+    values = _column(parts, column)
+    if not isinstance(features[0], ClassLabel):
+        distinct, codes = row_names(values, where, "class")
+        return numbered_classes(distinct, codes, settings.classes, f"{where}, column '{column}'")
+    if any(feature != features[0] for feature in features):
+        raise PbflError(f"{where}, column '{column}': 'train' and 'test' do not have the same classes")
+    known = np.array([isinstance(value, int) and value >= 0 for value in values], dtype=bool)
+    if not known.all():
+        raise PbflError(
+            f"{where}, row {known.argmin() + 1}, column '{column}': the cell is empty; a class is expected"
+        )
+    return tuple(features[0].names), values.to_numpy(np.int64)
 
 
 def _inputs(
@@ -169,7 +212,10 @@ def _inputs(
     from datasets import Image, Value
 
     features, where = parts[0].features, settings.data_dir
-    others = {name: feature for name, feature in features.items() if name not in (label, CLIENT)}
+    about = [label, CLIENT]
+    if settings.partitioner and settings.partitioner != QUANTITY:  # a client's name, or a class
+        about.append(_arguments(settings).get("partition_by"))
+    others = {name: feature for name, feature in features.items() if name not in about}
     images = [name for name, feature in others.items() if isinstance(feature, Image)]
     if len(images) == 1:
         with small_enough(Path(where)):
@@ -196,6 +242,12 @@ def _inputs(
             f"{where}, columns {shown(names)}: must be numbers, arrays of one shape, or an image "
             f"({_line(error)})"
         ) from error
+    for name, column in zip(names, columns, strict=True):
+        finite = np.isfinite(column).reshape(len(column), -1).all(axis=1)
+        if not finite.all():
+            raise PbflError(
+                f"{where}, row {finite.argmin() + 1}, column '{name}': the cell is empty or not finite; must be numbers"
+            )
     return (columns[0], (), ()) if arrays else (np.stack(columns, axis=1), (), tuple(names))
 
 
@@ -204,5 +256,5 @@ def _channels(rows: Dataset, column: str) -> int:
     return 1 if len(rows) and rows[0][column].mode in ("L", "1") else 3
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _line(error: object) -> str:
+    return " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__

@@ -124,6 +124,123 @@ def test_arrays_keep_their_shape(tmp_path: Path) -> None:
     assert np.array_equal(load_pool(settings(tmp_path / "w")).inputs, windows)
 
 
+LISTS = (
+    "distribution-array=[[0.5,0.5],[0.5,0.5],[1.0,0.0]],num-partitions=3,num-unique-labels-per-partition=2,"
+    "partition-by='label',preassigned-num-samples-per-label=1"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sizes"),
+    [
+        ("SizePartitioner", "partition-sizes=[40,20]", [40, 20]),
+        ("InnerDirichletPartitioner", "partition-sizes=[35,25],partition-by='label',alpha=[1,2,3]", [35, 25]),
+        ("DistributionPartitioner", LISTS, [20, 29, 11]),
+        (
+            "ShardPartitioner",
+            "num-partitions=3,partition-by='label',num-shards-per-partition=2",
+            [20, 20, 20],
+        ),
+        ("ContinuousPartitioner", "num-partitions=3,partition-by='a',strictness=0.5", [20, 20, 20]),
+        ("NaturalIdPartitioner", "partition-by='writer'", [20, 20, 20]),
+        ("GroupedNaturalIdPartitioner", "partition-by='writer',group-size=2", [40, 20]),
+        ("LinearPartitioner", "num-partitions=3", [10, 20, 30]),
+        ("SquarePartitioner", "num-partitions=2", [12, 48]),
+        ("ExponentialPartitioner", "num-partitions=2", [16, 44]),
+    ],
+)
+def test_all_partitioners_that_deal_rows(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, options: str, sizes: list[int]
+) -> None:
+    table: dict[str, list[Any]] = {"a": [*range(60)], "label": [row % 3 for row in range(60)]}
+    if "writer" in options:
+        table["writer"] = [*"xyz"] * 20
+    datasets.Dataset.from_dict(table).save_to_disk(tmp_path / "t")
+    capfd.readouterr()
+    pool = load_pool(settings(tmp_path / "t", partitioner=name, partitioner_settings=options))
+    assert pool.owner is not None
+    assert (np.bincount(pool.owner).tolist(), pool.columns) == (sizes, ("a",))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("IidPartitioner", "num-partitions=20", "refuses this: Index 9 out of range .*'train' has 9 samples"),
+        (
+            "ShardPartitioner",
+            "num-partitions=3,partition-by='label',num-shards-per-partition=9",
+            "refuses this: .*zero; 'train' has 9 samples",
+        ),
+        ("SizePartitioner", "partition-sizes=[9,1]", "refuses this: The sum of partition sizes"),
+        ("VerticalEvenPartitioner", "num-partitions=2", "deals columns, and clients have rows"),
+        ("IdToSizeFncPartitioner", "num-partitions=2", "refuses this: .*partition_id_to_size_fn"),
+        ("Partitioner", "", "has no such class"),
+    ],
+)
+def test_a_partitioner_that_fails_gives_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, options: str, message: str
+) -> None:
+    (tmp_path / "set").mkdir()
+    rows = "".join(f"{row},{row % 3}\n" for row in range(9))
+    (tmp_path / "set" / "train.csv").write_text(f"a,label\n{rows}")  # read with a progress bar
+    with pytest.raises(PbflError, match=message) as error:
+        load_pool(settings(tmp_path / "set", partitioner=name, partitioner_settings=options))
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_partitioner_warns_of_becomes_a_note(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"a": [1, 2, 3], "label": [0, 1, 0]}).save_to_disk(tmp_path / "t")
+    options = {"partitioner": "SizePartitioner", "partitioner_settings": "partition-sizes=[1,1]"}
+    notes = load_pool(settings(tmp_path / "t", **options)).notes
+    assert [note.partition(":")[0] for note in notes] == ["SizePartitioner", "1 samples are not used"]
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "message"),
+    [
+        ({"client": ["u", None]}, {}, "row 2, column 'client': the cell is empty; a client is expected"),
+        (
+            {"client": ["u", "v"]},
+            {"client": ["w", ""]},
+            "row 4, column 'client': the cell is empty; a client",
+        ),
+        ({"label": [0.5, 1.0]}, {}, "column 'label' holds 0.5, which is not a class; set label-column"),
+        ({"label": ["x", None]}, {}, "row 2, column 'label': the cell is empty; a class is expected"),
+        ({"a": [1.0, None]}, {}, "row 2, column 'a': the cell is empty or not finite"),
+        ({"b": [1.0, 2.0]}, {"a": [1.0, 2.0]}, "'test' has no column 'b', which 'train' has"),
+        ({"label": ("x", "y")}, {"label": ("y", "x")}, "'train' and 'test' do not have the same classes"),
+        ({"label": (None, "x", "y")}, {}, "row 1, column 'label': the cell is empty; a class is expected"),
+    ],
+)
+def test_a_cell_without_a_value_is_named(
+    tmp_path: Path, train: dict[str, Any], test: dict[str, Any], message: str
+) -> None:
+    def part(columns: dict[str, Any]) -> Any:
+        filled = {"a": [1.0, 2.0], "label": ["x", "y"], **columns}
+        features = None
+        if isinstance(names := filled["label"], tuple):
+            filled["label"] = [None, 1] if names[0] is None else [0, 1]
+            kept = [name for name in names if name]
+            features = datasets.Features(
+                {"a": datasets.Value("float32"), "label": datasets.ClassLabel(names=kept)}
+            )
+        return datasets.Dataset.from_dict(filled, features=features)
+
+    parts = {"train": part(train), **({"test": part(test)} if test else {})}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "t")
+    with pytest.raises(PbflError, match=message):
+        load_pool(settings(tmp_path / "t"))
+
+
+def test_refuses_an_image_of_too_many_pixels(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PIL, "MAX_IMAGE_PIXELS", 20)
+    with pytest.raises(PbflError, match=r"pictures: Image size \(24 pixels\); must be at most 20 pixels"):
+        load_pool(settings(saved))
+
+
 def test_bad_input_gives_one_line(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(PbflError, match=r"label-column = 'kind': .* it has image, label, writer"):
         load_pool(settings(saved, label_column="kind"))
