@@ -396,7 +396,7 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
     if twice := [place for number, place in enumerate(places) if place in places[:number]]:
         raise PbflError(f"'{twice[0]}' is given twice; name it once")
     keyed: dict[tuple[object, int], list[FinishedRun]] = {}
-    for record in _with_the_same_keys([FinishedRun.load(place, allowed, by) for place in places]):
+    for record in with_the_same_keys([FinishedRun.load(place, allowed, by) for place in places]):
         key = frozenset(item for item in record.config.items() if item[0] not in NEUTRAL)
         repetition = 0  # a second run with the same seed goes into another group
         while any(record.seed == other.seed for other in keyed.get((key, repetition), [])):
@@ -406,7 +406,7 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
     return [Group(label, records) for label, records in zip(_labels(ordered), ordered, strict=True)]
 
 
-def _with_the_same_keys(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
+def with_the_same_keys(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
     """Return the runs with every key in their configurations, if some records are older than a key of others."""
     keys = {(str(run.config["method"]), frozenset(run.config)) for run in runs}
     common = {frozenset(key for key in names if not key.startswith(f"{method}.")) for method, names in keys}

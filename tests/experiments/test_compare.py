@@ -272,6 +272,23 @@ def test_the_table_says_over_how_many_clients_it_is(file: Path, tmp_path: Path) 
     ]  # B's primary predictor is global
 
 
+@pytest.mark.parametrize("newer", ["max-samples", "learning-rate", "fedtgp.margin-cap"])
+def test_a_run_older_than_a_key_is_one_at_its_default(file: Path, tmp_path: Path, newer: str) -> None:
+    file.write_text(FILE.replace('"fedproto"', '"fedtgp"'))
+    runs = rows(file, tmp_path / "out", seeds=[0, 1])
+    for run in runs:
+        write_run(run.directory, [entry(n, 0.25, 0.5) for n in (1, 2)], **run.requested.values)
+        write_lines(run.directory / "clients.jsonl", columns(2, [{"global": 2}] * 2))
+    configuration = RunDirectory(runs[0].directory).record().configuration
+    older = {key: value for key, value in configuration.items() if key != newer}
+    edit(runs[0].directory / "run.json", configuration=older)
+    done = pbfl("compare", file, "--out", tmp_path / "out", "--seeds", "0-1", "--engine", "processes")
+    assert done.exit_code == 0, done.output
+    assert "0 of 4 runs are to be run" in done.stdout
+    assert "ifferent data" not in done.stdout
+    assert "| A − B | seeds | 2 |" in (tmp_path / "out" / "paired.md").read_text()
+
+
 def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None:
     file.write_text(FILE + '[runs.C]\nmethod = "local"\n')
     out = tmp_path / "out"
