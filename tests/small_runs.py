@@ -147,7 +147,6 @@ def _with_statistics(accuracy: dict[str, dict[str, Any]]) -> dict[str, dict[str,
 def columns(number: int, correct: list[dict[str, int]], tests: int = 4, **more: Any) -> dict[str, Any]:
     """One line of clients.jsonl: a client for each entry of correct, with so many test samples each."""
     many = len(correct)
-    sizes = [{"payload": 100, "application": 110, "total": 200}] * many
     return {
         "round": number,
         "client": list(range(many)),
@@ -155,13 +154,9 @@ def columns(number: int, correct: list[dict[str, int]], tests: int = 4, **more: 
         "num_test": [tests] * many,
         "participations": [number] * many,
         "correct": correct,
-        "num_validation": [0] * many,
-        "correct_validation": [{}] * many,
         "test_loss": [0.25] * many,
         "metrics": [{}] * many,
-        "seconds": [[0.0] * 5] * many,
-        "bytes_up": sizes,
-        "bytes_down": sizes,
+        "seconds": {step: [0.0] * many for step in ("data", "open", "fit", "evaluate", "save")},
         **more,
     }
 

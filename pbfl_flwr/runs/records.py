@@ -1,8 +1,8 @@
 """What run.json and a line of rounds.jsonl and clients.jsonl hold.
 
 Every program that writes or reads them uses these classes. ``VERSION`` stands in run.json and grows when a field
-changes its name or meaning. The module imports neither torch nor Flower, so that commands that only read a run start
-fast.
+changes its name or meaning; a run of another version is refused, and its ``versions`` say which pbfl-flwr reads it. The
+module imports neither torch nor Flower, so that commands that only read a run start fast.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
+from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator
+from pydantic_core import PydanticCustomError
 
 from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import DamagedState
 
-VERSION = 1
+VERSION = 2
 
 
 class Record(BaseModel):
@@ -199,34 +200,29 @@ class ClientsRecord(Record):
     Attributes:
         round: from 1.
         client: their numbers.
-        name: their names; empty if no client has one.
-        num_train, num_test, num_validation: numbers of samples.
+        num_train, num_test: numbers of samples.
         participations: rounds trained in, including this one.
         correct: predictor -> number of correct test samples.
-        correct_validation: the same of validation samples.
+        num_validation, correct_validation: the same of validation samples; empty if no client has any.
         by_class: see :meth:`pbfl_flwr.training.class_metrics.ByClass.brief`, with ``per-class``.
         test_loss: mean cross-entropy on the test samples, None for a client that was not scored.
         metrics: of the method.
-        seconds: by step, in the order of :data:`pbfl_flwr.flower.messages.report.SPENT`.
-        bytes_up, bytes_down: of the client's messages.
+        seconds: step of the client's work -> a column of seconds.
         final: of the final scoring.
     """
 
     round: int
     client: list[int]
-    name: list[str] = []
     num_train: list[int]
     num_test: list[int]
     participations: list[int]
     correct: list[dict[str, int]]
-    num_validation: list[int]
-    correct_validation: list[dict[str, int]]
+    num_validation: list[int] = []
+    correct_validation: list[dict[str, int]] = []
     by_class: list[dict[str, Any]] = []
     test_loss: list[float | None]
     metrics: list[dict[str, float]]
-    seconds: list[list[float]]
-    bytes_up: list[Bytes]
-    bytes_down: list[Bytes]
+    seconds: dict[str, list[float]]
     final: ClientsRecord | None = None
 
 
@@ -316,6 +312,13 @@ class RunRecord(Record):
     clients: list[ClientRecord]
     joined: list[str] = []
     ended_after: int | None = None
+
+    @field_validator("version")
+    @classmethod
+    def _is_current(cls, version: int) -> int:
+        if version != VERSION:
+            raise PydanticCustomError("version", f"{version} is not read here, only {VERSION}")
+        return version
 
     @property
     def last_round(self) -> int:

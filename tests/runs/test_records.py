@@ -9,7 +9,7 @@ import pytest
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import PartitionRecord, Record, RoundRecord, RunRecord
 from pbfl_flwr.util.atomic_files import DamagedState
-from tests.small_runs import entry, write_run
+from tests.small_runs import edit, entry, pbfl, write_run
 
 
 def changed(**changes: Any) -> bytes:
@@ -41,6 +41,17 @@ def test_rejects_content_that_is_damaged_or_of_another_version(
         kind.from_json(content, "a file")
     assert str(error.value).startswith(f"a file is damaged, or was written by another version: {reason}")
     assert "\n" not in str(error.value)
+
+
+def test_a_run_of_another_version_is_refused_in_a_line(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
+    edit(path / "run.json", version=1)
+    shown = pbfl("show", path)
+    assert shown.exit_code == 2
+    (line,) = shown.stderr.splitlines()
+    assert line.endswith(
+        "run.json is damaged, or was written by another version: version: 1 is not read here, only 2"
+    )
 
 
 def test_names_the_file_and_line_of_a_damaged_record(tmp_path: Path) -> None:

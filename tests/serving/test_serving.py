@@ -23,6 +23,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import random_inputs
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import VERSION, RunRecord
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.export import export, has_onnx
@@ -57,11 +58,12 @@ class Ran:
     """What a federation left behind."""
 
     place: Path
+    names: list[str]  # of the clients, in the order of their numbers
     line: dict[str, Any]  # of clients.jsonl, the last round
     data: dict[str, ClientData]
 
     def correct(self, name: str) -> dict[str, int]:
-        actual: dict[str, int] = self.line["correct"][self.line["name"].index(name)]
+        actual: dict[str, int] = self.line["correct"][self.line["client"].index(self.names.index(name))]
         return actual
 
     def kept(self, name: str) -> SavedModel:
@@ -93,12 +95,13 @@ def ran(place: Path, nodes: list[dict[str, Any]], **keys: Any) -> Ran:
         node["state-dir"] = str(place / "state")
     keys = {"num_clients": len(nodes), "num_server_rounds": 2, **keys}
     federation(place, data=None, on_disk=True, node_configs=nodes, partitions=range(len(nodes)), **keys).run()
+    names = [client.name for client in RunDirectory(place / "run").record().clients]
     line = json.loads((place / "run/clients.jsonl").read_text().splitlines()[-1])
     data = {}
     for node in nodes:
         own = {key: node.get(key.replace("_", "-"), "") for key in ("dataset", "labels", "input_shape")}
         data[node["client-id"]] = own_data(settings_for(Path(node["data-path"]), **own))
-    return Ran(place, line, data)
+    return Ran(place, names, line, data)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +157,7 @@ def texts(place: Path) -> Ran:
 
 
 def test_three_formats_in_one_federation(sites: Ran) -> None:
-    assert sites.line["name"] == ["clinic", "lab", "van"]
+    assert sites.names == ["clinic", "lab", "van"]
     assert sites.line["num_train"] == [45, 45, 22]
     van = sites.kept("van").card
     assert (van.labels, van.input_shape, van.images) == (tuple(DIGITS.split(",")), (3, 16, 16), True)

@@ -163,7 +163,7 @@ def round_fields(
         "seconds": Seconds(
             total=total,
             aggregate=aggregated,
-            clients={step: sum(report.seconds.get(step, 0.0) for report in reports) for step in SPENT},
+            clients={step: sum(column) for step, column in _seconds(reports).items()},
         ),
         "peak_mb": max((report.peak_mb for report in reports), default=0.0),
         "gpu_mb": max((report.gpu_mb for report in reports), default=0.0),
@@ -193,6 +193,7 @@ def clients_record(
         for client, report in reports.items()
     }
     counted = any(report.by_class for report in reports.values())
+    validated = any(report.num_validation for report in reports.values())
 
     def column(value: Callable[[Report], Any]) -> list[Any]:
         return [value(report) for report in reports.values()]
@@ -200,21 +201,23 @@ def clients_record(
     return ClientsRecord(
         round=phase.number,
         client=list(reports),
-        name=[phase.names.get(client, "") for client in reports] if phase.names else [],
         num_train=column(lambda report: report.num_train),
         num_test=column(lambda report: report.num_test),
         participations=[*trained_in.values()],
         correct=column(lambda report: dict(report.correct or {})),
-        num_validation=column(lambda report: report.num_validation),
-        correct_validation=column(lambda report: dict(report.validation or {})),
+        num_validation=column(lambda report: report.num_validation) if validated else [],
+        correct_validation=column(lambda report: dict(report.validation or {})) if validated else [],
         by_class=column(lambda report: report.by_class.brief() if report.by_class else {}) if counted else [],
         test_loss=column(lambda report: report.test_loss if report.correct else None),
         metrics=column(lambda report: dict(report.metrics or {})),
-        seconds=column(lambda report: [report.seconds.get(step, 0.0) for step in SPENT]),
-        bytes_up=[replies.up[client] for client in reports],
-        bytes_down=[phase.down[client] for client in reports],
+        seconds=_seconds(reports.values()),
         final=final and clients_record(final, {**participations, **trained_in}),
     )
+
+
+def _seconds(reports: Collection[Report]) -> dict[str, list[float]]:
+    """Return step -> a column with the seconds of each client."""
+    return {step: [report.seconds.get(step, 0.0) for report in reports] for step in SPENT}
 
 
 def _mean(values: list[float | None], weights: list[int]) -> float | None:

@@ -50,8 +50,8 @@ def test_records_and_tables_hold_names(tmp_path: Path) -> None:
         ["2", "zoe", "18"],
     ]
     columns = [json.loads(line) for line in (tmp_path / "run/clients.jsonl").read_text().splitlines()]
-    assert columns[0]["name"] == ["Ada", "bob.3", "zoe"]
-    assert (columns[1]["name"], columns[1]["participations"]) == (["Ada", "bob.3"], [2, 2])
+    assert columns[0]["client"] == [0, 1, 2]
+    assert (columns[1]["client"], columns[1]["participations"]) == ([0, 1], [2, 2])
     assert sorted(path.name for path in (tmp_path / "state").rglob("*.safetensors")) == [
         "named-Ada.safetensors",
         "named-bob.3.safetensors",

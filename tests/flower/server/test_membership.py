@@ -88,7 +88,7 @@ def test_clients_join_in_any_round(tmp_path: Path, caplog: pytest.LogCaptureFixt
     about = json.loads((tmp_path / "run/run.json").read_text())
     assert {m["name"]: m["client"] for m in about["clients"]} == {"m": 0, "z": 1, "a": 2, "b": 3}
     columns = [json.loads(line) for line in (tmp_path / "run/clients.jsonl").read_text().splitlines()]
-    assert [line["name"] for line in columns] == [["m", "z"], ["m", "z", "a"], ["m", "z", "a", "b"]]
+    assert [line["client"] for line in columns] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
     assert (tmp_path / "run/result.txt").exists()
     output = shown(tmp_path / "run")
     assert "client b has joined the run" in output

@@ -86,8 +86,9 @@ def test_clients_record_holds_every_client() -> None:
     assert columns.correct == [{"head": 2}, {"head": 3}, {"head": 0}, {"head": 8}]
     assert columns.num_validation == [0, 4, 0, 5]
     assert columns.correct_validation == [{}, {"head": 1}, {}, {"head": 5}]
-    assert [size.application for size in columns.bytes_up] == [20, 30, 1, 0]
-    assert columns.name == []
+    assert columns.seconds == {step: [float(n)] * 4 for n, step in enumerate(SPENT, start=1)}
+    unvalidated = replace(exchange(), reports={2: exchange().reports[2]})
+    assert not {"num_validation", "correct_validation"} & set(clients_record(unvalidated, {}).to_json())
 
 
 def test_missing_figures_are_none() -> None:
