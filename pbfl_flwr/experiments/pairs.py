@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from pbfl_flwr.experiments.notes import accuracy_name, unscored_lines
-from pbfl_flwr.experiments.results import FinishedRun, Group, mean_over_seeds, same_data, span
+from pbfl_flwr.experiments.results import FinishedRun, RunGroup, mean_over_seeds, same_data, span
 from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, holm, paired
 from pbfl_flwr.experiments.tables import Sheet
 
@@ -25,7 +25,7 @@ OTHER_CLIENTS = (
 NO_CLIENT = "No client scored by both in every common seed, so not compared over clients"
 
 
-def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> Sheet:
+def paired_sheet(groups: Sequence[RunGroup], title: str = "Paired comparison") -> Sheet:
     """Return the table that compares every pair of groups on the same partition, over clients and over seeds."""
     rows: list[tuple[str, str, Paired, str]] = []
     skipped: dict[str, list[str]] = {}
@@ -119,7 +119,7 @@ def _coverage(run: FinishedRun) -> list[set[str]]:
     return [{run.client_name(client) for client in clients} for clients in (everyone, run.scored)]
 
 
-def _differences(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
+def _differences(one: RunGroup, other: RunGroup, seeds: Sequence[int]) -> list[str]:
     """Return remarks on what else differs in two groups: predictor, moment of scoring, rounds."""
     heads = [group.first.predictor for group in (one, other)]
     moments = [group.first.about.moment for group in (one, other)]
@@ -131,11 +131,11 @@ def _differences(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
     return remarks
 
 
-def _scored(group: Group) -> bool:
+def _scored(group: RunGroup) -> bool:
     """Whether the group was scored for every seed."""
     return len(group.scores) == len(group.runs)
 
 
-def _last(group: Group, seed: int) -> float:
+def _last(group: RunGroup, seed: int) -> float:
     run = group.by_seed()[seed]
     return run.scores[run.predictor].last[1].weighted

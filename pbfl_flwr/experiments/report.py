@@ -16,7 +16,7 @@ from pbfl_flwr.config import NEUTRAL
 from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.pairs import paired_sheet
-from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.results import RunGroup
 from pbfl_flwr.experiments.run_tables import accuracy_sheet, class_sheets, client_sheet
 from pbfl_flwr.experiments.show import settings_line, warning_lines
 from pbfl_flwr.experiments.summary import (
@@ -40,7 +40,7 @@ TEMPLATES = "experiments/templates"
 NEEDED = "pbfl report needs matplotlib and jinja2: pip install 'pbfl-flwr[report]'"
 
 
-def write(groups: Sequence[Group], out: Path, *, png: bool = False, svg: bool = False) -> list[Path]:
+def write(groups: Sequence[RunGroup], out: Path, *, png: bool = False, svg: bool = False) -> list[Path]:
     """Write the page, and optionally each picture as a file in ``<stem>-pictures`` beside the page.
 
     Returns:
@@ -70,7 +70,7 @@ def write(groups: Sequence[Group], out: Path, *, png: bool = False, svg: bool = 
     return written
 
 
-def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
+def page(groups: Sequence[RunGroup], sections: Sequence[Any]) -> str:
     """Return the page of runs and of what :func:`pbfl_flwr.experiments.pictures.draw` returned for them."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
@@ -106,7 +106,7 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
     )
 
 
-def overviews(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def overviews(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """Return label, path, line of settings and warnings of every run: missing rounds, error, who joined, failures."""
     overviews = []
     for group in groups:
@@ -123,14 +123,14 @@ def overviews(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return overviews
 
 
-def fairness_sheet(groups: Sequence[Group]) -> Sheet:
+def fairness_sheet(groups: Sequence[RunGroup]) -> Sheet:
     """Return the table of accuracies and their distribution over clients, one row per configuration."""
     lead = [RUN, predictor_column(groups), *moment_column(groups)]
     columns: list[Column] = [SEEDS, ROUNDS, *FAIRNESS]
     return summary_sheet("Accuracy and fairness", groups, lead, columns, [accuracy_note(groups)])
 
 
-def cost_sheet(groups: Sequence[Group]) -> Sheet:
+def cost_sheet(groups: Sequence[RunGroup]) -> Sheet:
     """Return the table of costs per round, one row per configuration."""
     note = (
         "Mean over rounds and seeds. Payload: mean over all clients; all bytes: with Flower's objects, of all clients; "
@@ -139,7 +139,7 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
     return summary_sheet("Cost per round", groups, [RUN], [*COSTS, MEMORY], [note], about_runs=False)
 
 
-def configuration_sheet(groups: Sequence[Group]) -> Sheet:
+def configuration_sheet(groups: Sequence[RunGroup]) -> Sheet:
     """Return the table of resolved configurations, keys that differ between runs first."""
     configs = [group.first.config for group in groups]
     keys = list(dict.fromkeys(key for config in configs for key in config))
@@ -157,7 +157,7 @@ def configuration_sheet(groups: Sequence[Group]) -> Sheet:
     return Sheet(title, columns, tuple(rows), (note,) if len(groups) > 1 else (), len(columns))
 
 
-def version_sheet(groups: Sequence[Group]) -> Sheet:
+def version_sheet(groups: Sequence[RunGroup]) -> Sheet:
     """Return the table of software versions of the runs."""
     versions = [group.first.about.versions for group in groups]
     names = dict.fromkeys(name for installed in versions for name in installed)

@@ -37,7 +37,7 @@ NODES = "nodes.json"  # the SuperNodes' configuration in the run directory, from
 
 
 @dataclass(frozen=True)
-class Scores:
+class RunScores:
     """A predictor's accuracies over a run.
 
     Attributes:
@@ -108,7 +108,7 @@ def client_series(
     return points
 
 
-def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[str, Scores]:
+def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[str, RunScores]:
     """Return predictor -> scores; a statistic selects the best round."""
     by_predictor = {}
     tested, validated = series(rounds), dict(series(rounds, "validation"))
@@ -117,7 +117,7 @@ def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[st
         highest = best({number: getattr(accuracy, by) for number, accuracy in points.items()})
         chosen = best({n: validated[n][name].weighted for n in points if name in validated.get(n, {})})
         if highest is not None:
-            by_predictor[name] = Scores(
+            by_predictor[name] = RunScores(
                 [*points.items()][-1],
                 (highest, points[highest]),
                 None if chosen is None else (chosen, points[chosen]),
@@ -222,12 +222,12 @@ class FinishedRun:
         return int(self.config["seed"])
 
     @cached_property
-    def scores(self) -> dict[str, Scores]:
+    def scores(self) -> dict[str, RunScores]:
         """Predictor -> scores."""
         return scores(self.rounds, self.statistic)
 
     @property
-    def score(self) -> Scores | None:
+    def score(self) -> RunScores | None:
         """Scores by the shown predictor.
 
         It is missing if clients report nothing, have no test samples, or there were no prototypes at the last scoring.
@@ -347,7 +347,7 @@ class FinishedRun:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class RunGroup:
     """The runs of one configuration, one per seed and at least one, with its name in tables and pictures."""
 
     label: str
@@ -364,7 +364,7 @@ class Group:
         return self.runs[0]
 
     @property
-    def scores(self) -> list[Scores]:
+    def scores(self) -> list[RunScores]:
         """Scores by the shown predictor, of the runs in which it was scored."""
         return [run.score for run in self.runs if run.score is not None]
 
@@ -386,7 +386,7 @@ class Group:
         return {run.seed: run for run in self.runs}
 
 
-def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> list[Group]:
+def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> list[RunGroup]:
     """Read runs and group those that differ only in the seed; the other arguments are those of :class:`FinishedRun`.
 
     Raises:
@@ -403,7 +403,7 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
             repetition += 1
         keyed.setdefault((key, repetition), []).append(record)
     ordered = [tuple(sorted(records, key=lambda record: record.seed)) for records in keyed.values()]
-    return [Group(label, records) for label, records in zip(_labels(ordered), ordered, strict=True)]
+    return [RunGroup(label, records) for label, records in zip(_labels(ordered), ordered, strict=True)]
 
 
 def with_the_same_keys(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
@@ -434,7 +434,7 @@ def same_data(one: FinishedRun, other: FinishedRun) -> bool:
     return np.array_equal(one.counts, other.counts)
 
 
-def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[str, float]:
+def mean_over_seeds(group: RunGroup, seeds: Iterable[int]) -> dict[str, float]:
     """Return client name -> mean last accuracy over these runs, for the clients that all of them scored."""
     each = [
         {run.client_name(client): share for client, share in sorted(run.accuracies().items())}

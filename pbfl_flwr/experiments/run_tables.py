@@ -11,7 +11,7 @@ from pbfl_flwr.experiments.console import kilobytes
 from pbfl_flwr.experiments.notes import accuracy_name, coverage_lines
 from pbfl_flwr.experiments.results import (
     FinishedRun,
-    Group,
+    RunGroup,
 )
 from pbfl_flwr.experiments.summary import (
     AUC_MACRO,
@@ -36,10 +36,10 @@ FIRST_SEED = " First seed of each configuration."
 BALANCE = ("weighted", "balanced", "macro_f1", "balanced_mean", "macro_f1_mean")
 
 
-def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
+def accuracy_sheet(groups: Sequence[RunGroup]) -> Sheet:
     """Return the table of every predictor's accuracies in the last, best and validation-chosen round."""
     rows = [
-        Group(group.label, (replace(group.first, by=name),))
+        RunGroup(group.label, (replace(group.first, by=name),))
         for group in groups
         for name in group.first.scores
     ]
@@ -52,7 +52,7 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
     notes = (
         "Sample-weighted accuracy on the clients' test data in %, with its round; the rightmost columns are for "
         f"the last round.{FIRST_SEED if len(groups) > 1 else ''}",
-        *coverage_lines([(group.label, Group("", (group.first,)).coverage) for group in groups]),
+        *coverage_lines([(group.label, RunGroup("", (group.first,)).coverage) for group in groups]),
     )
     columns += [MEAN, STD, WORST, AUC_MACRO, AUC_MICRO]
     return summary_sheet("Predictors and rounds", rows, [RUN, predictor], columns, notes, about_runs=False)
@@ -88,7 +88,7 @@ def cost_sheet(run: FinishedRun) -> Sheet:
     return Sheet("Cost per round, mean over rounds", ("", "up", "down", "both"), tuple(rows), notes)
 
 
-def client_sheet(groups: Sequence[Group]) -> Sheet:
+def client_sheet(groups: Sequence[RunGroup]) -> Sheet:
     """Return the table of clients: id, name, architecture, device, sample counts, and last accuracy in every run."""
     accuracies: list[dict[str, float]] = []
     clients: dict[str, ClientRecord] = {}
@@ -116,7 +116,7 @@ def client_sheet(groups: Sequence[Group]) -> Sheet:
     return Sheet("Clients", columns, tuple(rows), (note,), text_columns=3 + named)
 
 
-def balance_sheet(groups: Sequence[Group]) -> Sheet | None:
+def balance_sheet(groups: Sequence[RunGroup]) -> Sheet | None:
     """Return the table of accuracy, balanced accuracy and macro-F1, one row per predictor; None if no run has them."""
     rows = []
     for group in groups:
@@ -145,7 +145,7 @@ def balance_sheet(groups: Sequence[Group]) -> Sheet | None:
     return Sheet("Class-balanced metrics", columns, tuple(rows), (note,), text_columns=2)
 
 
-def class_sheet(groups: Sequence[Group]) -> Sheet | None:
+def class_sheet(groups: Sequence[RunGroup]) -> Sheet | None:
     """Return the table of class accuracies in the last round, a row per class; None if no run has them."""
     counted = [group for group in groups if group.first.by_class]
     predictors = [name for name in PREDICTORS if any(name in g.first.by_class for g in counted)]
@@ -172,6 +172,6 @@ def class_sheet(groups: Sequence[Group]) -> Sheet | None:
     return Sheet("Accuracy by class", columns, tuple(rows), tuple(notes), text_columns=2)
 
 
-def class_sheets(groups: Sequence[Group]) -> list[Sheet]:
+def class_sheets(groups: Sequence[RunGroup]) -> list[Sheet]:
     """Return those of the two tables by class for which a run has data."""
     return [sheet for sheet in (balance_sheet(groups), class_sheet(groups)) if sheet is not None]

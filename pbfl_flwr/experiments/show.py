@@ -12,7 +12,7 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import FEW
 from pbfl_flwr.experiments.console import clients_named, say
 from pbfl_flwr.experiments.notes import majority_lines
-from pbfl_flwr.experiments.results import FinishedRun, Group, resume_command
+from pbfl_flwr.experiments.results import FinishedRun, RunGroup, resume_command
 from pbfl_flwr.experiments.run_tables import (
     accuracy_sheet,
     class_sheets,
@@ -44,7 +44,7 @@ def show_run(run_dir: Path, console: Console) -> None:
 
 
 def _show_results(run: FinishedRun, console: Console) -> None:
-    group = Group("", (run,))
+    group = RunGroup("", (run,))
     if run.scores:
         accuracy_sheet([group]).without_first_column().show(console)
     else:

@@ -17,7 +17,7 @@ from pbfl_flwr.experiments.notes import (
     majority_lines,
     unscored_lines,
 )
-from pbfl_flwr.experiments.results import Group, same_data, span
+from pbfl_flwr.experiments.results import RunGroup, same_data, span
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
 from pbfl_flwr.util.csv_text import csv_text
 
@@ -50,15 +50,15 @@ class Text:
 
     title: str
     key: str
-    cell: Callable[[Group], str]
-    number: Callable[[Group], str] | None = None
+    cell: Callable[[RunGroup], str]
+    number: Callable[[RunGroup], str] | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The columns of the CSV file."""
         return (self.key,)
 
-    def plain(self, group: Group) -> tuple[str, ...]:
+    def plain(self, group: RunGroup) -> tuple[str, ...]:
         """Return a row's cells in the CSV file."""
         return ((self.number or self.cell)(group),)
 
@@ -87,18 +87,18 @@ class Figures:
         """The columns of the CSV file."""
         return (self.key, f"{self.key}_sd")
 
-    def values(self, group: Group) -> list[float]:
+    def values(self, group: RunGroup) -> list[float]:
         """Return the figures of the runs that have one."""
         return [run.figures[self.key] for run in group.runs if self.key in run.figures]
 
-    def cell(self, group: Group) -> str:
+    def cell(self, group: RunGroup) -> str:
         """Return the text of a row."""
         values = self.values(group)
         if self.form is None:
             return mean_cell(values)
         return self.form(fmean(values)) if values else "-"
 
-    def plain(self, group: Group) -> tuple[str, ...]:
+    def plain(self, group: RunGroup) -> tuple[str, ...]:
         """Return mean and sample standard deviation of a row as plain numbers; empty if undefined."""
         values = self.values(group)
         return (
@@ -110,7 +110,7 @@ class Figures:
 Column = Text | Figures
 
 
-def _scored_clients(group: Group) -> str:
+def _scored_clients(group: RunGroup) -> str:
     """Return the number of clients that the accuracies cover: all, or "n of M"."""
     known = str(len(group.first.about.clients)) if group.scores else ""
     return group.coverage.get(group.first.predictor, known)
@@ -163,20 +163,20 @@ IN_CSV: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def predictor_column(groups: Sequence[Group]) -> Text:
+def predictor_column(groups: Sequence[RunGroup]) -> Text:
     """Return the column of the predictor that each row is by."""
     title = "by" if groups and groups[0].by else "primary predictor"
     return Text(title, "predictor", lambda group: group.first.predictor)
 
 
-def moment_column(groups: Sequence[Group]) -> list[Column]:
+def moment_column(groups: Sequence[RunGroup]) -> list[Column]:
     """Return the column that says when a row was scored, if the rows differ in it."""
     return [SCORED] if len({group.first.about.moment for group in groups}) > 1 else []
 
 
 def summary_sheet(
     title: str,
-    groups: Sequence[Group],
+    groups: Sequence[RunGroup],
     lead: Sequence[Column],
     columns: Sequence[Column],
     notes: Sequence[str],
@@ -208,7 +208,7 @@ def summary_sheet(
     return Sheet(title, tuple(column.title for column in every), rows, tuple(below), len(lead))
 
 
-def run_notes(groups: Sequence[Group]) -> list[str]:
+def run_notes(groups: Sequence[RunGroup]) -> list[str]:
     """Return the notes on what the runs of a table cover and how those of one row differ."""
     counts = {group.label: (len(group.scores), len(group.runs)) for group in groups}
     partly = [f"{label}, {n} of {of} seeds" for label, (n, of) in counts.items() if 0 < n < of]
@@ -226,7 +226,7 @@ def run_notes(groups: Sequence[Group]) -> list[str]:
     ]
 
 
-def accuracy_note(groups: Sequence[Group]) -> str:
+def accuracy_note(groups: Sequence[RunGroup]) -> str:
     """Return the note on what the accuracies of a table are."""
     name = accuracy_name(groups[0].by if groups else "").capitalize()
     return (
@@ -235,7 +235,7 @@ def accuracy_note(groups: Sequence[Group]) -> str:
     )
 
 
-def comparison_sheet(title: str, groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> Sheet:
+def comparison_sheet(title: str, groups: Sequence[RunGroup], lead: Sequence[Column] = (RUN,)) -> Sheet:
     """Return the table of a comparison or sweep: accuracies, then costs; ``lead`` are the columns that name a row."""
     first = [*lead, predictor_column(groups), *moment_column(groups)]
     note = (
@@ -245,7 +245,7 @@ def comparison_sheet(title: str, groups: Sequence[Group], lead: Sequence[Column]
     return summary_sheet(title, groups, first, [SEEDS, ROUNDS, *ACCURACIES, *COSTS], [note])
 
 
-def summary_csv(groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> str:
+def summary_csv(groups: Sequence[RunGroup], lead: Sequence[Column] = (RUN,)) -> str:
     """Return all columns as CSV with plain numbers: means and ``<key>_sd``; unknown values are empty."""
     columns: list[Column] = [*lead, predictor_column(groups), *IN_CSV]
     head = [key for column in columns for key in column.keys]
@@ -254,6 +254,6 @@ def summary_csv(groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> str
     )
 
 
-def table_files(sheet: Sheet, groups: Sequence[Group], lead: Sequence[Column] = (RUN,)) -> dict[str, str]:
+def table_files(sheet: Sheet, groups: Sequence[RunGroup], lead: Sequence[Column] = (RUN,)) -> dict[str, str]:
     """Return file name -> content of table.md and table.tex as shown, and of table.csv with all columns."""
     return {**sheet.files("table"), "table.csv": summary_csv(groups, lead)}

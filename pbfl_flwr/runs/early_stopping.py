@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from pbfl_flwr.runs.records import RoundRecord, Scores
+from pbfl_flwr.runs.records import Accuracies, RoundRecord
 
 Place = TypeVar("Place")
 Score = tuple[bool, float]
@@ -16,7 +16,7 @@ Score = tuple[bool, float]
 Value = TypeVar("Value", float, Score)
 
 
-def score_of(scores: Scores, predictor: str) -> Score | None:
+def score_of(scores: Accuracies, predictor: str) -> Score | None:
     """Return the predictor's weighted accuracy in a round or its final scoring, None if there is none.
 
     It is on validation data if there is any (validation-share), else on test data. With few clients per round, a round

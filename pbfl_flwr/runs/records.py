@@ -130,20 +130,20 @@ class Seconds(Record):
     clients: dict[str, float]
 
 
-class Scores(Record):
+class Accuracies(Record):
     """Accuracies by predictor, on test data and, with ``validation-share``, on validation data."""
 
     accuracy: dict[str, Accuracy]
     validation: dict[str, Accuracy] = {}
 
 
-class FinalScores(Scores):
+class FinalScores(Accuracies):
     """The scoring after the last training, if clients are scored before local training."""
 
     failures: list[Failure]
 
 
-class RoundRecord(Scores):
+class RoundRecord(Accuracies):
     """A line of rounds.jsonl.
 
     Attributes:
@@ -189,7 +189,7 @@ class RoundRecord(Scores):
         return [*self.failures, *(self.final.failures if self.final else [])]
 
     @property
-    def latest(self) -> Scores:
+    def latest(self) -> Accuracies:
         """The final scoring if there was one, else this round's."""
         return self.final or self
 

@@ -8,7 +8,7 @@ import pytest
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments import results
-from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.results import RunGroup
 from tests.flower.inprocess import federation
 
 KEYS: dict[str, Any] = {
@@ -41,7 +41,7 @@ def three_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
-def groups(three_runs: list[Path]) -> list[Group]:
+def groups(three_runs: list[Path]) -> list[RunGroup]:
     return results.load(three_runs)
 
 

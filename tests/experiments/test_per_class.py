@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pbfl_flwr.experiments import results, run_tables, show
-from pbfl_flwr.experiments.results import FinishedRun, Group
+from pbfl_flwr.experiments.results import FinishedRun, RunGroup
 from tests.small_runs import columns, edit, entry, printed, terminal, write_lines, write_run
 
 # Class b has no test samples. Of the others 3 of 4 and 0 of 1 are right.
@@ -45,8 +45,8 @@ def run(place: Path, *lines: dict[str, Any], **keys: Any) -> Path:
     return path
 
 
-def group(path: Path) -> Group:
-    return Group("one", (FinishedRun.load(path),))
+def group(path: Path) -> RunGroup:
+    return RunGroup("one", (FinishedRun.load(path),))
 
 
 def shown(path: Path) -> list[str]:

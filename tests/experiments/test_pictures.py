@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import artefacts, pictures, results
 from pbfl_flwr.experiments.pictures import alignment, personalisation, progress, similarity, style
-from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.results import RunGroup
 from pbfl_flwr.prototypes.alignment import geometry
 from pbfl_flwr.runs.client_store import ClientState
 from tests.flower.inprocess import federation
@@ -48,7 +48,7 @@ IN_THE_PLANE = {"data-points", "prototype-plane", "features"}
 
 
 @pytest.fixture(scope="session")
-def drawn(groups: list[Group]) -> list[pictures.Section]:
+def drawn(groups: list[RunGroup]) -> list[pictures.Section]:
     return pictures.draw(groups)
 
 
@@ -143,7 +143,7 @@ def test_what_may_not_be_read_is_left_out_alone(
 # The numbers behind them ----------------------------------------------------------------------------------
 
 
-def test_the_alignment_redone_is_the_alignment_done(groups: list[Group]) -> None:
+def test_the_alignment_redone_is_the_alignment_done(groups: list[RunGroup]) -> None:
     record = groups[2].first
     found = artefacts.alignment_trajectory(record)
     figures = record.rounds[-1].server_metrics
@@ -156,7 +156,7 @@ def test_the_alignment_redone_is_the_alignment_done(groups: list[Group]) -> None
     )
 
 
-def test_sparse_prototypes_stand_in_their_own_dimensions(groups: list[Group]) -> None:
+def test_sparse_prototypes_stand_in_their_own_dimensions(groups: list[RunGroup]) -> None:
     sent = artefacts.global_prototypes(groups[1].first)
     assert sent.values.shape == (10, 64)
     assert int((sent.values != 0).sum(dim=1).max()) <= 8

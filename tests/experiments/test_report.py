@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra
 pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra 'report')")
 
 from pbfl_flwr.experiments import report, results, run_tables
-from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.results import RunGroup
 from tests.small_runs import entry, pbfl, refused, write_run
 
 
@@ -89,7 +89,7 @@ def test_what_clients_say_stays_text(hostile_run: Path, tmp_path: Path) -> None:
     assert '"><img src=x onerror=window.hurt=1>{{ 7 * 7 }}' in read.text  # nor is it a template
 
 
-def test_the_sheets_of_the_page(groups: list[Group]) -> None:
+def test_the_sheets_of_the_page(groups: list[RunGroup]) -> None:
     predictors = run_tables.accuracy_sheet(groups)
     assert {len(row) for row in predictors.rows} == {len(predictors.columns)}
     assert {row[0] for row in predictors.rows} == {"fedproto", "tinyproto", "protonorm"}

@@ -14,7 +14,7 @@ from pbfl_flwr.data import DATASETS
 from pbfl_flwr.experiments import catalogue, run_tables
 from pbfl_flwr.experiments import console as output
 from pbfl_flwr.experiments.plan.configuration import presets
-from pbfl_flwr.experiments.results import FinishedRun, Group
+from pbfl_flwr.experiments.results import FinishedRun, RunGroup
 from pbfl_flwr.experiments.tables import Sheet, tex
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES, FAMILIES
@@ -92,7 +92,7 @@ def test_every_command_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.
     catalogue.show_keys("", console)
     for topic in catalogue.ROWS:
         catalogue.show_rows(topic, "", console)
-    run_tables.client_sheet([Group("", (FinishedRun.load(run),))]).show(console)
+    run_tables.client_sheet([RunGroup("", (FinishedRun.load(run),))]).show(console)
     lines = printed(console)
     assert [line for line in lines if len(line) > 80] == []
     first = {word for line in lines for word in line.split()[:1]}

@@ -73,7 +73,8 @@ def is_saved_dataset(path: Path) -> bool:
 
 def _decode(settings: DataSettings, allocate: Allocate) -> Pool:
     train, test = _splits(settings)
-    owner, notes = None, []
+    owner: NDArray[np.int64] | None = None
+    notes: list[str] = []
     parts = [train] if test is None else [train, test]
     if settings.partitioner:
         ids, notes = _partition_ids(train, settings)
@@ -214,7 +215,7 @@ def _inputs(
     features, where = parts[0].features, settings.data_dir
     about = [label, CLIENT]
     if settings.partitioner and settings.partitioner != QUANTITY:  # a client's name, or a class
-        about.append(_arguments(settings).get("partition_by"))
+        about += [str(name) for name in [_arguments(settings).get("partition_by")] if name]
     others = {name: feature for name, feature in features.items() if name not in about}
     images = [name for name, feature in others.items() if isinstance(feature, Image)]
     if len(images) == 1:

@@ -22,9 +22,9 @@ from pbfl_flwr.experiments.pictures import (
     similarity,
 )
 from pbfl_flwr.experiments.pictures.style import RC, Picture
-from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.results import RunGroup
 
-Kind = Callable[[Sequence[Group]], Iterator[Picture | PbflError]]
+Kind = Callable[[Sequence[RunGroup]], Iterator[Picture | PbflError]]
 
 SECTIONS: dict[str, tuple[Kind, ...]] = {
     "Data": (distribution.label_distribution, features.data_points),
@@ -57,7 +57,7 @@ class Section:
     left_out: tuple[str, ...]
 
 
-def draw(groups: Sequence[Group]) -> list[Section]:
+def draw(groups: Sequence[RunGroup]) -> list[Section]:
     """Draw all pictures for which the runs' files have the data."""
     sections = []
     with rc_context(RC):

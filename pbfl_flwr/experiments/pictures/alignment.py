@@ -17,7 +17,7 @@ from pbfl_flwr.experiments.pictures.style import (
     of_available,
     titled_picture,
 )
-from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.results import RunGroup
 
 ITERATIONS = "alignment-iterations"
 SMALLEST_GAP = 1e-9  # an energy closer than this to the optimum is equal to it up to rounding
@@ -36,7 +36,7 @@ def optimum(num_rows: int, dim: int) -> tuple[float, float] | None:
     return -num_rows * (num_rows - 1) / 4 * math.log(squared), math.sqrt(squared)
 
 
-def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
+def within_a_phase(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     """Yield distances and energy over the iterations of the last round's alignment."""
     trajectories, reasons = of_available(groups, lambda group: alignment_trajectory(group.first))
     yield from reasons
@@ -79,7 +79,7 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     )
 
 
-def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
+def over_rounds(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     """Yield the number of iterations and the smallest angles of every round's alignment."""
     figure, (above, below) = canvas(4.2, rows=2)
     for number, group in enumerate(groups):

@@ -19,11 +19,11 @@ from pbfl_flwr.experiments.pictures.style import (
     of_each_run,
     titled_picture,
 )
-from pbfl_flwr.experiments.results import FinishedRun, Group
+from pbfl_flwr.experiments.results import FinishedRun, RunGroup
 
 
 @of_each_run
-def accuracy_by_class(group: Group) -> Iterator[Picture]:
+def accuracy_by_class(group: RunGroup) -> Iterator[Picture]:
     """Yield the class accuracies of every predictor in the last round, above the number of test samples per class."""
     run = group.first
     if not run.by_class:
@@ -56,7 +56,7 @@ def accuracy_by_class(group: Group) -> Iterator[Picture]:
 
 
 @of_each_run
-def clients_by_class(group: Group) -> Iterator[Picture]:
+def clients_by_class(group: RunGroup) -> Iterator[Picture]:
     """Yield a heatmap of the shown predictor's accuracy by class and client, from the last round it was scored in."""
     run = group.first
     by_client = _by_client(run)
@@ -103,7 +103,7 @@ def _by_client(run: FinishedRun) -> tuple[list[int], NDArray[np.float64]] | None
     return None
 
 
-def _reject_unscored(group: Group) -> None:
+def _reject_unscored(group: RunGroup) -> None:
     """Raise PbflError if a run with ``per-class`` has no accuracies by class; other runs need none."""
     if group.first.config.get("per-class"):
         raise PbflError(f"no client was scored{f' by {group.by}' if group.by else ''}")

@@ -8,12 +8,12 @@ import numpy as np
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.pictures.style import Picture, heatmap_picture
-from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.results import RunGroup
 
 
-def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
+def label_distribution(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     """Yield a heatmap of samples, class x client, for every different partition."""
-    seen: list[Group] = []
+    seen: list[RunGroup] = []
     for number, group in enumerate(groups):
         run = group.first
         if run.counts is None:
@@ -38,7 +38,7 @@ def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | PbflError]
         )
 
 
-def _alike(one: Group, other: Group) -> bool:
+def _alike(one: RunGroup, other: RunGroup) -> bool:
     """Whether two runs have the same dataset and class counts per client; validation shares may differ."""
     first, second = one.first, other.first
     if first.counts is None or second.counts is None or first.config["dataset"] != second.config["dataset"]:

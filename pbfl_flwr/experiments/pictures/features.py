@@ -31,15 +31,15 @@ from pbfl_flwr.experiments.pictures.style import (
     shortened,
     titled_picture,
 )
-from pbfl_flwr.experiments.results import FinishedRun, Group, same_data
+from pbfl_flwr.experiments.results import FinishedRun, RunGroup, same_data
 
 MOST_POINTS = 500  # per picture
 SHOWN_CLIENTS = 2
 
 
-def data_points(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
+def data_points(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     """Yield the test samples of all clients, for two-dimensional inputs; runs with the same data share a picture."""
-    distinct: list[Group] = []
+    distinct: list[RunGroup] = []
     for group in groups:
         if not any(same_data(group.first, other.first) for other in distinct):
             distinct.append(group)
@@ -47,7 +47,7 @@ def data_points(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
 
 
 @of_each_run
-def _data_points(group: Group) -> Iterator[Picture]:
+def _data_points(group: RunGroup) -> Iterator[Picture]:
     run = group.first
     shape = run.about.task.input_shape
     if shape != (2,):
@@ -66,7 +66,7 @@ def _data_points(group: Group) -> Iterator[Picture]:
 
 
 @of_each_run
-def feature_planes(group: Group) -> Iterator[Picture]:
+def feature_planes(group: RunGroup) -> Iterator[Picture]:
     """Yield every run's global and local prototypes, and the features of test samples of its two largest clients."""
     run = group.first
     if (width := run.about.task.feature_dim) != 2:

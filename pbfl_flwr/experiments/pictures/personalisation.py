@@ -18,7 +18,7 @@ from pbfl_flwr.experiments.pictures.style import (
     of_each_run,
     titled_picture,
 )
-from pbfl_flwr.experiments.results import FinishedRun, Group
+from pbfl_flwr.experiments.results import FinishedRun, RunGroup
 from pbfl_flwr.models.contract import HEAD_PREFIX
 from pbfl_flwr.util.user_code import is_external
 
@@ -31,7 +31,7 @@ def normalised_columns(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @of_each_run
-def head_norms(group: Group) -> Iterator[Picture]:
+def head_norms(group: RunGroup) -> Iterator[Picture]:
     """Yield the clients' label counts above the norms of their classifiers' rows."""
     run = group.first
     if run.counts is None:

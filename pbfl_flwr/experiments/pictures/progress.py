@@ -21,13 +21,13 @@ from pbfl_flwr.experiments.pictures.style import (
     of_each_run,
     titled_picture,
 )
-from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.results import RunGroup
 
 MOST_LINES = 50  # clients in one picture
 Curve = Sequence[tuple[int, float]]
 
 
-def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
+def accuracy_over_rounds(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     """Yield accuracy curves of each configuration's shown predictor; for one configuration, of all predictors."""
     figure, (axes,) = canvas()
     if len(groups) == 1:
@@ -67,7 +67,7 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflErro
     )
 
 
-def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
+def bytes_over_rounds(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     """Yield the cumulative payload over rounds, all clients and both directions."""
     figure, (axes,) = canvas()
     for number, group in enumerate(groups):
@@ -85,7 +85,7 @@ def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     )
 
 
-def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
+def accuracy_against_bytes(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     """Yield accuracy against the cumulative payload, all clients and both directions."""
     figure, (axes,) = canvas()
     totals = [group.first.travelled() for group in groups]
@@ -115,7 +115,7 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | PbflEr
     )
 
 
-def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
+def accuracy_of_clients(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     """Yield the clients' accuracies in the last round, sorted: the flatter the curve, the fairer the method."""
     figure, (axes,) = canvas()
     for number, group in enumerate(groups):
@@ -140,7 +140,7 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | PbflError
 
 
 @of_each_run
-def clients_over_rounds(group: Group) -> Iterator[Picture]:
+def clients_over_rounds(group: RunGroup) -> Iterator[Picture]:
     """Yield for every run a thin accuracy curve per client, and the sample-weighted accuracy over all clients."""
     run = group.first
     curves, together = run.client_curves(), run.curve()
@@ -180,7 +180,7 @@ def _thin(axes: Axes, points: Curve, label: str) -> None:
     )
 
 
-def _accuracy(groups: Sequence[Group]) -> str:
+def _accuracy(groups: Sequence[RunGroup]) -> str:
     return accuracy_name(groups[0].by).capitalize()
 
 
@@ -200,6 +200,6 @@ def _cut(curves: Mapping[str, Sequence[Mapping[int, float]]]) -> str:
     return f"{sentence}: {'; '.join(cut)}." if cut else ""
 
 
-def _seeds(groups: Sequence[Group]) -> str:
+def _seeds(groups: Sequence[RunGroup]) -> str:
     most = max(len(group.runs) for group in groups)
     return "One seed." if most == 1 else f"Mean of up to {most} seeds; band: minimum to maximum."

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.experiments.artefacts import global_prototypes, local_prototypes
 from pbfl_flwr.experiments.pictures.style import Picture, heatmap_picture, of_each_run
-from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.results import RunGroup
 
 HOW = "Magnitude of each dimension, relative to the largest in its row; blank: zero."
 
 
 @of_each_run
-def local_heatmaps(group: Group) -> Iterator[Picture]:
+def local_heatmaps(group: RunGroup) -> Iterator[Picture]:
     """Yield for every run all clients' uploads of one class, above its global prototype."""
     run = group.first
     globals_, locals_ = global_prototypes(run), local_prototypes(run)
@@ -37,7 +37,7 @@ def local_heatmaps(group: Group) -> Iterator[Picture]:
 
 
 @of_each_run
-def global_heatmaps(group: Group) -> Iterator[Picture]:
+def global_heatmaps(group: RunGroup) -> Iterator[Picture]:
     """Yield a heatmap of all global prototypes for every run."""
     yield heatmap_picture(
         "global-prototypes",

@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.pictures.style import (
     of_each_run,
     titled_picture,
 )
-from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.results import RunGroup
 
 
 def similarities(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -46,7 +46,7 @@ def margins(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @of_each_run
-def matrices(group: Group) -> Iterator[Picture]:
+def matrices(group: RunGroup) -> Iterator[Picture]:
     """Yield for every run the matrices of cosine similarities and of distances."""
     values, names = _present(group)
     cosine, distance = similarities(values), distances(values)
@@ -70,7 +70,7 @@ def matrices(group: Group) -> Iterator[Picture]:
         )
 
 
-def per_class(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
+def per_class(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     """Yield two pictures with all runs: each class's mean similarity to the others, and its normalised margin."""
     rows, reasons = of_available(groups, _present)
     yield from reasons
@@ -110,7 +110,7 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
     )
 
 
-def _present(group: Group) -> tuple[NDArray[np.float64], list[str]]:
+def _present(group: RunGroup) -> tuple[NDArray[np.float64], list[str]]:
     """Return the rows of the classes that have a prototype, and their names.
 
     Raises:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.results import RunGroup
 
 INK, GRID, BLANK = "#1b1f24", "#c9ced6", "#f4f5f6"
 # Okabe and Ito's palette without black and yellow, ordered so that successive colours differ clearly.
@@ -66,8 +66,8 @@ class Picture:
 
 
 def of_each_run(
-    draw: Callable[[Group], Iterator[Picture]],
-) -> Callable[[Sequence[Group]], Iterator[Picture | PbflError]]:
+    draw: Callable[[RunGroup], Iterator[Picture]],
+) -> Callable[[Sequence[RunGroup]], Iterator[Picture | PbflError]]:
     """Return the kind that draws every configuration's first run, or yields the reason why it cannot.
 
     Args:
@@ -75,7 +75,7 @@ def of_each_run(
     """
 
     @wraps(draw)
-    def drawn(groups: Sequence[Group]) -> Iterator[Picture | PbflError]:
+    def drawn(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
         for number, group in enumerate(groups):
             try:
                 for picture in draw(group):
@@ -87,8 +87,8 @@ def of_each_run(
 
 
 def of_available(
-    groups: Sequence[Group], read: Callable[[Group], T]
-) -> tuple[list[tuple[Group, T]], list[PbflError]]:
+    groups: Sequence[RunGroup], read: Callable[[RunGroup], T]
+) -> tuple[list[tuple[RunGroup, T]], list[PbflError]]:
     """Return (what was read of the configurations that have it, the reasons why the others do not)."""
     available, reasons = [], []
     for group in groups:

@@ -12,7 +12,7 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan import configuration
-from pbfl_flwr.experiments.results import FinishedRun, Group, Statistic, with_the_same_keys
+from pbfl_flwr.experiments.results import FinishedRun, RunGroup, Statistic, with_the_same_keys
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import RunDirectory
 
@@ -219,11 +219,11 @@ def reason_not_to_write(planned: Iterable[PlannedRun]) -> str:
 
 def finished_groups(
     planned: Iterable[PlannedRun], by: str = "", statistic: Statistic = "weighted"
-) -> list[Group]:
+) -> list[RunGroup]:
     """Return the finished runs of every label that has any; ``by`` and ``statistic`` as in :class:`FinishedRun`."""
     done = [run for run in planned if finished(run)]
     loaded = [FinishedRun.load(run.directory, by=by, statistic=statistic) for run in done]
     by_label: dict[str, list[FinishedRun]] = {}
     for run, finished_run in zip(done, with_the_same_keys(loaded), strict=True):
         by_label.setdefault(run.label, []).append(finished_run)
-    return [Group(label, tuple(runs)) for label, runs in by_label.items()]
+    return [RunGroup(label, tuple(runs)) for label, runs in by_label.items()]

@@ -46,7 +46,7 @@ from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.plan import configuration, planned_runs
 from pbfl_flwr.experiments.plan.configuration import DirectoryName, merged
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, check_names, finished_groups
-from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.results import RunGroup
 from pbfl_flwr.experiments.summary import (
     BEST,
     BEST_STD,
@@ -135,7 +135,7 @@ class Reproduction(BaseModel):
         """Return the published value of a run in a block, see :data:`Cell`."""
         return self.published[label][list(self.blocks).index(block)]
 
-    def difference(self, block: str, group: Group) -> float | None:
+    def difference(self, block: str, group: RunGroup) -> float | None:
         """Return our mean minus the published value in percentage points; None if either is missing."""
         values = (BEST if self.round == "best" else LAST).values(group)
         published = self.published_cell(block, group.label)
@@ -282,20 +282,20 @@ def tables(
     return Tables(shown, {"table.md": f"{text}\n", "table.csv": summary_csv([*block_of], lead)})
 
 
-def _columns(paper: Reproduction, block_of: Mapping[Group, str]) -> tuple[Text, Text, Text]:
+def _columns(paper: Reproduction, block_of: Mapping[RunGroup, str]) -> tuple[Text, Text, Text]:
     """Return the columns of the published accuracy, of its ±, and of our difference."""
 
-    def published(group: Group) -> list[str]:
+    def published(group: RunGroup) -> list[str]:
         return [f"{value:.2f}" for value in paper.published_cell(block_of[group], group.label)]
 
-    def gap(form: str, missing: str) -> Callable[[Group], str]:
-        def cell(group: Group) -> str:
+    def gap(form: str, missing: str) -> Callable[[RunGroup], str]:
+        def cell(group: RunGroup) -> str:
             points = paper.difference(block_of[group], group)
             return missing if points is None else format(points, form)
 
         return cell
 
-    def both(group: Group) -> str:
+    def both(group: RunGroup) -> str:
         return " ± ".join(published(group)) or "-"
 
     return (
@@ -305,11 +305,13 @@ def _columns(paper: Reproduction, block_of: Mapping[Group, str]) -> tuple[Text, 
     )
 
 
-def _sheet(paper: Reproduction, block: str, groups: Sequence[Group], planned: Sequence[PlannedRun]) -> Sheet:
+def _sheet(
+    paper: Reproduction, block: str, groups: Sequence[RunGroup], planned: Sequence[PlannedRun]
+) -> Sheet:
     def ours(title: str, accuracy: Figures, over_clients: Figures) -> Column:
         """Return the column whose ± is over clients if the paper's is, else over seeds."""
 
-        def cell(group: Group) -> str:
+        def cell(group: RunGroup) -> str:
             means = [
                 f"{fmean(column.values(group)):.2f}" for column in (accuracy, over_clients) if group.scores
             ]

@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.phase import Phase
-from pbfl_flwr.runs.records import RoundRecord, Scores
+from pbfl_flwr.runs.records import Accuracies, RoundRecord
 
 
 class Hooks(Strategy):
@@ -90,5 +90,5 @@ def _train_metrics(record: RoundRecord) -> MetricRecord:
     return MetricRecord({**sizes, **_accuracy_metrics(record)})
 
 
-def _accuracy_metrics(scores: Scores) -> MetricRecord:
+def _accuracy_metrics(scores: Accuracies) -> MetricRecord:
     return MetricRecord({f"accuracy-{name}": of.weighted for name, of in scores.accuracy.items()})

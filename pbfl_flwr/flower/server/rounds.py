@@ -18,6 +18,7 @@ from pbfl_flwr.method import Moment
 from pbfl_flwr.payloads import Serializable
 from pbfl_flwr.runs.directory import finite
 from pbfl_flwr.runs.records import (
+    Accuracies,
     Accuracy,
     Bytes,
     ClientsRecord,
@@ -25,7 +26,6 @@ from pbfl_flwr.runs.records import (
     FinalScores,
     RoundRecord,
     Scalars,
-    Scores,
     Seconds,
 )
 from pbfl_flwr.training import class_metrics
@@ -46,7 +46,7 @@ class FinishedRound:
     state: Serializable
 
 
-# Scores over clients ----------------------------------------------------------------------------------------
+# Scores over clients --------------------------------------------------------------------------------------------
 
 
 def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, Accuracy]:
@@ -98,10 +98,12 @@ def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
     }
 
 
-def scores(replies: Replies) -> Scores:
+def scores(replies: Replies) -> Accuracies:
     """Return the accuracies over the clients that replied."""
     reports = replies.reports
-    return Scores(accuracy=summarise_accuracy(reports), validation=summarise_accuracy(on_validation(reports)))
+    return Accuracies(
+        accuracy=summarise_accuracy(reports), validation=summarise_accuracy(on_validation(reports))
+    )
 
 
 def updated_ages(

@@ -25,7 +25,7 @@ from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs import directory as history
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused
-from pbfl_flwr.runs.records import Scores
+from pbfl_flwr.runs.records import Accuracies
 from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.util.atomic_files import DamagedState
 from server_app import app as server_app
@@ -367,7 +367,7 @@ def test_best_state_is_the_scored_one(tmp_path: Path, moment: str) -> None:
         run.run()
     figures = {}
     for line in run.strategy.history:
-        entries: list[tuple[Scores | None, int]] = [(line, line.round), (line.final, line.round + 1)]
+        entries: list[tuple[Accuracies | None, int]] = [(line, line.round), (line.final, line.round + 1)]
         for entry, number in entries:
             if entry is not None and "global" in entry.accuracy:
                 figures[number] = entry.accuracy["global"].weighted

@@ -87,7 +87,7 @@ def test_clients_record_holds_every_client() -> None:
     assert columns.num_validation == [0, 4, 0, 5]
     assert columns.correct_validation == [{}, {"head": 1}, {}, {"head": 5}]
     assert columns.seconds == {step: [float(n)] * 4 for n, step in enumerate(SPENT, start=1)}
-    unvalidated = replace(exchange(), reports={2: exchange().reports[2]})
+    unvalidated = replace(replies(), reports={2: replies().reports[2]})
     assert not {"num_validation", "correct_validation"} & set(clients_record(unvalidated, {}).to_json())
 
 
