@@ -5,11 +5,11 @@ A dataset is one function ``(DataSettings) -> Pool`` in its own module and one e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pbfl_flwr.config import DataSettings
+from pbfl_flwr.config import DataSettings, Scalar
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.own.columns import SUFFIXES
 from pbfl_flwr.data.own.hugging_face import flwr_datasets, is_saved_dataset
@@ -58,6 +58,19 @@ DATASETS: dict[str, Dataset] = {
 }  # fmt: skip
 
 _DATASET_OF_SUFFIX = {".npz": "npz", **dict.fromkeys(SUFFIXES, "table")}
+
+
+def dealt(configuration: Mapping[str, Scalar]) -> str:
+    """Return how the samples of a run were dealt to its clients, in a few words, e.g. ``dirichlet(0.1)``."""
+    if configuration["dataset"] == "pflib":
+        return "clients and splits of its files"
+    detail = {
+        "dirichlet": f"({configuration['dirichlet-alpha']})",
+        "pathological": f"({configuration['classes-per-client']} classes)",
+        "way-shot": f"({configuration['ways']} ways, {configuration['shots']} shots)",
+        "natural": f"({configuration['partitioner']})" if configuration.get("partitioner") else "",
+    }.get(str(configuration["partition"]), "")
+    return f"{configuration['partition']}{detail}"
 
 
 def kind_of(path: Path) -> str:

@@ -9,6 +9,7 @@ from statistics import fmean
 from rich.console import Console
 
 from pbfl_flwr.config import Scalar
+from pbfl_flwr.data.datasets import dealt
 from pbfl_flwr.errors import FEW
 from pbfl_flwr.experiments.console import clients_named, say
 from pbfl_flwr.experiments.notes import majority_lines
@@ -76,12 +77,7 @@ def warning_lines(run: FinishedRun) -> list[str]:
 def settings_line(about: RunRecord, num_rounds: int) -> str:
     """Return one line that describes a run with this number of finished rounds."""
     config = about.configuration
-    detail = {
-        "dirichlet": f"({config['dirichlet-alpha']})",
-        "pathological": f"({config['classes-per-client']} classes)",
-        "way-shot": f"({config['ways']} ways, {config['shots']} shots)",
-    }.get(str(config["partition"]), "")
-    data = f"{config['dataset']}, {config['partition']}{detail}"
+    data = f"{config['dataset']}, {dealt(config)}"
     if about.own_data:
         data = "the clients' own data"
     models = config["models"]

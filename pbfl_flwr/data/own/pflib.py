@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.atomic_files import create_private, make_directory
 
 PARTS = ("train", "test")
+DEALT = ("non_iid", "balance", "partition", "alpha")  # what config.json says of how the samples were dealt
 MAX_CLIENTS = 100_000  # as num-clients
 
 
@@ -40,9 +42,9 @@ def pflib(settings: DataSettings) -> Pool:
     root = given_path(
         settings, "a PFLlib/HtFLlib dataset folder with config.json, train/<i>.npz and test/<i>.npz"
     )
-    num_clients, num_classes = _read_config(root / "config.json")
-    hint = f"though {root / 'config.json'} says num_clients = {num_clients}"
-    return _pool(settings, root, range(num_clients), num_classes, hint)
+    config = _read_config(root / "config.json")
+    hint = f"though {root / 'config.json'} says num_clients = {config.num_clients}"
+    return _pool(settings, root, range(config.num_clients), config, hint)
 
 
 def pflib_client(settings: DataSettings, client: int | None) -> Pool:
@@ -56,7 +58,7 @@ def pflib_client(settings: DataSettings, client: int | None) -> Pool:
         PbflError: as :func:`pflib`, and if ``client`` is None and the folder holds several clients, or none.
     """
     root = given_path(settings, "a PFLlib/HtFLlib dataset folder with config.json and train/<i>.npz")
-    num_classes = _read_config(root / "config.json")[1]
+    config = _read_config(root / "config.json")
     if client is None:
         clients = sorted(path.stem for path in (root / "train").glob("*.npz"))
         if len(clients) != 1 or not clients[0].isdecimal():
@@ -66,13 +68,13 @@ def pflib_client(settings: DataSettings, client: int | None) -> Pool:
             )
         client = int(clients[0])
     hint = "set data-client (a whole number) to another client of the folder"
-    return _pool(settings, root, [client], num_classes, hint)
+    return _pool(settings, root, [client], config, hint)
 
 
-def _pool(settings: DataSettings, root: Path, clients: Iterable[int], num_classes: int, hint: str) -> Pool:
+def _pool(settings: DataSettings, root: Path, clients: Iterable[int], config: _Config, hint: str) -> Pool:
     """Return the samples of these clients; ``hint`` is for the error if a file is missing."""
     files = [root / part / f"{client}.npz" for client in clients for part in PARTS]
-    names = _names(settings, num_classes, root)
+    names = _names(settings, config.num_classes, root)
     for path in files:
         if not path.is_file():
             raise PbflError(f"there is no {path}; {hint}")
@@ -82,7 +84,7 @@ def _pool(settings: DataSettings, root: Path, clients: Iterable[int], num_classe
         shape: tuple[int, ...] | None = None
         for path in files:  # reads the files twice, to hold only one in memory
             x, y = _read_part(path)
-            y = _numbered(y, num_classes, settings, path)
+            y = _numbered(y, config.num_classes, settings, path)
             shape = shape or (x.shape[1:] if len(y) else None)
             if len(y) and x.shape[1:] != shape:
                 raise PbflError(f"{path} has inputs of shape {x.shape[1:]}; the previous files have {shape}")
@@ -103,6 +105,7 @@ def _pool(settings: DataSettings, root: Path, clients: Iterable[int], num_classe
             num_train=sum(sizes),
             owner=np.repeat(np.arange(len(files)) // 2, sizes),
             in_train=np.repeat(np.arange(len(files)) % 2 == 0, sizes),
+            notes=config.notes,
         )
 
     return cached(settings, [root / "config.json", *files], decode)
@@ -144,10 +147,20 @@ def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
     create_private(path / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def _read_config(path: Path) -> tuple[int, int]:
+@dataclass(frozen=True)
+class _Config:
+    """What config.json says."""
+
+    num_clients: int
+    num_classes: int
+    notes: tuple[str, ...]
+
+
+def _read_config(path: Path) -> _Config:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         num_clients, num_classes = int(config["num_clients"]), int(config["num_classes"])
+        said = [f"{key} = {json.dumps(config[key])[:40]}" for key in DEALT if key in config]
     except FileNotFoundError as error:
         raise PbflError(f"there is no {path}, which every PFLlib/HtFLlib dataset folder has") from error
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -157,7 +170,7 @@ def _read_config(path: Path) -> tuple[int, int]:
             f"{path}: num_clients = {num_clients}, num_classes = {num_classes}; must be 1 to {MAX_CLIENTS} and "
             f"2 to {MAX_CLASSES}"
         )
-    return num_clients, num_classes
+    return _Config(num_clients, num_classes, (f"config.json says {', '.join(said)}",) if said else ())
 
 
 def _names(settings: DataSettings, num_classes: int, root: Path) -> tuple[str, ...]:

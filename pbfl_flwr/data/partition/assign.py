@@ -168,7 +168,7 @@ def _as_in_files(pool: Pool, owner: Rows, in_train: NDArray[np.bool_], num_clien
     notes = ["clients and splits come from the files; partition settings do not apply"]
     if num_clients < available:
         notes.append(f"the first {num_clients} of {available} clients")
-    return Partition(tuple(splits), _counts(pool, splits), (*pool.notes, *notes))
+    return Partition(tuple(splits), _counts(pool, splits), (*notes, *pool.notes))
 
 
 def _finish(

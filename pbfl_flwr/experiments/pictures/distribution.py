@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from pbfl_flwr.data.datasets import dealt
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.pictures.style import Picture, heatmap_picture
 from pbfl_flwr.experiments.results import RunGroup
@@ -28,7 +29,7 @@ def label_distribution(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflErr
         yield heatmap_picture(
             f"label-distribution-{number}",
             "Label distribution over clients",
-            f"{config['dataset']}, {config['partition']} partition; training, validation and test samples together; "
+            f"{config['dataset']}, {dealt(config)}; training, validation and test samples together; "
             f"blank: none. Runs: {', '.join(sharing)}.",
             np.where(counts > 0, counts, np.nan).T,
             xlabel="client",

@@ -53,6 +53,7 @@ def test_clients_are_the_files(directory):
         assert data.prepare(data.train.inputs).equal(data.train.inputs)
         assert data.num_classes == 4
     assert "partition settings do not apply" in part.notes[0]
+    assert part.notes[1:] == ('config.json says partition = "dir"',)
     assert check_data(settings, 1).notes[1] == "the first 1 of 2 clients"
     with pytest.raises(PbflError, match="num-clients = 3: the dataset's files hold 2 clients"):
         check_data(settings, 3)
