@@ -338,13 +338,13 @@ def test_the_title_says_what_devices_brought(tmp_path: Path) -> None:
     assert "fedproto on the clients' own data, 2 clients, models cnn2, mlp5, d = 64" in line
     simulated = show.settings_line(about, 3)
     assert "fedproto on digits, dirichlet(0.1), 2 clients, models small-4, d = 64" in simulated
-    for keys, words in (
+    for changed, words in (
         ({"dataset": "pflib", "partition": "dirichlet"}, "pflib, clients and splits of its files"),
         ({"dataset": "flwr-datasets", "partition": "natural"}, "flwr-datasets, natural"),
         ({"partition": "natural", "partitioner": "IidPartitioner"}, "digits, natural(IidPartitioner)"),
         ({"partition": "iid"}, "digits, iid"),
     ):
-        configuration = {**about.configuration, **keys}
+        configuration = {**about.configuration, **changed}
         line = show.settings_line(about.model_copy(update={"configuration": configuration}), 3)
         assert f"fedproto on {words}, 2 clients, models" in line
 

@@ -73,8 +73,7 @@ def is_saved_dataset(path: Path) -> bool:
 
 def _decode(settings: DataSettings, allocate: Allocate) -> Pool:
     train, test = _splits(settings)
-    owner: NDArray[np.int64] | None = None
-    notes: list[str] = []
+    owner, notes = None, list[str]()
     parts = [train] if test is None else [train, test]
     if settings.partitioner:
         ids, notes = _partition_ids(train, settings)
@@ -213,9 +212,9 @@ def _inputs(
     from datasets import Image, Value
 
     features, where = parts[0].features, settings.data_dir
-    about = [label, CLIENT]
+    about = {label, CLIENT}
     if settings.partitioner and settings.partitioner != QUANTITY:  # a client's name, or a class
-        about += [str(name) for name in [_arguments(settings).get("partition_by")] if name]
+        about.add(str(_arguments(settings).get("partition_by")))
     others = {name: feature for name, feature in features.items() if name not in about}
     images = [name for name, feature in others.items() if isinstance(feature, Image)]
     if len(images) == 1:

@@ -97,15 +97,15 @@ def _column(values: NDArray[Any], path: Path, key: str, what: str) -> tuple[list
     def place(row: int) -> str:
         return f"{path}: {key}[{row}]"
 
-    wrong = np.zeros(len(values), dtype=bool)
+    wrong: NDArray[np.bool_] = np.zeros(len(values), dtype=np.bool_)
     fault = "it holds what is no character"
     if kind == "f":
-        wrong |= ~np.isfinite(values) | (values != np.round(values))
+        wrong = ~np.isfinite(values) | (values != np.round(values))
         odd = values[wrong.argmax()]
         fault = "the cell is empty" if np.isnan(odd) else f"{odd} is not a whole number"
     elif kind == "U" and values.itemsize:
         points = np.ascontiguousarray(values).view(np.dtype(np.uint32).newbyteorder(values.dtype.byteorder))
-        wrong |= (points.reshape(len(values), -1) > sys.maxunicode).any(axis=1)
+        wrong = points.reshape(len(values), -1).max(axis=1) > sys.maxunicode
     if wrong.any():
         raise PbflError(f"{place(int(wrong.argmax()))}: {fault}; a {what} is expected")
     distinct, codes = np.unique(values, return_inverse=True)

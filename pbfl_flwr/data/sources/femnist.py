@@ -79,6 +79,8 @@ def _read(path: Path) -> list[tuple[str, NDArray[np.uint8], Rows]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         data = content["user_data"]
+        if not all(str(user).strip() for user in content["users"]):
+            raise ValueError("a user has no name")
         return [(str(user), *_samples(data[user]["x"], data[user]["y"])) for user in content["users"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
@@ -89,13 +91,15 @@ def _read(path: Path) -> list[tuple[str, NDArray[np.uint8], Rows]]:
 
 
 def _samples(x: Sequence[Any], y: Sequence[Any]) -> tuple[NDArray[np.uint8], Rows]:
-    pixels, labels = np.asarray(x, dtype=np.float32), np.asarray(y, dtype=np.int64)
+    pixels, labels = np.asarray(x, dtype=np.float32), np.asarray(y)
     if not len(labels):
-        return np.empty((0, 1, SIDE, SIDE), np.uint8), labels
+        return np.empty((0, 1, SIDE, SIDE), np.uint8), labels.astype(np.int64)
+    if labels.dtype.kind not in "iu":
+        raise ValueError("y does not consist of whole numbers")
     if pixels.shape != (len(labels), SIDE * SIDE) or labels.ndim != 1:
         raise ValueError(f"x is {pixels.shape}, y {labels.shape}")
     if not (pixels.min() >= 0 and pixels.max() <= 1):  # NaN is neither
         raise ValueError(f"x ranges from {pixels.min():g} to {pixels.max():g}")
     if labels.min() < 0 or labels.max() >= len(LABELS):
         raise ValueError(f"y ranges from {labels.min()} to {labels.max()}")
-    return np.rint(255 * pixels).astype(np.uint8).reshape(-1, 1, SIDE, SIDE), labels
+    return np.rint(255 * pixels).astype(np.uint8).reshape(-1, 1, SIDE, SIDE), labels.astype(np.int64)

@@ -98,6 +98,10 @@ def test_an_image_folder_that_cannot_be_used_says_why(tmp_path, write_image):
     with pytest.raises(PbflError, match="classes that train/ lacks: \\['cow'\\]"):
         load(tmp_path / "a")
     write_image(tmp_path / "b" / "cat" / "0.png", 3)
+    with pytest.raises(
+        PbflError, match="has only the class 'cat'; must be 2 classes or more; set labels to all"
+    ):
+        load(tmp_path / "b")
     write_image(tmp_path / "b" / "dog" / "0.png", 3)
     (tmp_path / "b" / "dog" / "1.png").write_bytes(b"no image")
     with pytest.raises(PbflError, match=r"1\.png is not a readable image"):

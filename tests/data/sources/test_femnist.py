@@ -112,6 +112,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         ("not json", "Expecting value"),
         ('{"users": ["ann"]}', "it lacks 'user_data'"),
         ('{"users": ["ann"], "user_data": {}}', "it lacks 'ann'"),
+        ('{"users": ["ann", ""], "user_data": {}}', "a user has no name"),
         ('{"users": ["ann"], "user_data": {"ann": {"x": [[0.5]], "y": [1]}}}', r"x is \(1, 1\), y \(1,\)"),
         ('{"users": ["ann"], "user_data": {"ann": {"x": [["a"]], "y": [1]}}}', "could not convert"),
         ("[]", "list indices"),
@@ -129,9 +130,14 @@ def test_a_file_that_is_not_leafs_is_named(tmp_path: Path, content: str, reason:
 
 @pytest.mark.parametrize(
     ("pixel", "label", "reason"),
-    [(255, 1, "x ranges from 0 to 255"), (float("nan"), 1, "x ranges"), (0.5, 62, "y ranges from 62 to 62")],
+    [
+        (255, 1, "x ranges from 0 to 255"),
+        (float("nan"), 1, "x ranges"),
+        (0.5, 62, "y ranges from 62 to 62"),
+        (0.5, 1.5, "y does not consist of whole numbers"),
+    ],
 )
-def test_values_that_are_not_leafs_are_named(tmp_path: Path, pixel: float, label: int, reason: str) -> None:
+def test_values_that_are_not_leafs_are_named(tmp_path: Path, pixel: float, label: float, reason: str) -> None:
     write(tmp_path / "train/all_data_0.json", {"ann": {"x": [[0.0] * 783 + [pixel]], "y": [label]}})
     with pytest.raises(PbflError, match=reason):
         load_pool(settings(tmp_path))
