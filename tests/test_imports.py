@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runs", "sinks"),
     ("models", "data"),
     ("method",),
+    ("calls",),
     ("training",),
     ("prototypes",),
     ("methods",),

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pbfl_flwr import seeds
+from pbfl_flwr import calls, seeds
 from pbfl_flwr.config import PREDICTORS, DataSettings, Settings, parse
 from pbfl_flwr.data import ClientData, Partition, Pool, Split, load_pool, make_partition
 from pbfl_flwr.data.clients import materialise
@@ -67,7 +67,7 @@ def new_client_sheet(run: FinishedRun, clients: int, rounds: int) -> Sheet:
         check_allowed(run, architecture_of(settings.models.models, number))
         seed = seeds.derive(settings.data.partition_seed, "validation", number)
         data = materialise(pool, split, settings.data.validation_share, seed)
-        sent = wire.encode(method.broadcast(state, number), settings.prototypes.wire_dtype)
+        sent = wire.encode(calls.broadcast(method, state, number), settings.prototypes.wire_dtype)
         client = _client(settings, number, done, data, run)
         played.append([*_rounds(method, client, wire.decode(sent, method.down, task), rounds)])
     columns = {
@@ -108,10 +108,10 @@ def _rounds(method: Method[Any, Any, Any], client: Client, down: Payload, rounds
         client.model.eval()
         seeds.seed_code(client.device, client.seed, "layers", client.key, number)
         method.install(client, down)
-        before = evaluate(client, method.predictors(client, down))
-        memory = method.local_update(client, down).memory
+        before = evaluate(client, calls.predictors(method, client, down))
+        memory = calls.local_update(method, client, down).memory
         client = replace(client, memory={name: tensor.cpu() for name, tensor in memory.items()})
-        yield before, evaluate(client, method.predictors(client, down))
+        yield before, evaluate(client, calls.predictors(method, client, down))
 
 
 def _accuracy(each: Sequence[Round], moment: int, predictor: str) -> str:

@@ -28,12 +28,7 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
                 "has no class Config(Group)"
             )
         parse_section(config, settings)
-    method = call_user_function("method", spec, "settings", settings)
-    if not isinstance(method, Method):
-        raise PbflError(
-            f"method = '{spec}': the function returned {type(method).__name__}, expected a "
-            "pbfl_flwr.method.Method"
-        )
+    method = call_user_function("method", spec, "settings", settings, Method)  # type: ignore[type-abstract]
     declared = (
         (("name", "state", "down", "up"), method),
         (("classes", "magnitudes"), getattr(method, "up", None)),

@@ -42,6 +42,7 @@ from pbfl_flwr.prototypes.trainable import (
 )
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import fit, forward
+from pbfl_flwr.util.user_code import returned
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             collector.add(features, labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
             if has_prototypes:
-                terms["regularizer"] = stages.regularizer_weight * self.regularizer(
+                distance = self.regularizer(
                     features,
                     labels,
                     targets,
@@ -147,6 +148,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
                     per_class=per_class,
                     masks=inside,
                 )
+                distance = returned(self.regularizer, distance, Tensor)
+                terms["regularizer"] = stages.regularizer_weight * distance
             return terms
 
         report = fit(client, loss, after_epoch=collector.close_epoch)

@@ -13,6 +13,7 @@ from pbfl_flwr.data import Shard
 from pbfl_flwr.method import Client, Predictor
 from pbfl_flwr.training.class_metrics import Areas, ByClass, areas
 from pbfl_flwr.training.loop import REMEDY, Diverged, each_feature
+from pbfl_flwr.util.user_code import returned
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _scores(
     for features, labels in each_feature(client, shard):
         answered = logits = client.model.head(features)
         for name, predictor in predictors.items():
-            scores = predictor(features, logits)
+            scores = returned(predictor, predictor(features, logits), Tensor)
             if scores.shape != (len(labels), client.task.num_classes):
                 raise ValueError(
                     f"predictor '{name}' returns scores of shape {tuple(scores.shape)}, expected (B, K)"

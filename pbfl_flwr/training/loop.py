@@ -21,6 +21,7 @@ from pbfl_flwr.method import Client
 from pbfl_flwr.models.contract import SplitModel, has_batch_norm, is_deterministic
 from pbfl_flwr.training.augmentation import Augmentation
 from pbfl_flwr.training.optimizers import SGD, Adam, Optimizer, ParamGroup, State, param_group
+from pbfl_flwr.util.user_code import wrong_result
 
 Loss = Callable[..., Mapping[str, Tensor]]
 """(inputs (B, ...), labels (B,), tensors from ``draw``) -> named loss terms; their sum is minimised."""
@@ -139,6 +140,8 @@ def fit(
 
     def learn(*batch: Tensor) -> None:
         terms = loss(*batch)
+        if not steps:
+            _check_terms(loss, terms)
         optimizer.zero_grad()
         torch.stack(list(terms.values())).sum().backward()
         optimizer.step()
@@ -176,6 +179,18 @@ def fit(
     _check_finite(losses, optimizer.parameters, steps)
     state = _to_remember(optimizer.state, names) if settings.optimizer_state == "kept" else {}
     return FitReport(steps, samples, losses, state)
+
+
+def _check_terms(loss: Loss, terms: object) -> None:
+    """Check what a loss has returned.
+
+    Raises:
+        PbflError: naming the function, if they are no tensors by name.
+    """
+    if not (
+        isinstance(terms, Mapping) and terms and all(isinstance(term, Tensor) for term in terms.values())
+    ):
+        raise wrong_result(loss, terms, "its terms by name, each a tensor")
 
 
 def _names(model: SplitModel, groups: Sequence[ParamGroup]) -> dict[str, nn.Parameter]:

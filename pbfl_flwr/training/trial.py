@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pbfl_flwr import seeds
+from pbfl_flwr import calls, seeds
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError, format_exception
 from pbfl_flwr.method import Client, Method
@@ -53,11 +53,11 @@ def try_step(architecture: str, method: Method[Any, Any, Any], client: Client) -
 
 
 def _step(method: Method[Any, Any, Any], client: Client) -> None:
-    down = method.broadcast(method.init(client.task, client.seed), client.id)
+    down = calls.broadcast(method, calls.first_state(method, client.task, client.seed), client.id)
     method.install(client, down)
-    evaluate(client, method.predictors(client, down))
-    update = method.local_update(client, down)
-    evaluate(client, method.predictors(replace(client, memory=update.memory), down))
+    evaluate(client, calls.predictors(method, client, down))
+    update = calls.local_update(method, client, down)
+    evaluate(client, calls.predictors(method, replace(client, memory=update.memory), down))
 
 
 def _with_few_samples(client: Client, size: int) -> Client:

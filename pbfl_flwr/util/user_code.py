@@ -6,13 +6,18 @@ that the owner of this process has allowed: by the configuration that was writte
 """
 
 import importlib
+import inspect
 import re
+import reprlib
 import traceback
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from pbfl_flwr.errors import LONGEST, PbflError, printable
 
+T = TypeVar("T")
 SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -86,7 +91,7 @@ def import_function(key: str, spec: str) -> Callable[..., object]:
     return user_function
 
 
-def call_user_function(key: str, spec: str, what: str, argument: object) -> object:
+def call_user_function(key: str, spec: str, what: str, argument: object, kind: type[T]) -> T:
     """Import the module, call the function and return its result.
 
     Args:
@@ -94,21 +99,67 @@ def call_user_function(key: str, spec: str, what: str, argument: object) -> obje
         spec: ``my_package.module:function``.
         what: name of the argument, for messages.
         argument: the function's only argument.
+        kind: the type that the result must have.
 
     Raises:
-        PbflError: as :func:`import_function`, or if the function raises; a PbflError of its own is passed on unchanged.
+        PbflError: as :func:`import_function`, or if the function raises or its result is of another type; a PbflError
+            of its own is passed on unchanged.
     """
     function = import_function(key, spec)
     try:
-        return function(argument)
+        result = function(argument)
     except PbflError:
         raise
     except (Exception, SystemExit) as error:  # user code may raise anything
-        name, code = spec.partition(":")[2], getattr(function, "__code__", None)
-        begins = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+        name = spec.partition(":")[2]
         raise PbflError(
-            f"{key} = '{spec}': {name}({what}) raised {describe_user_error(error, spec, begins)}"
+            f"{key} = '{spec}': {name}({what}) raised {describe_user_error(error, spec, place_of(function))}"
         ) from error
+    try:
+        return returned(function, result, kind)
+    except PbflError as error:
+        raise PbflError(f"{key} = '{spec}': {error}") from None
+
+
+def place_of(function: object) -> str:
+    """Return the file and line where a function, or the class of another callable object, is defined.
+
+    It begins with a space, and is empty for code that was not written in Python.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    if not hasattr(function, "__name__"):
+        function = type(function).__call__ if callable(function) else None
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+
+
+def returned(function: object, value: object, kind: type[T]) -> T:
+    """Return what a function of a user's has returned.
+
+    Args:
+        function: that returned it.
+        value: what it returned.
+        kind: the type that it must have.
+
+    Raises:
+        PbflError: naming the function and where it is defined, if the value is of another type.
+    """
+    if not isinstance(value, kind):
+        raise wrong_result(function, value, _with_article(kind.__name__))
+    return value
+
+
+def wrong_result(function: object, value: object, expected: str, part: str = "") -> PbflError:
+    """Return the error for a function that returned something else than expected, or with such a ``part``."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    plain = value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
+    found = printable(reprlib.repr(value)) if plain else _with_article(type(value).__name__)
+    return PbflError(f"{name}{place_of(function)} returned {part}{found}; must return {expected}")
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
 def describe_user_error(error: BaseException, spec: str, otherwise: str = "") -> str:

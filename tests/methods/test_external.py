@@ -2,21 +2,25 @@
 
 import sys
 from bdb import BdbQuit
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from pbfl_flwr import calls
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
 from pbfl_flwr.flower.messages.report import Part, Report
 from pbfl_flwr.method import Round, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.payloads import Weights
+from pbfl_flwr.payloads import Prototypes, Weights
 from pbfl_flwr.training.class_metrics import Areas, ByClass
 from pbfl_flwr.training.evaluation import evaluate
+from pbfl_flwr.training.loop import fit
 from tests.flower.inprocess import federation
 from tests.methods.conftest import TASK, settings_of
 
@@ -129,6 +133,74 @@ def test_a_breakpoint_without_a_terminal_is_explained(tmp_path, monkeypatch):
         started.run()
 
 
+def forgets(*arguments: object, **named: object) -> None:
+    """What a user wrote without a return."""
+
+
+FORGETS = rf"forgets \(test_external.py:{forgets.__code__.co_firstlineno}\) returned None; must return "
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("init", "a Dynamics"),
+        ("broadcast", "a Weights"),
+        ("local_update", "an Update"),
+        ("predictors", "functions by name, each from features and logits to scores"),
+        ("aggregate", "a Dynamics"),
+        ("report", "numbers by name"),
+        ("warnings", "a list of texts"),
+        ("auxiliary_architectures", "a tuple"),
+    ],
+)
+def test_a_function_that_returns_nothing_is_named_with_its_place(tmp_path, monkeypatch, name, expected):
+    started = federation(tmp_path, "feddyn:build")
+    monkeypatch.setattr(sys.modules["feddyn"].FedDyn, name, forgets)
+    with pytest.raises(PbflError, match=FORGETS + expected):
+        started.run()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"payload": None}, "with the payload None; must return one with a Weights$"),
+        ({"payload": 3}, "with the payload 3; must "),
+        ({"memory": None}, "with the memory None; must return one with tensors by name$"),
+        ({"memory": {"kept": 3}}, "with the memory {'kept': 3}; "),
+        ({"metrics": None}, "with the metrics None; must return one with numbers by name$"),
+    ],
+)
+def test_an_update_of_other_parts_is_refused(make_client, monkeypatch, change, says):
+    method = feddyn()
+    whole = type(method).local_update
+    monkeypatch.setattr(type(method), "local_update", lambda *arguments: replace(whole(*arguments), **change))
+    down = method.broadcast(method.init(TASK, 0), 0)
+    with pytest.raises(PbflError, match=rf"<lambda> \(test_external.py:\d+\) returned an Update {says}"):
+        calls.local_update(method, make_client(), down)
+
+
+def test_losses_and_regularisers_that_return_nothing_are_named(make_client):
+    forgotten: Any = forgets
+    with pytest.raises(PbflError, match=FORGETS + "its terms by name, each a tensor$"):
+        fit(make_client(), forgotten)
+    method = replace(build_method(settings_of("cosproto:build", models="mlp5")), regularizer=forgets)
+    table = Prototypes(torch.ones(4, 6), torch.ones(4, dtype=torch.bool))
+    with pytest.raises(PbflError, match=FORGETS + "a Tensor$"):
+        method.local_update(make_client(), table)
+
+
+def test_predictors_without_functions_or_scores_are_refused(make_client):
+    method, forgotten = feddyn(), cast(Any, forgets)
+    with pytest.raises(PbflError, match=FORGETS + "a Tensor$"):
+        evaluate(make_client(), {"head": forgotten})
+    down = method.broadcast(method.init(TASK, 0), 0)
+    with (
+        patch.object(type(method), "predictors", lambda self, client, down: {"head": None}),
+        pytest.raises(PbflError, match=r"<lambda> .* returned {'head': None}; must return functions"),
+    ):
+        calls.predictors(method, make_client(), down)
+
+
 def test_a_prediction_that_no_report_has_room_for_is_refused(make_client):
     with pytest.raises(ValueError, match=r"predictor 'mine': must be one of head, global, "):
         evaluate(make_client(), {"head": head_scores, "mine": head_scores})
@@ -163,7 +235,7 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
         ({"method": "fedyn:build"}, "method = 'fedyn:build': cannot import 'fedyn' .*PYTHONPATH"),
         ({"method": "feddyn:bild"}, "'feddyn' has no function 'bild'"),
         ({"method": "no_page:number"}, "'no_page' has no function 'number'"),
-        ({"method": "no_page:nothing"}, "the function returned NoneType, expected a pbfl_flwr.method.Method"),
+        ({"method": "no_page:nothing"}, r"nothing \(no_page.py:2\) returned None; must return a Method$"),
         ({"method": "no_page:silent"}, "int lacks the attribute classes, magnitudes"),
         ({"method": "no_page:named"}, "'local': predicts contains 'mine', .*; must be of head, global, "),
         ({"method": "no_page:headed"}, "primary_predictor = 'global': must be one listed in predicts: head$"),

@@ -193,7 +193,7 @@ def test_external_model_by_module_and_function(external: str) -> None:
         ("{}:without_features", r"has no method features\(x\) that returns \(B, 24\)"),
         ("{}:without_head", r"has no submodule head that maps \(B, 24\) to \(B, 10\)"),
         ("{}:head_is_a_method", r"no submodule head .* a method does not count"),
-        ("{}:nothing", "returned NoneType, expected a torch.nn.Module"),
+        ("{}:nothing", r"nothing \(\w+.py:\d+\) returned None; must return a Module"),
         ("{}:raises", r": raises\(task\) raised ValueError: not enough .* \(somebodys_nets\.py:29\)$"),
         ("{}:raises_in_torch", r": raises_in_torch\(task\) raised TypeError: .* \(somebodys_nets\.py:30\)$"),
         ("{}:raises_later", r"features: raised AttributeError: .*'hiden' \(somebodys_nets\.py:33\)$"),

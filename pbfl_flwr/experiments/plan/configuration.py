@@ -190,9 +190,11 @@ def config_warnings(
 
 def training_warnings(settings: Settings, method: Method[Any, Any, Any]) -> list[str]:
     """Return the warnings on training and method before a run."""
+    from pbfl_flwr import calls
+
     run = settings.run
-    in_all = method.warnings(run.num_server_rounds)
-    in_few = method.warnings(min(1 + run.patience, run.num_server_rounds)) if run.patience else []
+    in_all = calls.warnings(method, run.num_server_rounds)
+    in_few = calls.warnings(method, min(1 + run.patience, run.num_server_rounds)) if run.patience else []
     early = f"patience = {run.patience}: the run may end as early as one with"
     return [
         *settings.training.config_warnings(),

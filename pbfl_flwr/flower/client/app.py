@@ -16,7 +16,7 @@ from flwr.app import Context, Error, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
-from pbfl_flwr import seeds
+from pbfl_flwr import calls, seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError, format_exception, is_out_of_memory
@@ -118,9 +118,9 @@ def _train_and_save(session: ClientSession, message: Message, worker: Worker) ->
     if moment == "before":
         scores = _scores(session, down)
     with session.timed("fit"):
-        update = method.local_update(client, down)
+        update = calls.local_update(method, client, down)
         _check_usable(update.payload, session)
-    predictors = method.predictors(replace(client, memory=update.memory), down)
+    predictors = calls.predictors(method, replace(client, memory=update.memory), down)
     if moment == "after":
         with session.timed("evaluate"):
             scores = evaluate(client, predictors)
@@ -178,7 +178,7 @@ def _scores(session: ClientSession, down: Payload) -> Scores:
     method, client = session.method, session.client
     if resolved_moment(session.settings.evaluation, method) == "before":
         method.install(client, down)
-    predictors = method.predictors(client, down)
+    predictors = calls.predictors(method, client, down)
     with session.timed("evaluate"):
         return evaluate(client, predictors)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MessageType
 
+from pbfl_flwr import calls
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.device import choose_device, identify
@@ -23,7 +24,7 @@ from pbfl_flwr.models.pretrained import digest as digest_of_weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.augmentation import check_augmentation
 from pbfl_flwr.training.trial import SIZES, try_step
-from pbfl_flwr.util.user_code import UserCode
+from pbfl_flwr.util.user_code import UserCode, returned
 
 
 def answer_handshake(message: Message, context: Context, worker: Worker) -> Message:
@@ -36,12 +37,12 @@ def answer_handshake(message: Message, context: Context, worker: Worker) -> Mess
     settings, method = run.settings, run.method
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
     data = worker.data_of(settings, identity)
-    if not worker.configured:
-        _check(data)
+    if worker.source is not None:
+        _check(data, worker.source)
     task = data.task(settings.models.feature_dim)
     architecture = architecture_for(settings, identity)
     check_augmentation(settings.training.augmentation, task)
-    for name in method.auxiliary_architectures():
+    for name in calls.auxiliary_architectures(method):
         digest_of_weights(name)  # raises if they are missing
     device = choose_device(settings.training.device)
     built = worker.network(architecture, task, settings.run.seed, device, settings.training)
@@ -128,15 +129,14 @@ def _try(architecture: str, run: Run, client: Client) -> None:
     try_step(architecture, run.method, replace(client, training=training, evaluation=evaluation))
 
 
-def _check(data: object) -> None:
+def _check(data: object, source: object) -> None:
     """Check the data returned by an app's own data function.
 
     Raises:
-        PbflError: giving their type or the invalid part, and what is allowed.
+        PbflError: naming the function, or the invalid part and what is allowed.
     """
-    if not isinstance(data, ClientData):
-        raise PbflError(f"the app's data function returned a {type(data).__name__}: must be a ClientData")
+    given = returned(source, data, ClientData)
     try:
-        data.check()
+        given.check()
     except PbflError as error:
         raise PbflError(f"the data from the app's data function: {error}") from None

@@ -18,7 +18,7 @@ from pbfl_flwr.config import Settings, comma_list
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.device import client_id_of
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.util.user_code import import_function, own_code
+from pbfl_flwr.util.user_code import import_function, own_code, returned
 
 
 def checked_mods(mods: Sequence[Mod]) -> list[Mod]:
@@ -77,9 +77,6 @@ def call_with_mods(
 def _around(mod: Mod, call_next: ClientAppCallable) -> ClientAppCallable:
     def call(message: Message, context: Context) -> Message:
         reply = mod(message, context, call_next)
-        if not isinstance(reply, Message):
-            name = getattr(mod, "__name__", repr(mod))
-            raise PbflError(f"mod '{name}' returned {type(reply).__name__}, expected a flwr.app.Message")
-        return reply
+        return returned(mod, reply, Message)
 
     return call

@@ -61,6 +61,7 @@ class Worker:
     Attributes:
         recordings: of training steps as CUDA graphs.
         checked: what a handshake has tried before.
+        source: of the data, if it is the app's own.
 
     Args:
         data: of the app; None means the configured dataset and partition.
@@ -77,7 +78,7 @@ class Worker:
         self._name = uuid4().hex
         self.recordings = Recordings()
         self.checked: set[tuple[object, ...]] = set()
-        self._source, self._given = data, settings
+        self.source, self._given = data, settings
         self._loaded = loaded or LoadedData()
         self._runs = lru_cache(maxsize=64)(self._run)
         self._networks: dict[tuple[object, ...], Built] = {}
@@ -85,7 +86,7 @@ class Worker:
 
     def __reduce__(self) -> tuple[Callable[..., Worker], tuple[str, DataSource | None, Settings | None]]:
         """Travel without what is kept; see :func:`arrived`."""
-        return arrived, (self._name, self._source, self._given)
+        return arrived, (self._name, self.source, self._given)
 
     # Runs ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +116,7 @@ class Worker:
     @property
     def configured(self) -> bool:
         """Whether the app has no data of its own, so that clients take the configured dataset or their node's."""
-        return self._source is None
+        return self.source is None
 
     def data_of(self, settings: Settings, identity: Identity) -> ClientData:
         """Return the client's shards.
@@ -131,9 +132,9 @@ class Worker:
                 f"client-id = '{identity.client}': a name is for devices that bring their own data; this one needs "
                 f"{need}{', or a number instead, which takes that share of the common dataset' * self.configured}"
             )
-        if self._source is None:
+        if self.source is None:
             return self._loaded.client(settings.data, settings.run.num_clients, identity.client)
-        return self._source(settings, identity.client)
+        return self.source(settings, identity.client)
 
     # Networks -----------------------------------------------------------------------------------------------
 

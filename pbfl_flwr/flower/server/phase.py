@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
+from pbfl_flwr import calls
 from pbfl_flwr.config import RunSettings
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.identity import IDENTITY, declared_identity
@@ -118,7 +119,7 @@ def phase_of(
     # since the id of a deleted object may be reused.
     encoded: dict[int, tuple[Payload, ArrayRecord]] = {}
     for number in sorted(plan.kinds):
-        payload = method.broadcast(state, number)
+        payload = calls.broadcast(method, state, number)
         if id(payload) not in encoded:
             encoded[id(payload)] = payload, wire.encode(payload, dtype)
         config = ConfigRecord({"round": plan.number, "experiment": experiment})

@@ -11,6 +11,7 @@ from typing import Any
 
 from flwr.common import log
 
+from pbfl_flwr import calls
 from pbfl_flwr.config import CHANGEABLE, Settings, completed, relevant
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
@@ -281,7 +282,7 @@ class RunRecorder(Recorder):
             counts=partition.counts.tolist(),
             warnings=list(partition.notes),
             majority=partition.majority(pool.labels),
-            paper_scalars=self._method.paper_scalars(clients[0].task, class_counts),
+            paper_scalars=calls.paper_scalars(self._method, clients[0].task, class_counts),
             data=pool.fingerprint(),
         )
 
@@ -304,7 +305,7 @@ def log_start(settings: Settings, method: Method[Any, Any, Any]) -> None:
     log(INFO, "%s: %s clients, %s, d=%s", method.name, clients, models.models, models.feature_dim)
     warnings = [
         *settings.training.config_warnings(),
-        *method.warnings(run.num_server_rounds),
+        *calls.warnings(method, run.num_server_rounds),
     ]
     for warning in warnings:
         log(WARNING, "%s", warning)

@@ -29,7 +29,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from pbfl_flwr import seeds
+from pbfl_flwr import calls, seeds
 from pbfl_flwr.config import Settings, changed
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
@@ -144,7 +144,8 @@ class MethodStrategy(hooks.Hooks):
             self._recorder.begin(self.experiment, self.moment, roster.clients.values())
             return
         if resumed := self._recorder.resume(self.method.state, roster.task):
-            self.state, self.done = self.method.resumed(resumed.state), resumed.done
+            state = self.method.resumed(resumed.state)
+            self.state, self.done = calls.as_state(self.method, state, self.method.resumed), resumed.done
             self.history = resumed.history
             for clients in resumed.clients:
                 self._count_participations(clients)
@@ -156,7 +157,7 @@ class MethodStrategy(hooks.Hooks):
         self.task = task
         seed = self.settings.run.seed
         with seeds.seeded(seeds.derive(seed, "server", 0)):  # a user's method may draw from global generators
-            self.state = self.method.init(task, seed)
+            self.state = calls.first_state(self.method, task, seed)
 
     def start(
         self,
@@ -298,7 +299,8 @@ class MethodStrategy(hooks.Hooks):
             uploads = dict(sorted(uploads.items()))
         with seeds.seeded(seeds.derive(run.seed, "server", server_round)):
             state = self.method.aggregate(self.state, uploads, round_info)
-        stopping.need_finite(self.method.broadcast(state, min(uploads, default=0)), server_round)
+        calls.as_state(self.method, state, self.method.aggregate)
+        stopping.need_finite(calls.broadcast(self.method, state, min(uploads, default=0)), server_round)
         return state
 
     def _finished(self, replies: Replies, started: float, grid: Grid | None = None) -> FinishedRound:
@@ -312,6 +314,7 @@ class MethodStrategy(hooks.Hooks):
         number, members, method = replies.phase.number, self._clients, self.method
         aggregating = time.perf_counter()
         state = self.aggregate_fit(number, replies.uploads)
+        calls.as_state(method, state, self.aggregate_fit)
         aggregated = time.perf_counter() - aggregating
 
         accuracies = rounds.scores(replies)
@@ -326,7 +329,7 @@ class MethodStrategy(hooks.Hooks):
         last_ages = self.history[-1].ages if self.history else None
         ages = rounds.updated_ages(last_ages, replies.classes, self._task.num_classes)
         warnings = [
-            *method.warnings(self.schedule.num_rounds, state),
+            *calls.warnings(method, self.schedule.num_rounds, state),
             *rounds.warnings(replies, self._participations, ages, members.roster, method.keeps_nothing),
         ]
         if self.schedule.num_rounds == number > 1 and self.settings.evaluation.predictor != "auto":
@@ -334,7 +337,7 @@ class MethodStrategy(hooks.Hooks):
         if ends_early:
             warnings.append(early_stop_warning(scores, self.moment, self.schedule.patience))
         total = time.perf_counter() - started
-        metrics, late = method.report(state), members.late_bytes
+        metrics, late = calls.report(method, state), members.late_bytes
         record = RoundRecord(
             **rounds.round_fields(replies, self.moment, metrics, aggregated, total, final, late),
             warnings=[*warnings, *members.warnings, *self._recorder.warnings()],
@@ -373,8 +376,7 @@ class MethodStrategy(hooks.Hooks):
 
     def _broadcast(self, state: Serializable) -> Payload:
         """Return what the first client would be sent in the next round."""
-        broadcast: Payload = self.method.broadcast(state, min(self._clients.roster.clients))
-        return broadcast
+        return calls.broadcast(self.method, state, min(self._clients.roster.clients))
 
     # For Flower's hooks --------------------------------------------------------------------------------------
 

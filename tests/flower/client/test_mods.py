@@ -229,7 +229,7 @@ def test_mods_are_named_by_module_and_function(mods: str) -> None:
 @pytest.mark.parametrize(
     ("mods", "says"),
     [
-        ("mods_page:nothing", "mod 'nothing' returned NoneType, expected a flwr.app.Message"),
+        ("mods_page:nothing", r"nothing \(mods_page.py:\d+\) returned None; must return a Message"),
         ("mods_page:breaks", r"ValueError: no way \(mods_page.py:\d+\)"),
     ],
 )

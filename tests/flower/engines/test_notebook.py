@@ -191,7 +191,9 @@ def test_rejects_invalid_data_of_the_app_before_training(
     with pytest.raises(PbflError, match=f"1 of 1 clients: the data from the app's data function: .*{says}"):
         federate_app(strategy, make_client_app(my_data, strategy.settings))
     app = make_client_app(lambda settings, client: None, strategy.settings)  # type: ignore[arg-type, return-value]
-    with pytest.raises(PbflError, match="the app's data function returned a NoneType: must be a ClientData"):
+    with pytest.raises(
+        PbflError, match=r"<lambda> \(test_notebook.py:\d+\) returned None; must return a ClientData"
+    ):
         federate_app(strategy, app)
 
 

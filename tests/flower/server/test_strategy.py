@@ -1,7 +1,7 @@
 """The strategy: aggregation, sampling, failures and what ends a run. Some rounds here have no training in them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from flwr.serverapp.strategy import Strategy
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.engines.local import federate_app
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.payloads import Prototypes, Weights
+from pbfl_flwr.payloads import Payload, Prototypes, Weights
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs.tensor_files import load_tensors
 from tests.flower.inprocess import (
@@ -74,6 +76,23 @@ def test_weight_averages_agree_with_numpy(weighting: str) -> None:
     for name in state.tensors:
         stacked = np.stack([share[i] * uploads[i].tensors[name].double().numpy() for i in n])
         np.testing.assert_allclose(state.tensors[name], stacked.sum(0) / sum(share.values()), atol=1e-6)
+
+
+class Forgetful(MethodStrategy):
+    """A user's strategy that saves something and forgets to return the state."""
+
+    def aggregate_fit(self, server_round: int, uploads: Mapping[int, Payload]) -> Any:
+        super().aggregate_fit(server_round, uploads)
+
+
+def test_an_aggregate_fit_that_returns_nothing_is_named_with_its_place() -> None:
+    settings = parse({"num-clients": 3, "models": "mlp5", "feature-dim": 8, "max-samples": 120}, SECTIONS)
+    line = Forgetful.aggregate_fit.__code__.co_firstlineno
+    place = (
+        rf"^Forgetful.aggregate_fit \(test_strategy.py:{line}\) returned None; must return a PipelineState$"
+    )
+    with pytest.raises(PbflError, match=place):
+        federate_app(Forgetful(settings), make_client_app(None, settings))
 
 
 def test_non_finite_aggregate_ends_the_run_and_keeps_the_state() -> None:

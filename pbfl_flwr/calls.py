@@ -1,0 +1,130 @@
+"""Calls of a method's functions that check what comes back, since users write methods.
+
+A function that returns something else is named with the place of its definition, where its result arrives and not where
+something uses it later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from pbfl_flwr.method import Client, Method, Predictor, Update
+from pbfl_flwr.payloads import Payload, Serializable
+from pbfl_flwr.task import Task
+from pbfl_flwr.util.user_code import returned, wrong_result
+
+AnyMethod = Method[Any, Any, Any]
+
+
+def first_state(method: AnyMethod, task: Task, seed: int) -> Serializable:
+    """Return the server's state before round 1.
+
+    Raises:
+        PbflError: if it is not of the method's type ``state``.
+    """
+    return as_state(method, method.init(task, seed), method.init)
+
+
+def as_state(method: AnyMethod, state: object, function: object) -> Serializable:
+    """Return the state that a function has returned.
+
+    Raises:
+        PbflError: naming the function, if it is not of the method's type ``state``.
+    """
+    checked: Serializable = returned(function, state, method.state)
+    return checked
+
+
+def broadcast(method: AnyMethod, state: object, client: int) -> Payload:
+    """Return the payload for one client.
+
+    Raises:
+        PbflError: if it is not of the method's type ``down``.
+    """
+    down: Payload = returned(method.broadcast, method.broadcast(state, client), method.down)
+    return down
+
+
+def local_update(method: AnyMethod, client: Client, down: Payload) -> Update[Any]:
+    """Train a client and return its update.
+
+    Raises:
+        PbflError: if it is no Update, its payload is not of the method's type ``up``, or its memory holds anything else
+            than tensors.
+    """
+    function = method.local_update
+    update: Update[Any] = returned(function, function(client, down), Update)
+    memory = update.memory
+    if not isinstance(update.payload, method.up):
+        one = f"one with a {method.up.__name__}"
+        raise wrong_result(function, update.payload, one, "an Update with the payload ")
+    if not (isinstance(memory, Mapping) and all(isinstance(kept, Tensor) for kept in memory.values())):
+        raise wrong_result(function, memory, "one with tensors by name", "an Update with the memory ")
+    if not isinstance(update.metrics, Mapping):
+        raise wrong_result(
+            function, update.metrics, "one with numbers by name", "an Update with the metrics "
+        )
+    return update
+
+
+def predictors(method: AnyMethod, client: Client, down: Payload) -> Mapping[str, Predictor]:
+    """Return the predictors of a client by name.
+
+    Raises:
+        PbflError: if they are no functions by name.
+    """
+    found = method.predictors(client, down)
+    if not (isinstance(found, Mapping) and all(map(callable, found.values()))):
+        raise wrong_result(
+            method.predictors, found, "functions by name, each from features and logits to scores"
+        )
+    return found
+
+
+def report(method: AnyMethod, state: object) -> Mapping[str, float]:
+    """Return the server's metrics.
+
+    Raises:
+        PbflError: if they are no numbers by name.
+    """
+    metrics = method.report(state)
+    if not (isinstance(metrics, Mapping) and all(isinstance(value, Real) for value in metrics.values())):
+        raise wrong_result(method.report, metrics, "numbers by name")
+    return metrics
+
+
+def warnings(method: AnyMethod, num_rounds: int, state: object = None) -> list[str]:
+    """Return the warnings before a run, or after a round.
+
+    Raises:
+        PbflError: if they are no list of texts.
+    """
+    lines = method.warnings(num_rounds, state)
+    if not (isinstance(lines, list) and all(isinstance(line, str) for line in lines)):
+        raise wrong_result(method.warnings, lines, "a list of texts")
+    return lines
+
+
+def paper_scalars(method: AnyMethod, task: Task, class_counts: Sequence[int]) -> float | None:
+    """Return the papers' cost, None if undefined.
+
+    Raises:
+        PbflError: if it is no number.
+    """
+    cost = method.paper_scalars(task, class_counts)
+    if not (cost is None or isinstance(cost, Real)):
+        raise wrong_result(method.paper_scalars, cost, "a number, or None if it is undefined")
+    return cost
+
+
+def auxiliary_architectures(method: AnyMethod) -> tuple[str, ...]:
+    """Return the architectures of networks that every client builds besides its own.
+
+    Raises:
+        PbflError: if they are no tuple.
+    """
+    return returned(method.auxiliary_architectures, method.auxiliary_architectures(), tuple)
