@@ -171,7 +171,12 @@ def _execute(
     from pbfl_flwr.data import LoadedData
     from pbfl_flwr.experiments.execute import several
     from pbfl_flwr.experiments.plan import configuration
-    from pbfl_flwr.experiments.plan.planned_runs import finished, preflight, reason_not_to_write
+    from pbfl_flwr.experiments.plan.planned_runs import (
+        edited_line,
+        finished,
+        preflight,
+        reason_not_to_write,
+    )
     from pbfl_flwr.experiments.tables import Sheet
     from pbfl_flwr.util.atomic_files import write_atomically
 
@@ -184,6 +189,8 @@ def _execute(
         return COMPLETED if several.show_plan(chosen, console) else REFUSED
     if resources.engine == "flower":
         own_network(configuration.check(run.requested) for run in chosen)
+    if line := edited_line(chosen):
+        say(console, line, "yellow")
     pending = sum(not finished(run) for run in chosen)
     say(console, f"{pending} of {len(chosen)} runs are to be run")
 

@@ -133,6 +133,11 @@ class RunSettings(Group):
     resume: Annotated[bool, PLACE] = Field(
         False, description="continue after the last round stored in run-dir"
     )
+    new_code: Annotated[bool, COURSE] = Field(
+        False,
+        description="continue a run, or take it for finished, although code of yours was edited since; run.json says "
+        "from which round on it is used",
+    )
     mods: UserFunctions = Field(
         "",
         description="Flower mods around the clients: a comma list of my_package.module:function, the outermost first",

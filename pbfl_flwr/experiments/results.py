@@ -217,6 +217,16 @@ class FinishedRun:
         return self.by or self.about.primary_predictor
 
     @property
+    def edits(self) -> list[int]:
+        """The rounds from which on it was made with other code of the user's than before."""
+        before, rounds = self.about.code, []
+        for change in self.about.changes:
+            if change.code != before and change.from_round <= self.rounds[-1].round:
+                rounds.append(change.from_round)
+            before = change.code
+        return rounds
+
+    @property
     def seed(self) -> int:
         """The run's seed."""
         return int(self.config["seed"])

@@ -214,11 +214,13 @@ def run_notes(groups: Sequence[RunGroup]) -> list[str]:
     partly = [f"{label}, {n} of {of} seeds" for label, (n, of) in counts.items() if 0 < n < of]
     mixed = [group.label for group in groups if len({len(run.rounds) for run in group.runs}) > 1]
     changed = [group.label for group in groups if not all(same_data(group.first, run) for run in group.runs)]
+    edited = [group.label for group in groups if any(run.edits for run in group.runs)]
     partitions = [run.partition for group in groups for run in group.runs]
     return [
         *([MOMENT_NOTE] if moment_column(groups) else []),
         *([f"Runs with different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
         *([f"Runs of one row on different data: {'; '.join(changed)}."] if changed else []),
+        *([f"Code edited during a run, see pbfl show: {'; '.join(edited)}."] if edited else []),
         *unscored_lines((group.label, group.first.predictor) for group in groups if not group.scores),
         *([f"Not scored for every seed: {'; '.join(partly)}."] if partly else []),
         *coverage_lines([(group.label, group.coverage) for group in groups]),

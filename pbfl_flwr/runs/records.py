@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import DamagedState
+from pbfl_flwr.util.source_hash import code_hashes
 
 VERSION = 2
 
@@ -286,13 +287,29 @@ class ClientRecord(Record):
         return self.model_copy(update={"key": key, "registered": registered})
 
 
+class Change(Record):
+    """What differs in the later rounds of a resumed run.
+
+    Attributes:
+        from_round: the first round that was made so.
+        method, code: as in :class:`RunRecord`.
+    """
+
+    from_round: int
+    method: dict[str, bool | int | float | str]
+    code: dict[str, str]
+
+
 class RunRecord(Record):
     """The content of run.json.
 
     Attributes:
         version: of these records.
         configuration: kebab-case keys, all of them; "auto" where the method decides.
-        method: settings of the method as it was built, where "auto" has its value.
+        method: settings of the method as it was built for round 1, where "auto" has its value.
+        code: hash of the source of every function of a user's that took part, by its name my_package.module:function,
+            see :mod:`pbfl_flwr.util.source_hash`; of the server's process, devices have their own.
+        changes: method and code of later rounds, where they differ from those before.
         versions: of packages, Python and the operating system.
         experiment: the name under which clients keep their state.
         primary_predictor: by which the run is reported.
@@ -305,6 +322,8 @@ class RunRecord(Record):
     version: int
     configuration: dict[str, bool | int | float | str]
     method: dict[str, bool | int | float | str] = {}
+    code: dict[str, str] = {}
+    changes: list[Change] = []
     versions: dict[str, str]
     experiment: str
     primary_predictor: str
@@ -319,6 +338,26 @@ class RunRecord(Record):
         if version != VERSION:
             raise PydanticCustomError("version", f"{version} is not read here, only {VERSION}")
         return version
+
+    @property
+    def latest(self) -> Change:
+        """Method and code of the last rounds, and since which round."""
+        return [Change(from_round=1, method=self.method, code=self.code), *self.changes][-1]
+
+    def continued(self, now: Change) -> dict[str, Any]:
+        """Return the fields that change if the rounds from ``now.from_round`` on are made so."""
+        if now.from_round == 1:
+            return {"method": now.method, "code": now.code, "changes": []}
+        changes = [change for change in self.changes if change.from_round < now.from_round]
+        before = self.model_copy(update={"changes": changes}).latest
+        same = (before.method, before.code) == (now.method, now.code)
+        return {"changes": changes if same else [*changes, now]}
+
+    @property
+    def edited(self) -> tuple[str, ...]:
+        """The functions of the user's that were edited since the last rounds, as far as their source is here."""
+        made_with = self.latest.code
+        return tuple(name for name, now in code_hashes(made_with).items() if made_with[name] != now)
 
     @property
     def last_round(self) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pbfl_flwr.errors import LONGEST, PbflError, printable
+from pbfl_flwr.util.source_hash import remember_source
 
 T = TypeVar("T")
 SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -78,6 +79,7 @@ def import_function(key: str, spec: str) -> Callable[..., object]:
         raise PbflError(
             f"{key} = '{spec}': importing '{module_name}' raised {describe_user_error(error, spec)}"
         ) from error
+    remember_source(module_name)
     function = getattr(module, function_name, None)
     if not callable(function) and module_name == "__main__":
         raise PbflError(

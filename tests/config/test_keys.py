@@ -75,7 +75,7 @@ def test_what_a_key_concerns_is_declared_with_it() -> None:
         "min-clients",
         "max-upload-mb",
     }
-    course |= {"threads", "sinks"}
+    course |= {"threads", "sinks", "new-code"}
     assert {*PLACES} == {"run-dir", "state-dir", "resume"}
     assert {*CHANGEABLE} == {"num-server-rounds", "patience", *course}
     assert {*NEUTRAL} == {"seed", "device", *PLACES, *course}

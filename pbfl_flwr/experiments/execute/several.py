@@ -24,7 +24,7 @@ from pbfl_flwr.experiments.console import print_blocks, say
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.execute.runner import INTERRUPTED, simulate
 from pbfl_flwr.experiments.plan import configuration
-from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, standing
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, edited_line, set_aside, standing
 from pbfl_flwr.flower.deploy.processes import Processes, signals_ignored
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, slots
 from pbfl_flwr.util.atomic_files import make_directory, private_opener
@@ -143,6 +143,8 @@ def run_in_turn(
         if now.keys is None:
             continue
         try:
+            if now.state == "to run again":
+                set_aside(run)
             code = start(now.keys, run.directory)
         except PbflError as error:
             failed.append(f"{run.name}: {error}")
@@ -191,6 +193,8 @@ def run_in_parallel(
                 rounds = configuration.check(run.requested).run.num_server_rounds
                 follower = Follower(run.directory, rounds, console, name)
                 try:
+                    if standing(run).state == "to run again":
+                        set_aside(run)
                     running.append(_start(run, command_of(run, slot), slot, follower))
                 except PbflError as error:
                     failed.append(f"{run.name}: {error}")
@@ -276,6 +280,8 @@ def show_plan(planned: Sequence[PlannedRun], console: Console) -> bool:
         rounds = "-" if now.refusal else f"{now.rounds}/{wanted}"
         rows.append((run.label, settings.method, now.state, str(run.seed), rounds, str(run.directory)))
     print_blocks(console, COLUMNS, rows, words=3)
+    if line := edited_line(planned):
+        say(console, line, "yellow")
     pending = sum(now.keys is not None for now in standings)
     say(console, f"{pending} of {len(rows)} runs are to be run; nothing was started")
     refusals = [now.refusal for now in standings if now.refusal]

@@ -208,7 +208,7 @@ def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> Re
 
     Raises:
         PbflError: if there is no run, if it is a run of devices and ``devices`` is False, if it has more rounds than
-            requested, or if the changes would change the results.
+            requested, if the changes would change the results, or if code was edited without new-code.
     """
     about = RunDirectory(run).record()
     if not devices and not about.simulated:
@@ -217,7 +217,8 @@ def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> Re
         )
     recorded = about.configuration
     changed = RequestedKeys(
-        {**recorded, **requested.values, "run-dir": str(run), "resume": True}, requested.problems
+        {**recorded, "new-code": False, **requested.values, "run-dir": str(run), "resume": True},
+        requested.problems,
     )
     wanted = check(changed)
     RunDirectory(run).check_states(wanted.run.state_dir)
@@ -229,6 +230,11 @@ def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> Re
         raise PbflError(
             f"{', '.join(different)}: changes the results of the resumed run; only these may change: "
             f"{', '.join(CHANGEABLE)}"
+        )
+    if (edited := about.edited) and not wanted.run.new_code:
+        raise PbflError(
+            f"{', '.join(edited)}: edited since the run was made; --set new-code=true goes on with it, and run.json "
+            "says from which round on"
         )
     rounds = wanted.run.num_server_rounds
     if (done := len(RunDirectory(run).round_records())) > rounds:

@@ -10,11 +10,13 @@ from typing import Literal
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.data import LoadedData
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, abbreviate, writing
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.results import FinishedRun, RunGroup, Statistic, with_the_same_keys
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.locks import in_use
+from pbfl_flwr.util.atomic_files import make_directory
 
 LONGEST_RANGE = 1000  # of seeds; a longer one is taken for a typing error
 
@@ -182,16 +184,18 @@ class Standing:
 
     Attributes:
         state: "refused" if it cannot go on, see :func:`check_finished` and
-            :func:`pbfl_flwr.experiments.plan.configuration.resumed`.
+            :func:`pbfl_flwr.experiments.plan.configuration.resumed`; "to run again" if it was made with other code.
         rounds: number of its finished rounds.
         keys: to start or resume it with; None if there is nothing to do.
         refusal: the run's name and why it is refused; empty if it is not.
+        edited: functions of the user's that were edited since.
     """
 
-    state: Literal["to run", "to resume", "finished", "refused"]
+    state: Literal["to run", "to run again", "to resume", "finished", "refused"]
     rounds: int = 0
     keys: configuration.RequestedKeys | None = None
     refusal: str = ""
+    edited: tuple[str, ...] = ()
 
 
 def standing(run: PlannedRun) -> Standing:
@@ -201,12 +205,45 @@ def standing(run: PlannedRun) -> Standing:
         finished = check_finished(run)
         if not directory.taken:
             return Standing("to run", keys=run.requested)
+        if (edited := directory.record().edited) and not run.requested.values.get("new-code"):
+            return Standing("to run again", keys=run.requested, edited=edited)
         rounds = len(directory.round_records())
         if finished:
             return Standing("finished", rounds)
         return Standing("to resume", rounds, configuration.resumed(run.directory, run.requested))
     except PbflError as error:
         return Standing("refused", refusal=f"{run.name}: {error}")
+
+
+def edited_line(planned: Iterable[PlannedRun]) -> str:
+    """Return a line on the runs that were made with other code; empty if there are none."""
+    edited = [(run, names) for run in planned if (names := standing(run).edited)]
+    if not edited:
+        return ""
+    functions = ", ".join(sorted({name for _, names in edited for name in names}))
+    folders = ", ".join(dict.fromkeys(str(_other_code(run)) for run, _ in edited))
+    return (
+        f"made before {functions} was edited, to be run again and then kept in {folders}: "
+        f"{abbreviate([run.name for run, _ in edited])}; --set new-code=true takes them as they are"
+    )
+
+
+def set_aside(run: PlannedRun) -> None:
+    """Move a run that was made with other code out of the way.
+
+    Raises:
+        PbflError: if a process works on it, or it cannot be moved.
+    """
+    experiment, folder = RunDirectory(run.directory).record().experiment, _other_code(run)
+    if in_use(run.directory):
+        raise PbflError(f"'{run.directory}' was made with other code, but is in use by a run")
+    with writing(folder):
+        make_directory(folder)
+        run.directory.rename(folder / f"{run.directory.name}-{experiment[-8:]}")
+
+
+def _other_code(run: PlannedRun) -> Path:
+    return run.directory.parent / "other-code"
 
 
 def reason_not_to_write(planned: Iterable[PlannedRun]) -> str:

@@ -23,11 +23,19 @@ from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs.directory import ERROR, RESULT, RunDirectory, RunRefused
 from pbfl_flwr.runs.early_stopping import Score, all_scores, best
-from pbfl_flwr.runs.records import ClientRecord, ClientsRecord, PartitionRecord, RoundRecord, RunRecord
+from pbfl_flwr.runs.records import (
+    Change,
+    ClientRecord,
+    ClientsRecord,
+    PartitionRecord,
+    RoundRecord,
+    RunRecord,
+)
 from pbfl_flwr.runs.result_hash import result_hash
 from pbfl_flwr.sinks import Sinks
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import UnsavedState, flush_directory
+from pbfl_flwr.util.source_hash import check_unedited, code_hashes
 
 # Files ------------------------------------------------------------------------------------------------------
 
@@ -120,8 +128,17 @@ class RunRecorder(Recorder):
     def _reopen(self) -> None:
         """Record the settings with which a run goes on."""
         self.directory.remove(RESULT)
-        method = settings_in(self._method)  # may depend on the number of rounds
-        self.directory.update(configuration=self._settings.as_dict(), method=method, ended_after=None)
+        now = Change(
+            from_round=len(self.directory.round_records()) + 1,
+            method=settings_in(self._method),  # may depend on the number of rounds
+            code=self._code(),
+        )
+        continued = self.directory.record().continued(now)
+        self.directory.update(configuration=self._settings.as_dict(), ended_after=None, **continued)
+
+    def _code(self) -> dict[str, str]:
+        check_unedited(self._settings.code)
+        return code_hashes(self._settings.code)
 
     def locked(self) -> AbstractContextManager[object]:
         """Return a context in which no other process may write the run."""
@@ -151,6 +168,11 @@ class RunRecorder(Recorder):
                 f"run-dir = '{self.directory.path}' was made with another configuration, {', '.join(odd)}; only "
                 f"{', '.join(CHANGEABLE)} may differ when a run is resumed"
             )
+        if (edited := previous.edited) and not self._settings.run.new_code:
+            raise RunRefused(
+                f"run-dir = '{self.directory.path}': {', '.join(edited)} was edited since; new-code = true goes on "
+                "with it, and run.json says from which round on"
+            )
         self.directory.remove(ERROR)
         return previous
 
@@ -158,9 +180,10 @@ class RunRecorder(Recorder):
         """Write a new run's files before its first round, run.json last; in a simulation also the partition.
 
         Raises:
-            PbflError: if the directory already holds a run, or a sink cannot be opened.
+            PbflError: if the directory already holds a run, code was edited since it was imported, or a sink cannot be
+                opened.
         """
-        members = list(clients)
+        members, code = list(clients), self._code()
         self.directory.check_new()
         if all(client.simulated and client.configured_data for client in members):
             self.directory.write_partition(self._partition_record(members))
@@ -168,6 +191,7 @@ class RunRecorder(Recorder):
         self.directory.start(
             configuration=self._settings.as_dict(),
             method=settings_in(self._method),
+            code=code,
             experiment=experiment,
             primary_predictor=self._primary_predictor,
             moment=moment,
