@@ -403,7 +403,9 @@ class PrototypeSettings(Group):
         "its last epoch, or before training",
     )
     aggregation: str = Field(
-        "auto", description="how the server combines prototypes: a name from `pbfl list rules`"
+        "auto",
+        description="how the server combines prototypes: a name from `pbfl list rules`, or a rule of your own: "
+        "my_package.module:rule",
     )
     trim_share: float = Field(
         0.2, ge=0, lt=0.5, description="trimmed-mean: share of values trimmed on each side"

@@ -35,7 +35,8 @@ def method_of(run: FinishedRun) -> Method[Any, Any, Any]:
     Raises:
         PbflError: if its configuration is of another version, or it is code that is not installed or not allowed.
     """
-    check_allowed(run, str(run.config["method"]))
+    for key in ("method", "aggregation"):
+        check_allowed(run, str(run.config[key]))
     return build_method(parse(run.config, SECTIONS).allowing(run.allowed))
 
 

@@ -27,7 +27,8 @@ SYMBOLS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 def _rules() -> Rows:
     from pbfl_flwr.prototypes.rules import RULES  # loads torch
 
-    return [(name, rule.summary) for name, rule in RULES.items()]
+    own = ("my_package.module:rule", "a rule of your own: a function of the rows of a class, or a Rule")
+    return [*((name, rule.summary) for name, rule in RULES.items()), own]
 
 
 ROWS: dict[str, Callable[[], Rows]] = {  # topic -> names with descriptions

@@ -131,7 +131,7 @@ def coordinate_median(uploads: Iterable[Prototypes]) -> Prototypes:
     Raises:
         ValueError: if there is no upload or the shapes differ.
     """
-    return _per_class(uploads, _median)
+    return per_class(uploads, _median)
 
 
 def trimmed_mean(uploads: Iterable[Prototypes], share: float) -> Prototypes:
@@ -155,7 +155,7 @@ def trimmed_mean(uploads: Iterable[Prototypes], share: float) -> Prototypes:
         cut = math.floor(share * len(rows) + 1e-9)  # e.g. 0.29·100 is 28.999999999999996
         return rows.sort(dim=0).values[cut : len(rows) - cut].mean(0)
 
-    return _per_class(uploads, trimmed)
+    return per_class(uploads, trimmed)
 
 
 def keep_stale(
@@ -268,7 +268,16 @@ def _counts(upload: Prototypes, index: int, whole: bool) -> Tensor:
     return counts
 
 
-def _per_class(uploads: Iterable[Prototypes], rule: Callable[[Tensor], Tensor]) -> Prototypes:
+def per_class(uploads: Iterable[Prototypes], rule: Callable[[Tensor], Tensor]) -> Prototypes:
+    """Combine the rows of every class over the clients that hold it.
+
+    Args:
+        uploads: local prototypes.
+        rule: the rows (|N_j|, width) float64 of a class, in client order -> its row (width,).
+
+    Raises:
+        ValueError: if there is no upload or the shapes differ.
+    """
     everything = list(uploads)
     if not everything:
         raise ValueError("no uploads to aggregate")

@@ -41,7 +41,7 @@ from pbfl_flwr.config import PrivacySettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.payloads import Prototypes
-from pbfl_flwr.prototypes.rules import RULES
+from pbfl_flwr.prototypes.rules import rule_named
 from pbfl_flwr.prototypes.stages import scale_by_counts
 
 RELEASES = "releases"  # name in the client's memory of its number of noisy releases
@@ -187,15 +187,16 @@ def release(settings: PrivacySettings, rule: str, *, sends_total: bool, once: bo
             "dp-unit = 'sample' needs every sample exactly once in the class means; collect must be 'post' "
             "and drop-last other than 'always'"
         )
+    sent = rule_named(rule)
     if not settings.dp_noise:
-        return Release(settings, RULES[rule].scaled)
+        return Release(settings, sent.scaled)
     if not settings.dp_clip:
         raise PbflError(
             "dp-noise needs a clipping norm, which bounds the sensitivity; dp-clip must be above 0"
         )
-    if RULES[rule].counts:
+    if sent.counts:
         raise PbflError(f"dp-noise: rule '{rule}' sends exact counts with the rows; must be another rule")
     if sends_total:
         remedy = "total-examples" if rule == "ppa" else "aps-scale to a number"
         raise PbflError(f"dp-noise: rule '{rule}' sends n_i exactly; set {remedy}")
-    return Release(settings, RULES[rule].scaled)
+    return Release(settings, sent.scaled)

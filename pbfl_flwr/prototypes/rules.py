@@ -1,5 +1,7 @@
 """The aggregation rules: one entry each in RULES, from which everything else about a rule follows.
 
+A rule of a user's, ``my_package.module:rule``, is a function of the rows of one class, or a :class:`Rule` like those.
+
 PPA divides by n and APS multiplies by μ; both assume all clients. If only some answer, or a class is kept from
 an earlier round, the scale is that of the samples actually in a sum. An n or μ in the configuration refers to its
 num-clients, even before all of them have joined.
@@ -7,16 +9,22 @@ num-clients, even before all of them have joined.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import torch
+from torch import Tensor
+
+from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import aggregation
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.user_code import called, import_function, import_named, is_external
 
 if TYPE_CHECKING:
     from pbfl_flwr.prototypes.stages import Stages
@@ -148,13 +156,67 @@ def rule_named(name: str) -> Rule:
     """Return the rule of this name.
 
     Raises:
-        PbflError: if there is none.
+        PbflError: if there is none, or it is code that may not be imported here, cannot be, or is no rule.
     """
+    if is_external(name):
+        return _own_rule(name)
     if name not in RULES:
         close = difflib.get_close_matches(name, RULES, n=1)
         hint = f" (did you mean '{close[0]}'?)" if close else ""
-        raise PbflError(f"aggregation = '{name}': must be one of auto, {', '.join(RULES)}{hint}")
+        raise PbflError(
+            f"aggregation = '{name}': must be one of auto, {', '.join(RULES)}, or my_package.module:rule{hint}"
+        )
     return RULES[name]
+
+
+def _own_rule(spec: str) -> Rule:
+    """Return a user's rule, with its function seeded and its result checked."""
+    found = import_named("aggregation", spec)
+    if isinstance(found, Rule):
+        rule = found
+    else:
+        of_class = import_function("aggregation", spec)
+
+        def row(rows: Tensor) -> Tensor:
+            return _row(called(of_class, "aggregation", spec, "rows", rows), rows, spec)
+
+        rule = Rule("", _of_rows(lambda uploads: aggregation.per_class(uploads, row)), streams=False)
+
+    def combine(uploads: Uploads, round_info: Round, stages: Stages) -> Prototypes:
+        seed = seeds.derive(round_info.seed, "aggregation", round_info.number)
+        arguments = (uploads, round_info, stages)
+        with seeds.seeded(seed):
+            combined = called(rule.combine, "aggregation", spec, "uploads, round, stages", *arguments)
+        return _table(combined, next(iter(uploads.values())), spec)
+
+    return replace(rule, combine=combine)
+
+
+def _row(result: object, rows: Tensor, spec: str) -> Tensor:
+    """Check what a user's function returned for the rows of a class."""
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not an array of numbers
+        row = torch.as_tensor(result, dtype=rows.dtype).detach().cpu()
+        if row.shape == rows.shape[1:] and bool(row.isfinite().all()):
+            return row
+    shape = getattr(result, "shape", None)
+    found = type(result).__name__ if shape is None else f"{type(result).__name__} {tuple(shape)}"
+    raise PbflError(
+        f"aggregation = '{spec}': for rows {tuple(rows.shape)} the function returned {found}, expected finite numbers "
+        f"of shape {tuple(rows.shape[1:])}, one row for the class"
+    )
+
+
+def _table(result: object, upload: Prototypes, spec: str) -> Prototypes:
+    """Check what the function of a user's rule returned."""
+    if isinstance(result, Prototypes):
+        values, present = result.values, result.present
+        fits = (values.shape, present.shape) == (upload.values.shape, upload.present.shape)
+        if fits and present.dtype == torch.bool and bool(values.isfinite().all()):
+            return replace(result, values=values.float())
+    raise PbflError(
+        f"aggregation = '{spec}': combine returned {type(result).__name__}, expected Prototypes of finite values "
+        f"{tuple(upload.values.shape)} and present ({len(upload.present)},)"
+    )
 
 
 def at_scale_of(n_t: int | None, previous: Prototypes) -> Prototypes:

@@ -20,6 +20,7 @@ from pbfl_flwr.config.keys import (
 )
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.prototypes.rules import Rule, rule_named
+from pbfl_flwr.util.user_code import own_code
 
 
 class Stages(PrototypeSettings):
@@ -44,7 +45,7 @@ class Stages(PrototypeSettings):
         """The aggregation rule.
 
         Raises:
-            PbflError: if there is none of this name.
+            PbflError: as :func:`~pbfl_flwr.prototypes.rules.rule_named`.
         """
         return rule_named(self.aggregation)
 
@@ -84,6 +85,7 @@ def resolved(settings: Settings, named: Stages) -> Stages:
     """
     overrides = {name: value for name, value in settings.prototypes if value != "auto"}
     stages = Stages.model_validate({**named.model_dump(), **overrides})
+    stages = stages.model_copy(update={"aggregation": own_code(stages.aggregation, settings.code)})
     rule_named(stages.aggregation)
     if stages.cps_dim > settings.models.feature_dim:
         raise PbflError(

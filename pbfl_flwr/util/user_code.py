@@ -52,22 +52,22 @@ def is_external(name: str) -> bool:
     return SPEC.fullmatch(name) is not None
 
 
-def import_function(key: str, spec: str) -> Callable[..., object]:
-    """Import the module and return the function.
+def import_named(key: str, spec: str) -> object:
+    """Import the module and return what is named there, None if there is no such name.
 
     Args:
         key: the configuration key, for messages.
-        spec: ``my_package.module:function``, a :class:`UserCode`.
+        spec: ``my_package.module:name``, a :class:`UserCode`.
 
     Raises:
-        PbflError: if it may not be imported here, there is no such module or function, or importing the module raises.
+        PbflError: if it may not be imported here, there is no such module, or importing the module raises.
     """
     if not isinstance(spec, UserCode):
         raise PbflError(
             f"{key} = '{spec}' names code to import; a process imports only what its own configuration names, a device "
             "what its own --node-config names as model or in allow-code"
         )
-    module_name, _, function_name = spec.partition(":")
+    module_name, _, name = spec.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -80,7 +80,22 @@ def import_function(key: str, spec: str) -> Callable[..., object]:
             f"{key} = '{spec}': importing '{module_name}' raised {describe_user_error(error, spec)}"
         ) from error
     remember_source(module_name)
-    function = getattr(module, function_name, None)
+    found: object = getattr(module, name, None)
+    return found
+
+
+def import_function(key: str, spec: str) -> Callable[..., object]:
+    """Import the module and return the function.
+
+    Args:
+        key: the configuration key, for messages.
+        spec: ``my_package.module:function``, a :class:`UserCode`.
+
+    Raises:
+        PbflError: as :func:`import_named`, or if there is no such function.
+    """
+    function = import_named(key, spec)
+    module_name, _, function_name = spec.partition(":")
     if not callable(function) and module_name == "__main__":
         raise PbflError(
             f"{key} = '{spec}': '__main__' of this process has no function '{function_name}'; functions defined in "
@@ -94,22 +109,36 @@ def import_function(key: str, spec: str) -> Callable[..., object]:
 
 
 def call_user_function(key: str, spec: str, what: str, argument: object, kind: type[T]) -> T:
-    """Import the module, call the function and return its result.
+    """Import the module, call the function with one argument and return its result.
 
-    Args:
-        key: the configuration key, for messages.
-        spec: ``my_package.module:function``.
-        what: name of the argument, for messages.
-        argument: the function's only argument.
-        kind: the type that the result must have.
+    ``kind`` is the type that the result must have; the others as in :func:`called`.
 
     Raises:
-        PbflError: as :func:`import_function`, or if the function raises or its result is of another type; a PbflError
-            of its own is passed on unchanged.
+        PbflError: as :func:`import_function` and :func:`called`, or if the result is of another type.
     """
     function = import_function(key, spec)
+    result = called(function, key, spec, what, argument)
     try:
-        result = function(argument)
+        return returned(function, result, kind)
+    except PbflError as error:
+        raise PbflError(f"{key} = '{spec}': {error}") from None
+
+
+def called(function: Callable[..., T], key: str, spec: str, what: str, *arguments: object) -> T:
+    """Call a user's function and return its result.
+
+    Args:
+        function: to call.
+        key: the configuration key, for messages.
+        spec: ``my_package.module:function``, for messages.
+        what: names of the arguments, for messages.
+        arguments: of the function.
+
+    Raises:
+        PbflError: if the function raises; a PbflError of its own is passed on unchanged.
+    """
+    try:
+        return function(*arguments)
     except PbflError:
         raise
     except (Exception, SystemExit) as error:  # user code may raise anything
@@ -117,10 +146,6 @@ def call_user_function(key: str, spec: str, what: str, argument: object, kind: t
         raise PbflError(
             f"{key} = '{spec}': {name}({what}) raised {describe_user_error(error, spec, place_of(function))}"
         ) from error
-    try:
-        return returned(function, result, kind)
-    except PbflError as error:
-        raise PbflError(f"{key} = '{spec}': {error}") from None
 
 
 def place_of(function: object) -> str:

@@ -84,7 +84,7 @@ def ask_device(config: dict[str, Scalar], node: dict[str, Scalar]) -> Message:
 
 def test_the_walk_finds_the_keys_that_name_code() -> None:
     keys = {key for _, key in KEYS}
-    assert {"method", "models", "fml.auxiliary", "fedkd.auxiliary"} <= keys
+    assert {"method", "models", "aggregation", "fml.auxiliary", "fedkd.auxiliary"} <= keys
 
 
 @pytest.mark.parametrize(("method", "key"), KEYS)
@@ -94,7 +94,7 @@ def test_device_imports_nothing_that_a_server_names(
     config = {**configuration(tmp_path, method), key: SPY}
     reply = ask_device(config, {"client-id": 0, "state-dir": str(tmp_path)})
     assert not imported.exists()
-    if key in ("method", "models", "fml.auxiliary", "fedkd.auxiliary"):
+    if key in ("method", "models", "aggregation", "fml.auxiliary", "fedkd.auxiliary"):
         assert reply.has_error()
         assert f"{key} = '{SPY}' names code to import" in str(reply.error.reason)
 
@@ -104,6 +104,7 @@ def test_device_imports_nothing_that_a_server_names(
     [
         ("fedproto", "models", {"model": SPY}),
         ("fedproto", "method", {"allow-code": f"os:getcwd, {SPY}"}),
+        ("fedproto", "aggregation", {"allow-code": SPY}),
         ("fml", "fml.auxiliary", {"allow-code": SPY}),
     ],
 )
@@ -179,7 +180,7 @@ def test_no_message_or_file_yields_a_name_of_code() -> None:
 
 def test_allowing_nothing_holds_for_every_key(imported: Path) -> None:
     """As for a configuration in a run directory that somebody else wrote."""
-    for keys in ({"method": SPY}, {"method": "fml", "fml.auxiliary": SPY}):
+    for keys in ({"method": SPY}, {"aggregation": SPY}, {"method": "fml", "fml.auxiliary": SPY}):
         with pytest.raises(PbflError, match="names code to import"):
             build_method(parse(keys, SECTIONS).allowing(()))
     assert not imported.exists()
