@@ -15,7 +15,7 @@ Differs from the reference: classes that nobody ever sent are excluded from pred
 (fedtgp.absent="keep" is the reference); the square root of a distance is clamped, where the reference can give NaN.
 HtFLlib collects prototypes with the network as stored before the round's training: collect="before", which
 protocol "htfl" sets; otherwise the trained network is used, as in the paper.
-With PPA or APS each upload is first rescaled to the features' scale, by (K/n)·|N_j| or μ·|N_j|.
+With PPA or APS each upload is first rescaled to the features' scale, by (K/n)·|N_j|, μ·|N_j| or μ (aps-mean).
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         dense = [self.dense(up, round_info.task) for up in uploads.values()]
         scale = self.stages.rule.scale
         factor = None if scale is None else scale(uploads, round_info, self.stages)
-        vectors, labels = stack_uploads(dense, factor)
+        vectors, labels = stack_uploads(dense, factor, self.stages.rule.summed)
         return train_prototypes(
             trained,
             vectors,

@@ -33,7 +33,7 @@ Uploads = Mapping[int, Prototypes]
 Combine = Callable[[Uploads, Round, "Stages"], Prototypes]
 """(at least one upload, the round, the stages) -> the aggregate; its num_examples is n_t if clients need it."""
 Scale = Callable[[Uploads, Round, "Stages"], float]
-"""(uploads, the round, the stages) -> the factor that, times |N_j|, brings a scaled upload to the features' scale."""
+"""(uploads, the round, the stages) -> the factor of a scaled upload in FedTGP's training; of sums, times |N_j|."""
 Sends = Literal["means", "means and counts", "sums"]
 """What clients send: c̄_ij; c̄_ij and n_ij; n_ij·c̄_ij."""
 TELLS: dict[Sends, tuple[str, str]] = {
@@ -80,7 +80,12 @@ class Rule:
     @property
     def aps(self) -> bool:
         """Whether its scale is APS's μ, which clients apply to what the server broadcasts."""
-        return self.scale is aps_scale
+        return self.scale is aps_scale or not self.summed
+
+    @property
+    def summed(self) -> bool:
+        """Whether scaled rows are summed over the holders of a class, not averaged."""
+        return self.scale is not aps_mean_scale
 
 
 def _of_rows(function: Callable[[Iterable[Prototypes]], Prototypes]) -> Combine:
@@ -103,8 +108,7 @@ def _aps_sum(uploads: Uploads, round_info: Round, stages: Stages) -> Prototypes:
 
 def _aps_mean(uploads: Uploads, round_info: Round, stages: Stages) -> Prototypes:
     combined = aggregation.aps(uploads.values(), 1.0, "mean")  # μ is applied by the client
-    # A mean over holders does not grow with the number of answers, so μ is based on the samples of all clients.
-    everybody = round((combined.num_examples or 0) * round_info.num_clients / len(uploads))
+    everybody = _everybody(combined.num_examples or 0, uploads, round_info)
     return replace(combined, num_examples=everybody or None)
 
 
@@ -118,6 +122,11 @@ def aps_scale(uploads: Uploads, round_info: Round, stages: Stages) -> float:
     if stages.aps_scale == "auto":
         return mu(stages, round_info.task, _total(uploads, round_info, stages))
     return stages.aps_scale * _whole(uploads, round_info, stages)
+
+
+def aps_mean_scale(uploads: Uploads, round_info: Round, stages: Stages) -> float:
+    """Return APS's μ for a mean over the holders."""
+    return mu(stages, round_info.task, _everybody(_total(uploads, round_info, stages), uploads, round_info))
 
 
 RULES: dict[str, Rule] = {
@@ -141,7 +150,11 @@ RULES: dict[str, Rule] = {
         trains=True,
     ),
     "aps-mean": Rule(
-        "APS as printed: μ times the mean over the holders", _aps_mean, sends="sums", scale=aps_scale
+        "APS as printed: μ times the mean over the holders",
+        _aps_mean,
+        sends="sums",
+        scale=aps_mean_scale,
+        trains=True,
     ),
     "median": Rule(
         "median of every coordinate over the holders", _of_rows(aggregation.coordinate_median), streams=False
@@ -249,6 +262,11 @@ def _total(uploads: Uploads, round_info: Round, stages: Stages) -> int:
     if not stages.sends_total:
         return _expected_total(uploads, round_info, stages)
     return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
+
+
+def _everybody(n_t: int, uploads: Uploads, round_info: Round) -> int:
+    """Return n: a mean over holders does not grow with the number of answers, so μ is based on all clients' samples."""
+    return round(n_t * round_info.num_clients / len(uploads))
 
 
 def _expected_total(uploads: Uploads, round_info: Round, stages: Stages) -> int:

@@ -71,16 +71,19 @@ def initial_state(num_classes: int, feature_dim: int, seed: int) -> dict[str, Te
     return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
 
 
-def stack_uploads(uploads: Iterable[Prototypes], scale: float | None = None) -> tuple[Tensor, Tensor]:
+def stack_uploads(
+    uploads: Iterable[Prototypes], scale: float | None = None, summed: bool = True
+) -> tuple[Tensor, Tensor]:
     """Collect all local prototypes of a round as training vectors.
 
     Under PPA and APS the uploads are n_ij·c̄_ij and are rescaled to the features' scale: each is multiplied
-    by scale·|N_j|, with scale K/n (PPA on FedTGP, CPS paper's appendix) or μ (APS). The mean over the holders
-    of a class is then exactly the PPA (APS) prototype, hence the factor |N_j|.
+    by scale·|N_j|, with scale K/n (PPA on FedTGP, CPS paper's appendix) or μ (APS), by μ alone if APS takes the mean.
+    The mean over the holders of a class is then exactly the PPA (APS) prototype, hence the factor |N_j| for sums.
 
     Args:
         uploads: local prototypes, full or expanded to (K, d).
         scale: K/n or μ; None takes the vectors as they are.
+        summed: whether that prototype is a sum over the holders, not their mean.
 
     Returns:
         vectors (N, d) float32 and labels (N,) int64, in the order of uploads, then of classes.
@@ -95,7 +98,8 @@ def stack_uploads(uploads: Iterable[Prototypes], scale: float | None = None) -> 
     vectors = torch.cat([table.values[table.present] for table in tables])
     if scale is not None:
         holders = torch.stack([table.present for table in tables]).sum(0)
-        vectors = (vectors.double() * (scale * holders[labels]).unsqueeze(1)).to(torch.float32)
+        factors = scale * (holders[labels] if summed else torch.ones_like(labels))
+        vectors = (vectors.double() * factors.unsqueeze(1)).to(torch.float32)
     return vectors, labels
 
 

@@ -115,11 +115,11 @@ def aligned(targets, local):
 
 
 class Trained:
-    """FedTGP's server; a factor brings n-scaled uploads back by factor·|N_j|·n_ij."""
+    """FedTGP's server; a factor brings n-scaled uploads back by factor·|N_j|·n_ij, or without |N_j|."""
 
-    def __init__(self, start, factor=None, epochs=3):
+    def __init__(self, start, factor=None, summed=True, epochs=3):
         self.p = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
-        self.factor, self.epochs, self.round = factor, epochs, 0
+        self.factor, self.summed, self.epochs, self.round = factor, summed, epochs, 0
 
     def prototypes(self):
         p = self.p
@@ -128,7 +128,7 @@ class Trained:
 
     def __call__(self, targets, local):
         self.round += 1
-        holders = {j: sum(j in of for of in local.values()) for j in targets}
+        holders = {j: sum(j in of for of in local.values()) if self.summed else 1 for j in targets}
         scale = {j: self.factor * holders[j] if self.factor else None for j in targets}
         sent = [
             (j, c * (scale[j] * n if scale[j] else 1)) for of in local.values() for j, (n, c) in of.items()
@@ -193,6 +193,8 @@ def test_rounds_are_those_of_the_equations(make_method, make_client, name, keys,
         ("fedtgp", {}, None, {}),
         ("fedtgp", {**PPA, "cps_dim": 2}, K / N, {"s": 2, "weighing": "sample"}),
         ("tinyproto", APS, 0.05, {"s": 2}),
+        ("tinyproto", {**APS, "aggregation": "aps-mean"}, 0.05, {"s": 2}),
+        ("tinyproto", {"cps_dim": 2, "aggregation": "aps-mean"}, 0.9 * K / N, {"s": 2}),
     ],
 )  # fmt: skip
 def test_rounds_with_trained_prototypes_are_those_of_the_equations(
@@ -200,5 +202,5 @@ def test_rounds_with_trained_prototypes_are_those_of_the_equations(
 ):
     own = {"server_epochs": 3, **({"base": "fedtgp"} if name == "tinyproto" else {})}
     method = make_method(name, own=own, min_class_count=1, learning_rate=RATE, **keys)
-    server = Trained(method.init(task, 0).trained, factor)
+    server = Trained(method.init(task, 0).trained, factor, keys.get("aggregation") != "aps-mean")
     same(method, make_client, literal(make_client, server=server, **terms))

@@ -226,10 +226,15 @@ def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form:
     assert state.ages.tolist()[:2] == [0, 2]
 
 
-@pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
-def test_a_scale_that_is_a_number_is_for_all_clients(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # μ = 0.1, three clients of 10 samples: μ·Σ = 3; two of them answer: 0.1·20·3/2 = 3 as well
-    pipeline, mine = method("tinyproto", tinyproto__base=base, aps_scale=0.1, cps_dim=0), client()
+@pytest.mark.parametrize(
+    ("base", "form", "size"), [("fedproto", "sum", 3.0), ("fedtgp", "sum", 3.0), ("fedtgp", "mean", 1.0)]
+)
+def test_a_scale_that_is_a_number_is_for_all_clients(
+    base: str, form: str, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # μ = 0.1, three clients of 10 samples: μ·Σ = 3; two of them answer: 0.1·20·3/2 = 3 as well; the mean is always 1
+    keys: dict[str, Scalar] = {"aggregation": f"aps-{form}", "aps_scale": 0.1, "cps_dim": 0}
+    pipeline, mine = method("tinyproto", tinyproto__base=base, **keys), client()
     vectors: list[Tensor] = []
     if base == "fedtgp":
         import pbfl_flwr.prototypes.pipeline as module
@@ -243,9 +248,17 @@ def test_a_scale_that_is_a_number_is_for_all_clients(base: str, monkeypatch: pyt
         sent = {i: one(0, 10, None) for i in range(answered)}
         down = run(pipeline, sent)
         if base == "fedtgp":
-            torch.testing.assert_close(vectors[-1], torch.full((answered, 8), 3.0))
+            torch.testing.assert_close(vectors[-1], torch.full((answered, 8), size))
         else:
-            torch.testing.assert_close(pipeline._targets(mine, down)[0], torch.full((8,), 3.0))
+            torch.testing.assert_close(pipeline._targets(mine, down)[0], torch.full((8,), size))
+
+
+@pytest.mark.parametrize("answering", [3, 2, 1])
+def test_an_automatic_scale_of_a_mean_is_for_all_clients(answering: int) -> None:
+    # n = 30 whoever answers: 0.9·4/30
+    pipeline = method("tinyproto", tinyproto__base="fedtgp", aggregation="aps-mean", cps_dim=0)
+    sent: dict[int, Prototypes] = {i: one(0, 10, 10) for i in range(answering)}
+    assert rules.aps_mean_scale(sent, round_info(), pipeline.stages) == pytest.approx(0.12)
 
 
 def test_warns_of_settings_without_effect() -> None:

@@ -1,8 +1,11 @@
 import math
 
+import numpy as np
 import pytest
 import torch
+from numpy.random import RandomState
 
+from pbfl_flwr.data.partition.procedures import dirichlet_indices
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes import aggregation
 from pbfl_flwr.prototypes.trainable import (
@@ -115,6 +118,19 @@ def test_training_without_uploads_changes_nothing():
     assert (metrics["server-converged"], metrics["server-epochs"]) == (0, 0)
 
 
+def test_both_readings_of_tinyproto_ft_on_the_published_cifar10_partition():
+    # what a class's mean is multiplied by: μ·n_j for μ·|N_j| with -FP's μ, μ·n_j/|N_j| for -FT's own
+    labels = np.repeat(np.arange(10), 6000)
+    deal = dirichlet_indices(labels, 20, 0.1, 1, RandomState(1))
+    counts = [torch.from_numpy(np.bincount(labels[rows], minlength=10)) for rows in deal.rows]
+    uploads = [Prototypes(n[:, None].float(), n > 0) for n in counts]  # every mean is 1
+    for scale, summed, expected in ((0.00015, True, [0.9, 0.9, 0.9]), (0.001, False, [0.43, 0.63, 1.0])):
+        vectors, of = stack_uploads(uploads, scale, summed)
+        factors = torch.stack([vectors[of == label].mean() for label in range(10)])
+        figures = torch.stack([factors.min(), factors.mean(), factors.max()])
+        torch.testing.assert_close(figures, torch.tensor(expected), atol=0.005, rtol=0)
+
+
 def test_rescaled_uploads_have_the_ppa_prototype_as_their_mean():
     # CPS paper, appendix: the factor (K/n)·|N_j|
     random = torch.Generator().manual_seed(3)
@@ -128,6 +144,10 @@ def test_rescaled_uploads_have_the_ppa_prototype_as_their_mean():
     for label in range(4):
         if ppa.present[label]:
             torch.testing.assert_close(vectors[labels == label].mean(0), ppa.values[label])
+    averaged, _ = stack_uploads(uploads, 0.5, summed=False)
+    aps = aggregation.aps(uploads, 0.5, "mean")
+    for label in labels.unique():
+        torch.testing.assert_close(averaged[labels == label].mean(0), aps.values[label])
     plain, same_labels = stack_uploads(uploads)
     assert torch.equal(labels, same_labels)
     assert torch.equal(plain[0], uploads[0].values[labels[0]])
