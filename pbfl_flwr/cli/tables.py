@@ -97,6 +97,8 @@ def sweep(
 
     resources, app = engine_for(engine, ray_address, workers, gpus_per_client, app_dir)
     swept = sweeping.read(preset, assignments or [])
+    if swept.warning:
+        say(screen(), swept.warning, "yellow")
     directory = expanded(out or sweeping.directory(preset, swept)).absolute()
     planned = selected(plan(swept.runs, [], swept.seeds, directory), [])
     tables = partial(sweeping.tables, swept, by=by or "")

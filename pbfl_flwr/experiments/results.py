@@ -45,11 +45,14 @@ class RunScores:
         best: (round, accuracy) of the round with the highest test accuracy, sample-weighted by default.
         chosen: (round, accuracy) on the test data in the round with the highest sample-weighted accuracy on the
             clients' validation samples; None without validation samples.
+        validation, validation_last: (round, accuracy) on those samples in that round and in the last one.
     """
 
     last: tuple[int, Accuracy]
     best: tuple[int, Accuracy]
     chosen: tuple[int, Accuracy] | None = None
+    validation: tuple[int, Accuracy] | None = None
+    validation_last: tuple[int, Accuracy] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,12 +118,15 @@ def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[st
     for name in PREDICTORS:
         points = {number: accuracy[name] for number, accuracy in tested if name in accuracy}
         highest = best({number: getattr(accuracy, by) for number, accuracy in points.items()})
-        chosen = best({n: validated[n][name].weighted for n in points if name in validated.get(n, {})})
+        held_out = {n: validated[n][name] for n in points if name in validated.get(n, {})}
+        chosen = best({number: accuracy.weighted for number, accuracy in held_out.items()})
         if highest is not None:
             by_predictor[name] = RunScores(
                 [*points.items()][-1],
                 (highest, points[highest]),
                 None if chosen is None else (chosen, points[chosen]),
+                None if chosen is None else (chosen, held_out[chosen]),
+                None if chosen is None else [*held_out.items()][-1],
             )
     return by_predictor
 
@@ -269,9 +275,10 @@ class FinishedRun:
     def figures(self) -> dict[str, float]:
         """The run as a row of table.csv: key -> figure, without those that are unknown.
 
-        Accuracies are in %, by the shown predictor on test data; bytes (``up`` and ``down``: the payload of a client),
-        scalars, ``seconds`` and ``peak_mb`` are per round. Besides, the rounds of ``last``, ``best`` and
-        ``validation_chosen``, with ``_round`` in their names.
+        Accuracies are in %, by the shown predictor on test data, ``validation`` (in the validation-chosen round) and
+        ``validation_last`` on validation data; bytes (``up`` and ``down``: the payload of a client), scalars,
+        ``seconds`` and ``peak_mb`` are per round. Besides, the rounds of ``last``, ``best``, ``validation_chosen`` and
+        those two, with ``_round`` in their names.
         """
         costs, clients = self.costs, len(self.about.clients)
         shares: dict[str, float | None] = {
@@ -293,6 +300,8 @@ class FinishedRun:
                 "last": score.last,
                 "best": score.best,
                 "validation_chosen": score.chosen,
+                "validation": score.validation,
+                "validation_last": score.validation_last,
             }
             for name, point in points.items():
                 if point is not None:

@@ -24,7 +24,13 @@ CLIENTS = (
     "correct",
     "accuracy",
 )
-POINTS = {"last": "last", "best": "best", "validation-chosen": "chosen"}
+POINTS = {
+    "last": "last",
+    "best": "best",
+    "validation-chosen": "chosen",
+    "validation": "validation",
+    "validation-last": "validation_last",
+}
 SIZES = {"payload": "payload", "with-reports": "application", "with-flower": "total"}
 
 

@@ -23,6 +23,8 @@ from pbfl_flwr.experiments.summary import (
     PAPER_NOTE,
     RUN,
     STD,
+    VALIDATION,
+    VALIDATION_LAST,
     WORST,
     Figures,
     Text,
@@ -54,7 +56,7 @@ def accuracy_sheet(groups: Sequence[RunGroup]) -> Sheet:
         f"the last round.{FIRST_SEED if len(groups) > 1 else ''}",
         *coverage_lines([(group.label, RunGroup("", (group.first,)).coverage) for group in groups]),
     )
-    columns += [MEAN, STD, WORST, AUC_MACRO, AUC_MICRO]
+    columns += [VALIDATION, VALIDATION_LAST, MEAN, STD, WORST, AUC_MACRO, AUC_MICRO]
     return summary_sheet("Predictors and rounds", rows, [RUN, predictor], columns, notes, about_runs=False)
 
 

@@ -26,6 +26,9 @@ BEST_NOTE = (
     "“Best” is chosen on the test data and therefore biased upwards; the validation-chosen round needs "
     "validation-share."
 )
+VALIDATION_NOTE = (
+    "“On validation data”: in the validation-chosen round, which was chosen by it; choose runs by it, too."
+)
 BALANCE_NOTE = (
     "Balanced accuracy (mean of the class accuracies) and macro-F1 (mean of the class F1 scores): last round, by the "
     "predictor of the row, over the pooled test samples of all clients."
@@ -124,6 +127,8 @@ CLIENTS = Text("clients", "clients", _scored_clients)
 LAST = Figures("last", "last")
 BEST = Figures("best (on test data)", "best", note=BEST_NOTE)
 CHOSEN = Figures("validation-chosen", "validation_chosen", optional=True)
+VALIDATION = Figures("on validation data", "validation", optional=True, note=VALIDATION_NOTE)
+VALIDATION_LAST = Figures("on validation data, last", "validation_last", optional=True)
 MEAN = Figures("mean of clients", "mean")
 STD = Figures("std over clients", "std")
 BEST_STD = Figures("std over clients, best round", "best_std")
@@ -147,6 +152,8 @@ ACCURACIES = (
     LAST,
     BEST,
     CHOSEN,
+    VALIDATION,
+    VALIDATION_LAST,
     STD,
     WORST,
     BALANCED,
@@ -159,7 +166,7 @@ COSTS = (UP, DOWN, TOTAL, PAPER, SECONDS)
 FAIRNESS = (LAST, BEST, CHOSEN, MEAN, STD, WORST, BEST_DECILE, LOWEST)
 IN_CSV: tuple[Column, ...] = (
     SCORED, CLIENTS, SEEDS, ROUNDS, LAST, BEST, STD, BEST_STD, WORST, MEAN, BEST_DECILE, LOWEST, *COSTS, MEMORY,
-    *BY_PREDICTOR, CHOSEN, MAJORITY, AUC_MACRO, AUC_MICRO, BALANCED, MACRO_F1,
+    *BY_PREDICTOR, CHOSEN, VALIDATION, VALIDATION_LAST, MAJORITY, AUC_MACRO, AUC_MICRO, BALANCED, MACRO_F1,
 )  # fmt: skip
 
 

@@ -64,8 +64,11 @@ def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> Non
         "last": 62.5,
         "best": 75,
         "validation_chosen": 68.75,
+        "validation": 50,
+        "validation_last": 25,
     }
     figures |= {"last_round": 4, "best_round": 2, "validation_chosen_round": 3}
+    figures |= {"validation_round": 3, "validation_last_round": 4}
     figures |= {"mean": 56.25, "std": 12.5, "best_std": 25, "worst": 50, "best_decile": 97.5, "lowest": 5}
     figures |= {"head": 25, "global": 62.5, "majority": 75.12, **{key: 100 * n for key, n in counted.items()}}
     figures |= {
@@ -86,7 +89,8 @@ def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> Non
 
     sheet = summary.comparison_sheet("", groups)
     row, row_without = rows_of(sheet)
-    optional = {"validation-chosen": "68.75"}
+    held_out = {"on validation data": "50.00", "on validation data, last": "25.00"}
+    optional = {"validation-chosen": "68.75", **held_out}
     optional |= {
         "balanced accuracy": "31.25",
         "macro-F1": "18.75",
@@ -432,12 +436,17 @@ def test_the_first_of_equally_good_rounds_is_the_best_one_and_the_scoring_at_the
     assert (found.last[0], found.best[0]) == (2, 1)
     assert found.chosen is not None
     assert found.chosen == (0, rounds[0].accuracy["head"])  # 0.5 on validation samples, first in round 0
+    assert found.validation == (0, rounds[0].validation["head"])
+    assert found.validation_last == (2, rounds[2].validation["head"])
     assert scores(rounds, "mean")["head"].best[0] == 0
     final = {"accuracy": at(0.5, 0.625), "validation": at(0.75, 0.0)}
     rounds = rounds_of(*lines[:2], {**lines[2], "final": entry(3, 0, None, final=final)["final"]})
     found = scores(rounds)["head"]
     assert (found.last[0], found.last[1].mean, found.best[0]) == (3, 0.625, 1)
     assert found.chosen == found.last == scores(rounds, "mean")["head"].best
+    assert found.validation == found.validation_last
+    assert found.validation is not None
+    assert found.validation[1].weighted == 0.75
     assert set(scores(rounds)) == {"head"}
     assert scores([]) == {}
 

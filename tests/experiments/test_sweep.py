@@ -15,10 +15,13 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.execute import several
 from pbfl_flwr.experiments.plan import sweep
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun
+from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot
 from pbfl_flwr.util.memory import available_memory
 from tests.real_runs import MARK, left_behind
-from tests.small_runs import entry, planned_of, printed, terminal, write_run
+from tests.small_runs import entry, planned_of, printed, rows_of, terminal, write_run
+
+SMALL = ("num-clients=2", "num-server-rounds=1", "feature-dim=4")  # keys of the runs of write_run
 
 
 def runs_of(swept: sweep.Sweep, out: Path) -> list[PlannedRun]:
@@ -166,6 +169,34 @@ def test_the_command_of_a_run_is_its_keys(tmp_path: Path) -> None:
     own = several.command(run, Path(), Resources())
     assert own[3:5] == ["run", "--gpus-per-client"]
     assert "--app" not in own
+
+
+def test_the_best_row_is_named_by_validation_data_and_never_by_test_data(tmp_path: Path) -> None:
+    held_out = {(1, 0): 0.25, (1, 1): 0.75, (2, 0): 0.625, (2, 1): 0.5}  # means 0.5 and 0.5625
+    found = sweep.read(None, ["cps-dim=1,2", "seed=0,1", "validation-share=0.2", *SMALL])
+    runs = runs_of(found, tmp_path)
+    for run in runs:
+        keys = run.requested.values
+        share = held_out[int(keys["cps-dim"]), run.seed]
+        line = entry(1, 0.5, 1 - share, validation={"global": {"weighted": share}})
+        write_run(
+            run.directory, [line], **{key: keys[key] for key in ("cps-dim", "seed", "validation-share")}
+        )
+    sheet, *_ = sweep.tables(found, runs).shown
+    assert isinstance(sheet, Sheet)
+    assert sheet.notes[0] == "Best on validation data: cps-dim = 2 (56.25 %)."
+    assert [row["on validation data"] for row in rows_of(sheet)] == ["50.00 ± 35.36", "56.25 ± 8.84"]
+    assert found.warning == ""
+    held_out_once = sweep.read(None, ["cps-dim=1,2", "validation-share=0,0.2"])
+    warned = sweep.read(None, ["cps-dim=1,2"])
+    assert warned.warning == held_out_once.warning
+    assert warned.warning.startswith(
+        "validation-share = 0: a row chosen by these accuracies is chosen on test data"
+    )
+    (sheet,) = sweep.tables(warned, runs_of(warned, tmp_path / "none")).shown
+    assert isinstance(sheet, Sheet)
+    assert warned.warning in sheet.notes
+    assert sweep.read(None, ["seed=0,1"]).warning == ""  # one row: nothing to choose
 
 
 def program(code: str, *words: object) -> Callable[[PlannedRun, Slot], list[str]]:

@@ -13,13 +13,15 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from pbfl_flwr.config import CHANGEABLE, Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, finished_groups
-from pbfl_flwr.experiments.summary import Text, comparison_sheet, table_files
+from pbfl_flwr.experiments.results import RunGroup
+from pbfl_flwr.experiments.summary import VALIDATION, Text, comparison_sheet, table_files
 from pbfl_flwr.experiments.tables import Tables
 
 
@@ -38,6 +40,13 @@ class Sweep:
     runs: dict[str, dict[str, Scalar]]
     seeds: list[Scalar]
     fixed: dict[str, Scalar]
+
+    @property
+    def warning(self) -> str:
+        """A line if not every row has validation data, by which to choose one; empty if there is no choice."""
+        if len(self.runs) == 1 or all(keys.get("validation-share") for keys in self.runs.values()):
+            return ""
+        return "validation-share = 0: a row chosen by these accuracies is chosen on test data; set e.g. 0.2"
 
 
 def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
@@ -119,10 +128,22 @@ def tables(sweep: Sweep, planned: Sequence[PlannedRun], by: str = "") -> Tables:
     groups, lead = finished_groups(planned, by), [column(key) for key in sweep.swept]
     title = titled(f"Sweep over {', '.join(sweep.swept) or 'seeds'}", by)
     sheet = comparison_sheet(title, groups, lead)
+    choice = sweep.warning or _best(groups, lead)
+    sheet = replace(sheet, notes=(*([choice] if choice else []), *sheet.notes))
     if missing := len(planned) - sum(len(group.runs) for group in groups):
         note = f"{missing} of {len(planned)} runs are not finished."
         sheet = replace(sheet, notes=(note, *sheet.notes))
     return Tables([sheet], table_files(sheet, groups, lead))
+
+
+def _best(groups: Sequence[RunGroup], lead: Sequence[Text]) -> str:
+    """Return the line that names the best rows by their mean accuracy on validation data."""
+    means = {group.label: fmean(values) for group in groups if (values := VALIDATION.values(group))}
+    if len(means) < 2:
+        return ""
+    best = [group for group in groups if means.get(group.label) == max(means.values())]
+    rows = (", ".join(f"{column.title} = {column.cell(group)}" for column in lead) for group in best)
+    return f"Best on validation data: {'; '.join(rows)} ({max(means.values()):.2f} %)."
 
 
 def _text(value: Scalar) -> str:
