@@ -18,9 +18,14 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from pbfl_flwr.config import Alignment, Auto, Scalar, Settings, parse
+from pbfl_flwr.config.parsing import named_values
+from pbfl_flwr.config.toml import toml
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.methods.external import config_of
+from pbfl_flwr.util.user_code import is_external, own_code
 
 __all__ = [
     "GFPL",
@@ -40,18 +45,44 @@ def configure(method: str, **keys: Scalar) -> Settings:
     """Return checked settings of a method.
 
     Args:
-        method: its name in METHODS.
+        method: its name in METHODS, or ``my_package.module:build``.
         keys: run-config keys, with underscores. The method's own need no prefix, except where there is a common key of
-            the same name: ``**{"fml.max-grad-norm": 5.0}``.
+            the same name: ``**{"fml.max-grad-norm": 5.0}``, or of a method of your own ``method_settings="..."``.
 
     Raises:
-        PbflError: naming every key that is unknown or has an invalid value.
+        PbflError: naming every key that is unknown, has an invalid value, or may be the method's or the common one.
     """
+    if is_external(method):
+        values = {key.replace("_", "-"): value for key, value in keys.items()}
+        return parse({"method": method, **_with_own_settings(method, values)}, SECTIONS)
     names = {key: key.replace("_", "-") for key in keys}
     if method in SECTIONS:
         own = set(SECTIONS[method].key_names()) - set(Settings().as_dict())
         names = {key: f"{method}.{name}" if name in own else name for key, name in names.items()}
     return parse({"method": method, **{name: keys[key] for key, name in names.items()}}, SECTIONS)
+
+
+def _with_own_settings(method: str, values: dict[str, Scalar]) -> dict[str, Scalar]:
+    """Return run-config keys with those that only the user's method has as ``method-settings``."""
+    text = str(values.get("method-settings", ""))
+    try:
+        named = named_values(text)
+    except ValueError:
+        return values  # refused with all other keys
+    config, common = config_of(own_code(method, [method])), Settings().as_dict()
+    own = {key: value for key, value in values.items() if config is not None and key in config.key_names()}
+    if either := [key for key in own if key in common and key not in named]:
+        raise PbflError(
+            "\n".join(
+                f"{key} = {own[key]!r}: both '{method}' and the run configuration have this key; "
+                f"method_settings='{key}=...' sets the method's, and then {key.replace('-', '_')}=... the other one"
+                for key in either
+            )
+        )
+    only = {key: value for key, value in own.items() if key not in common}
+    settings = [*([text] if text else []), *toml(only).splitlines()]
+    others = {key: value for key, value in values.items() if key not in only}
+    return {**others, "method-settings": ",".join(settings)}
 
 
 class NamedStrategy(MethodStrategy):
@@ -220,12 +251,12 @@ def strategy_of(
     """Return the strategy of any method.
 
     Args:
-        method: its name in METHODS, as ``pbfl list methods`` prints it.
+        method: its name in METHODS, as ``pbfl list methods`` prints it, or ``my_package.module:build``.
         num_clients: M.
         directory: where the run is written; None keeps everything in memory.
         keys: any other run-config key, as in :func:`configure`.
 
     Raises:
-        PbflError: naming every key that is unknown or has an invalid value.
+        PbflError: as :func:`configure`.
     """
     return MethodStrategy(configure(method, num_clients=num_clients, **keys), directory)

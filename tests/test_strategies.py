@@ -92,3 +92,45 @@ def test_all_invalid_keywords_are_reported_at_once() -> None:
     assert "num-clients = 0" in message
     assert "cps-dim = -1" in message
     assert "unknown key 'batchsize'; did you mean 'batch-size'?" in message
+
+
+OWN = """
+from pydantic import Field
+from pbfl_flwr.config import Group
+from pbfl_flwr.methods.local import build
+class Config(Group):
+    momentum: float = Field(0.5, description="of the server")
+    base_name: str = Field("", description="of something")
+"""
+
+
+def test_keywords_of_a_method_of_ones_own_are_its_settings_or_common_keys_but_never_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "with_momentum.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run_keys(method: str = "with_momentum:build", **keys: Any) -> tuple[str, float]:
+        settings = strategy_of(method, num_clients=2, **keys).settings
+        return settings.run.method_settings, settings.training.momentum
+
+    assert run_keys(base_name='a, "b"', learning_rate=0.5) == (r'base-name = "a, \"b\""', 0.0)
+    assert run_keys(method_settings="momentum=0.7") == ("momentum=0.7", 0.0)
+    assert run_keys(method_settings="momentum=0.7", momentum=0.9, base_name="c") == (
+        'momentum=0.7,base-name = "c"',
+        0.9,
+    )
+    with pytest.raises(PbflError) as caught:
+        run_keys(momentum=0.7)
+    assert str(caught.value) == (
+        "momentum = 0.7: both 'with_momentum:build' and the run configuration have this key; "
+        "method_settings='momentum=...' sets the method's, and then momentum=... the other one"
+    )
+    with pytest.raises(PbflError, match=r"^unknown key 'mu'"):
+        run_keys(mu=1)
+    with pytest.raises(PbflError, match=r"^method-settings = 'mu': must be a comma list of name=value"):
+        run_keys(method_settings="mu")
+    with pytest.raises(
+        PbflError, match=r"^method-settings = .*Cannot overwrite|^method-settings = .*[Dd]uplicate"
+    ):
+        run_keys(method_settings="base-name='a'", base_name="b")

@@ -11,6 +11,17 @@ from pbfl_flwr.method import Method
 from pbfl_flwr.util.user_code import call_user_function, import_function, own_code
 
 
+def config_of(spec: str) -> type[Group] | None:
+    """Import a method's module and return the class of its settings, ``Config``; None if it has none.
+
+    Raises:
+        PbflError: as :func:`~pbfl_flwr.util.user_code.import_function`.
+    """
+    import_function("method", spec)
+    config = getattr(sys.modules[spec.partition(":")[0]], "Config", None)
+    return config if isinstance(config, type) and issubclass(config, Group) else None
+
+
 def build_external(settings: Settings) -> Method[Any, Any, Any]:
     """Import the module, check ``method-settings`` with its ``Config`` and call its builder with the settings.
 
@@ -19,10 +30,8 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
             complete :class:`Method`.
     """
     spec = own_code(settings.run.method, settings.code)
-    import_function("method", spec)  # imports the module, in which Config is looked up
     if settings.run.method_settings:
-        config = getattr(sys.modules[spec.partition(":")[0]], "Config", None)
-        if not (isinstance(config, type) and issubclass(config, Group)):
+        if (config := config_of(spec)) is None:
             raise PbflError(
                 f"method-settings = {settings.run.method_settings!r}: '{spec}' takes no settings, since its module "
                 "has no class Config(Group)"
