@@ -9,11 +9,12 @@ import pytest
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.execute import several
 from pbfl_flwr.flower.engines.local import federate
-from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.flower.engines.placement import Resources, Slot
 from pbfl_flwr.runs.directory import RunDirectory, RunRefused
 from pbfl_flwr.runs.records import RunRecord
-from tests.small_runs import pbfl, refused
+from tests.small_runs import edit, entry, pbfl, planned_of, refused, terminal, write_run
 
 METHOD = """
 from dataclasses import dataclass
@@ -45,13 +46,13 @@ def edit_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Edit:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_method.py").write_text(METHOD)
 
-    def edit(factor: float) -> None:
+    def new_factor(factor: float) -> None:
         (tmp_path / "my_factor.py").write_text(f"FACTOR = {factor}\n")
         for name in ("my_method", "my_factor"):
             sys.modules.pop(name, None)
 
-    edit(1.0)
-    return edit
+    new_factor(1.0)
+    return new_factor
 
 
 def record(run: Path | str) -> RunRecord:
@@ -87,6 +88,21 @@ def test_a_comparison_runs_again_what_was_made_with_other_code_and_keeps_it(edit
     assert record(kept) == old
     assert record("runs/two/Mine-seed0").method["factor"] == 2.0
     assert "0 of 2 runs are to be run\n" in pbfl(*compare).output
+
+
+def test_runs_side_by_side_begin_anew_in_the_place_of_what_is_kept(edit_factor: Edit, tmp_path: Path) -> None:
+    (planned,) = planned_of({"Mine": {**KEYS, "feature-dim": 4}}, [], [0], [], tmp_path)
+    old = write_run(planned.directory, [entry(1, 0.5, 0.5)], **KEYS)
+    edit(old / "run.json", code={"my_method:build": "of another source"}, experiment="x-12345678")
+    (old / ".lock").touch()
+    say_what_is_there = [sys.executable, "-c", f"import os; print(os.listdir({str(old)!r}))"]
+    assert not several.run_in_parallel(
+        [planned], [Slot(1)], lambda run, slot: say_what_is_there, terminal(), lambda run: None
+    )
+    assert (old / "pbfl.log").read_text() == "['pbfl.log']\n"
+    assert {"run.json", "rounds.jsonl"} < {
+        file.name for file in (tmp_path / "other-code/Mine-seed0-12345678").iterdir()
+    }
 
 
 def run_here(**keys: Scalar) -> RunRecord:
