@@ -177,6 +177,11 @@ class DataSettings(Group):
         0.1, gt=0, description="concentration parameter α of the Dirichlet partition"
     )
     classes_per_client: int = Field(2, ge=1, description="pathological partition: classes per client")
+    shuffled_sizes: bool = Field(
+        False,
+        description="pathological partition: whether a class's numbers of samples are shuffled among its clients, else "
+        "the last one has the remainder",
+    )
     ways: int = Field(5, ge=1, description="way-shot partition: mean number of classes per client")
     ways_deviation: int = Field(
         1, ge=0, description="way-shot partition: half-range of the number of classes per client"
@@ -186,6 +191,9 @@ class DataSettings(Group):
     )
     shots_deviation: int = Field(
         1, ge=0, description="way-shot partition: half-range of the number of samples"
+    )
+    test_shots: int = Field(
+        15, ge=1, description="way-shot partition: number of test samples per class and client"
     )
     partitioner: str = Field(
         "",

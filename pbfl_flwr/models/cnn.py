@@ -1,30 +1,41 @@
 """Plain convolutional networks: two 5x5 convolutions without padding, a hidden layer, a classifier.
 
 Both set the width of the hidden layer to d instead of pooling to d, as the published costs of the 4-layer CNN at
-d = 500 imply. Features follow a ReLU, hence are never negative. Max-pooling precedes the ReLU, which gives
-bit-identical outputs and gradients for a quarter of the work.
+d = 500 imply; the released codes (HtFLlib's, TinyProto's, ProtoNorm's) average 512 units to d, as cnn4-512 does.
+Features follow a ReLU, hence are never negative. Max-pooling precedes the ReLU, which gives bit-identical outputs and
+gradients for a quarter of the work.
 """
 
 from torch import nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.models.layers import image_shape, linear_head, replaced_classifier
+from pbfl_flwr.models.layers import image_shape, impose_width, linear_head, replaced_classifier
 from pbfl_flwr.task import Task
 
 SMALLEST_BLOCK_INPUT = 6  # 5x5 convolution: 2x2, max-pooling: 1x1
 
 
-def cnn4(task: Task) -> SplitModel:
-    """4-layer CNN (FedAvgCNN): 5x5 convolutions, 32 and 64 channels; hidden layer d; from 16x16 pixels."""
+def cnn4(task: Task, width: int = 0) -> SplitModel:
+    """4-layer CNN (FedAvgCNN): hidden layer d, or cnn4-512: 512 averaged to d; from 16x16 pixels.
+
+    5x5 convolutions with 32 and 64 channels.
+
+    Args:
+        task: K, d and the shape of inputs.
+        width: of the hidden layer; 0: d.
+    """
     channels = image_shape("cnn4", task)[0]
-    height, width = _map_after_two_blocks("cnn4", task)
+    height, columns = _map_after_two_blocks("cnn4", task)
     stages = [
         nn.Sequential(nn.Conv2d(channels, 32, 5), nn.MaxPool2d(2), nn.ReLU(inplace=True)),
         nn.Sequential(nn.Conv2d(32, 64, 5), nn.MaxPool2d(2), nn.ReLU(inplace=True)),
     ]
-    hidden = _hidden_layer(64 * height * width, task)
-    replaced_classifier(task.feature_dim, task)
+    width = width or task.feature_dim
+    hidden = nn.Sequential(
+        *_hidden_layer(64 * height * columns, width), *impose_width(width, task.feature_dim)
+    )
+    replaced_classifier(width, task)
     return SplitModel(task, stages, hidden, linear_head(task))
 
 
@@ -40,11 +51,12 @@ def cnn2(task: Task) -> SplitModel:
         nn.Sequential(nn.Conv2d(channels, 10, 5), nn.MaxPool2d(2), nn.ReLU(inplace=True)),
         nn.Sequential(nn.Conv2d(10, 20, 5), nn.Dropout2d(0.5), nn.MaxPool2d(2), nn.ReLU(inplace=True)),
     ]
-    return SplitModel(task, stages, _hidden_layer(20 * height * width, task), linear_head(task, dropout=0.5))
+    hidden = nn.Sequential(*_hidden_layer(20 * height * width, task.feature_dim))
+    return SplitModel(task, stages, hidden, linear_head(task, dropout=0.5))
 
 
-def _hidden_layer(width: int, task: Task) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(width, task.feature_dim), nn.ReLU(inplace=True))
+def _hidden_layer(inputs: int, width: int) -> tuple[nn.Module, ...]:
+    return nn.Flatten(), nn.Linear(inputs, width), nn.ReLU(inplace=True)
 
 
 def _map_after_two_blocks(name: str, task: Task) -> tuple[int, int]:

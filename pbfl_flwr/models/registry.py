@@ -46,6 +46,7 @@ class Architecture:
 
 
 _SIZES = {
+    "cnn4": Sizes("width of the hidden layer", 0, 1, "cnn4-512"),
     "harcnn": Sizes("blocks, at most 3, and the stride", 2, 2, "harcnn-2-1"),
     "mlp": Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
     "transformer": Sizes("heads, layers", 2, 2, "transformer-8-2"),
@@ -57,7 +58,7 @@ _SUMMARIES = {  # by module
     },
     "cnn": {
         "cnn2": "CNN of FedProto and GFPL: 5x5 convolutions, 10 and 20 channels; hidden layer d; from 16x16 pixels.",
-        "cnn4": "4-layer CNN (FedAvgCNN): 5x5 convolutions, 32 and 64 channels; hidden layer d; from 16x16 pixels.",
+        "cnn4": "4-layer CNN (FedAvgCNN): hidden layer d, or cnn4-512: 512 averaged to d; from 16x16 pixels.",
     },
     "resnet": {
         "resnet4": "ResNet-4: stem and one residual block of width 64; last layer 64.",

@@ -41,6 +41,9 @@ def held(total):
         # one way 106·10³ in FedProto's protocol
         ("fedper", {"protocol": "fedproto", "models": "cnn2"}, (10, 50, (1, 28, 28)), [4] * 20, 40 * 5_280),
         ("fml", {}, (43, 500, (3, 32, 32)), [43] * 20, 40 * (854_196 + 501 * 43)),
+        # one client, both ways, at d = 64: a hidden layer of d, and the released code's of 512
+        ("fml", {}, (100, 64, (3, 32, 32)), [100], 2 * 162_660),
+        ("fml", {"own": {"auxiliary": "cnn4-512"}}, (100, 64, (3, 32, 32)), [100], 2 * 879_908),
         # 2·M·d·K
         ("lg-fedavg", {}, (10, 500, (3, 32, 32)), [10] * 20, 200_000),
         ("lg-fedavg", {}, (4, 500, (3, 32, 32)), [4] * 20, 80_000),
@@ -59,7 +62,7 @@ def test_cost_of_a_round_is_the_formula_of_the_paper(make_method, name, keys, ta
 @pytest.mark.parametrize(
     ("name", "printed"),
     [
-        ("fml", ["35.03", "36.21", "36.99"]),  # GTSRB, Flowers-102, and CIFAR-100 in FedTGP's table
+        ("fml", ["35.03", "36.21", "36.99"]),  # GTSRB, Flowers-102 (TinyProto), CIFAR-100 (FedTGP)
         ("fedkd", ["31.29", "32.34", "33.04"]),  # FML's times 0.8932
     ],
 )

@@ -54,6 +54,7 @@ def test_clients_take_a_list_in_turn(spec: str, names: tuple[str, ...]) -> None:
     [
         ("resnet8+512-256", "resnet8", (), ("resnet8", "", (512, 256))),
         ("mlp+9", "mlp", (), ("mlp", "", (9,))),
+        ("cnn4-512", "cnn4", (512,), ("cnn4-512", "", ())),
         ("mlp-500-20@a.b_c-1+3", "mlp", (500, 20), ("mlp-500-20", "a.b_c-1", (3,))),
         ("efficientnet-b0+1-2-3-4-5-6-7-8", "efficientnet-b0", (), ("efficientnet-b0", "", (1, 2, 3, 4, 5, 6, 7, 8))),
     ],
@@ -73,7 +74,9 @@ def test_parts_of_a_name(name: str, base: str, sizes: tuple[int, ...], parts: tu
         ("cnn4,,resnet8", "models = 'cnn4,,resnet8': unknown model ''"),
         ("nets.zoo:", "unknown model 'nets.zoo:'"),
         ("../nets:build", "unknown model '../nets:build'"),
-        ("cnn4-3", "unknown model 'cnn4-3'"),
+        ("cnn2-3", "unknown model 'cnn2-3'"),
+        ("cnn4-0", "after 'cnn4' must follow 0 to 1 whole numbers from 1 to 65,536 (width of the hidden layer)"),
+        ("cnn4-3-3", "'cnn4-3-3'"),
         ("mlp-", "unknown model 'mlp-'; did you mean 'mlp'?"),
         ("mlp-0", "model 'mlp-0': after 'mlp' must follow 0 to 8 whole numbers from 1 to 65,536"),
         ("mlp-65537", "'mlp-65537'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 from numpy.random import RandomState
@@ -106,7 +107,8 @@ def _deal(pool: Pool, labels: Rows, settings: DataSettings, num_clients: int, rn
                 raise PbflError(
                     f"classes-per-client = {classes}; must be 1..{pool.num_classes}, the dataset's classes"
                 )
-            deal = pathological_indices(labels, num_clients, classes, least, rng, pool.num_classes)
+            shuffle = Random(settings.partition_seed) if settings.shuffled_sizes else None
+            deal = pathological_indices(labels, num_clients, classes, least, rng, pool.num_classes, shuffle)
         case "iid":
             deal = iid_indices(len(labels), num_clients, rng)
         case _:

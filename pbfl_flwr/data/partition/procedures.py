@@ -3,13 +3,15 @@
 The Dirichlet and the pathological procedure reproduce those of PFLlib, HtFLlib and
 regulationLee/{TinyProto,ProtoNorm} draw by draw: the same calls in the same order to NumPy's legacy generator
 (``RandomState(seed)`` is the stream of ``numpy.random.seed(seed)``). Since a shuffle consumes randomness by length
-only, the counts depend on the class counts alone.
+only, the counts depend on the class counts alone. The last two have two generators: CIFAR-10's is PFLlib's, that of
+CIFAR-100 and Tiny-ImageNet also shuffles the pathological sizes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, floor
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -79,13 +81,14 @@ def pathological_indices(
     min_samples: int,
     rng: RandomState,
     num_classes: int | None = None,
+    shuffle: Random | None = None,
 ) -> Assignment:
     """Give every client ``classes_per_client`` classes C, as consecutive slices of each class's unshuffled rows.
 
     For each class, the first ceil(M/K·C) clients that still need a class get a random number of samples between
-    a tenth of an equal part (at least ``min_samples``/K) and an equal part, the last of them the remainder. Neighbours
-    therefore hold the same classes. Where that range is empty, e.g. with fewer samples than clients (the references
-    raise there), equal parts are used.
+    a tenth of an equal part (at least ``min_samples``/K) and an equal part, the last of them the remainder; ``shuffle``
+    shuffles these numbers among them. Neighbours therefore hold the same classes. Where that range is empty, e.g. with
+    fewer samples than clients (the references raise there), equal parts are used.
     """
     num_classes = _num_classes(labels, num_classes)
     vacancies = np.full(num_clients, classes_per_client)
@@ -100,8 +103,11 @@ def pathological_indices(
         part = len(rows) / len(holders)
         low, high = int(max(part / 10, min_samples / num_classes)), int(part)
         if low < high:
-            cuts = np.cumsum(rng.randint(low, high, len(holders) - 1))
-            pieces = np.split(rows, cuts)
+            sizes = rng.randint(low, high, len(holders) - 1).tolist()
+            sizes.append(len(rows) - sum(sizes))
+            if shuffle is not None:
+                shuffle.shuffle(sizes)
+            pieces = np.split(rows, np.cumsum(sizes)[:-1])
         else:
             pieces = np.array_split(rows, len(holders))
         for client, piece in zip(holders, pieces, strict=True):

@@ -2,11 +2,12 @@
 
 Ways n_i ~ U[max(2, w̄-ŵ), min(K-1, w̄+ŵ)] (K if w̄ = K and ŵ = 0), shots k_i ~ U[s̄-ŝ+1, s̄+ŝ], one integer per client,
 classes without replacement: with the same seed the same calls, and so the same tables of ways, shots and classes, as
-yuetan031/FedProto. Training samples come from the official training part, test samples (15 per class, or as many as
-possible) from the official test part. Client i's samples of a class are the block at i·110 of the class's rows (at
-i·(s̄+ŝ) if that is more; of test samples at i·15); where the class is too small for that, its holders get consecutive
-pieces of the shuffled rows instead. Blocks never overlap. Without an official test part, each class is cut into the
-training share and the rest.
+yuetan031/FedProto, whose MNIST has the shots U[s̄-ŝ+1, s̄+ŝ-2] and 40 test samples per class: 99 ± 1 and test-shots = 40
+for its 100 ± 2. Training samples come from the official training part, test samples (``test_shots`` per class, or as
+many as possible) from the official test part. Client i's samples of a class are the block at i·110 of the class's rows
+(at i·(s̄+ŝ) if that is more; of test samples at i·test_shots); where the class is too small for that, its holders get
+consecutive pieces of the shuffled rows instead. Blocks never overlap. Without an official test part, each class is cut
+into the training share and the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from pbfl_flwr.data.contract import Pool, Rows, Split
 from pbfl_flwr.errors import PbflError
 
 BLOCK = 110  # FedProto's train_shots_max
-TEST_SHOTS = 15  # FedProto's test_shots
 
 
 def way_shot_splits(
@@ -58,12 +58,14 @@ def way_shot_splits(
             holders, _blocks(train_rows, holders, sizes, block, num_clients, rng), strict=True
         ):
             train[client].append(rows)
-        test_shots = min(TEST_SHOTS, len(test_rows) // len(holders))
-        if test_shots < TEST_SHOTS:
-            notes.append(f"class {k}: {test_shots} test samples per client instead of {TEST_SHOTS}")
+        test_shots = min(settings.test_shots, len(test_rows) // len(holders))
+        if test_shots < settings.test_shots:
+            notes.append(f"class {k}: {test_shots} test samples per client instead of {settings.test_shots}")
         test_sizes = [test_shots] * len(holders)
         for client, rows in zip(
-            holders, _blocks(test_rows, holders, test_sizes, TEST_SHOTS, num_clients, rng), strict=True
+            holders,
+            _blocks(test_rows, holders, test_sizes, settings.test_shots, num_clients, rng),
+            strict=True,
         ):
             test[client].append(rows)
     splits = tuple(Split(np.concatenate(a), np.concatenate(b)) for a, b in zip(train, test, strict=True))

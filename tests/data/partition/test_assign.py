@@ -4,10 +4,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pbfl_flwr.config import DataSettings
+from pbfl_flwr.config import DataSettings, parse
 from pbfl_flwr.data import LoadedData, check_data, load_pool
 from pbfl_flwr.data.partition.assign import make_partition
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.plan import reproduction
+from pbfl_flwr.methods import SECTIONS
 
 
 def everything(part):
@@ -99,6 +101,32 @@ def test_way_shot_draws_are_those_of_the_reference(pool_of):
         assert result.tolist() == held
         assert set(counts.tolist()) == {size}
     assert part.notes == ()
+
+
+def test_shuffled_sizes_are_the_same_sizes_for_other_clients(pool_of):
+    settings = DataSettings(partition="pathological", classes_per_client=2)
+    plain, shuffled = (
+        make_partition(pool_of([600] * 10), settings.model_copy(update={"shuffled_sizes": on}), 20).counts
+        for on in (False, True)
+    )
+    assert (np.sort(plain, axis=0) == np.sort(shuffled, axis=0)).all()
+    last = [[np.flatnonzero(of)[-1] == of.argmax() for of in counts.T] for counts in (plain, shuffled)]
+    assert (sum(last[0]), sum(last[1])) == (10, 2)  # how often the last holder has most
+
+
+def test_fedprotos_mnist_has_99_or_100_shots_and_40_test_samples(pool_of):
+    np.random.seed(1234)
+    ways = np.random.randint(max(2, 4 - 2), min(10, 4 + 2 + 1), 20)
+    shots = np.random.randint(100 - 2 + 1, 100 + 2 - 1, 20)
+    paper = reproduction.read("gfpl-table1").runs_of("mnist-4")["Local"]
+    pool = pool_of([6000] * 10, test_counts=[892] * 10)  # the rarest test digit
+    part = make_partition(pool, parse(paper, SECTIONS).data, 20)
+    for client, split in enumerate(part.splits):
+        classes, counts = np.unique(pool.labels[split.train], return_counts=True)
+        assert (len(classes), set(counts.tolist())) == (ways[client], {shots[client]})
+        blocks = [60_000 + 892 * k + 40 * client + np.arange(40) for k in classes]
+        assert np.array_equal(split.test, np.concatenate(blocks))
+    assert set(shots.tolist()) == {99, 100}
 
 
 def test_way_shot_deals_small_classes_among_their_holders(pool_of):

@@ -132,9 +132,13 @@ def test_a_share_is_split_as_scikit_learn_does(share):
         assert ours.rand() == theirs.rand()
 
 
-def test_pathological_is_the_reference_loop():
+@pytest.mark.parametrize(
+    "shuffled", [False, True]
+)  # CIFAR-10's generator, and that of CIFAR-100 and Tiny-ImageNet
+def test_pathological_is_the_reference_loop(shuffled):
     labels = RandomState(3).permutation(labels_of([90, 70, 120, 40]))
     np.random.seed(1)
+    random.seed(1)
     draw: Any = np.random.randint  # the reference gives it fractions
     wanted = [2] * 6
     expected: list[list[int]] = [[] for _ in range(6)]
@@ -144,12 +148,15 @@ def test_pathological_is_the_reference_loop():
         part = len(rows) / len(chosen)
         sizes = draw(max(part / 10, 10 / 4), part, len(chosen) - 1).tolist()
         sizes.append(len(rows) - sum(sizes))
+        if shuffled:
+            random.shuffle(sizes)
         start = 0
         for client, size in zip(chosen, sizes, strict=True):
             expected[client] += rows[start : start + size].tolist()
             start += size
             wanted[client] -= 1
-    deal = pathological_indices(labels, 6, 2, 10, RandomState(1))
+    shuffle = random.Random(1) if shuffled else None
+    deal = pathological_indices(labels, 6, 2, 10, RandomState(1), shuffle=shuffle)
     assert [rows.tolist() for rows in deal.rows] == expected
 
 
