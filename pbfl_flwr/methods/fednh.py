@@ -7,8 +7,8 @@ and sends them with μ̂_ij, the normalised mean of its unit features of each cl
 clients and moves the rows: W_j <- normalise(ρ·W_j + (1-ρ)·m_j), m_j = normalise(Σ_i (n_ij/Σ_i n_ij)·μ̂_ij).
 Travels: θ, s and W down; θ, s, K_i unit vectors and their counts up.
 Predicts: the logits of the received global model, scored before local training.
-Differs from the paper: nothing known in the equations. s starts at 20 for resnet*, else at 1, as in its code;
-momentum, weight decay and clipping are the run's settings.
+Differs from the paper: nothing known in the equations. s starts at 20 for resnet*, else at 1, as in its code
+(ProtoNorm's starts at 1 for every network); momentum, weight decay and clipping are the run's settings.
 Differs from the reference: it sends the vectors multiplied by their counts, here both are sent; a class that nobody
 sends keeps its row bit for bit, where the reference divides by a count of 1e-12. If K > d, rows cannot be orthogonal
 and are normalised; the code's initialisation leaves them shorter.

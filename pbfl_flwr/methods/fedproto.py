@@ -9,7 +9,8 @@ Predicts: the class of the nearest global prototype; logits and nearest local pr
 Differs from the paper: the printed server equation weights by n_ij and divides by |N_j| as well, which shrinks
 prototypes |N_j| times (aggregation="weighted-shrunk"; "weighted" is the true weighted mean); every released code
 averages uniformly, so that is the default. The printed regularisation is a norm between class means with λ = 1
-(regularizer-form="l2"); every released code uses the mean square over the batch with λ = 10, so that is the default.
+(regularizer-form="l2"); every released code uses the mean square over the batch, so that is the default, with the λ =
+10 of HtFLlib, PFLlib, TinyProto and ProtoNorm (FedProto's own code: 1, and 0.1 on CIFAR-10).
 Differs from the reference: prototypes are collected after local training, as in the paper's equation;
 collect="trajectory" averages the features computed during training, as HtFLlib and PFLlib do. FedProto's own code
 averages those of the last epoch, predicts among a client's own classes and initialises clients differently (protocol

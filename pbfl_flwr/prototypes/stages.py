@@ -26,8 +26,9 @@ from pbfl_flwr.util.user_code import own_code
 class Stages(PrototypeSettings):
     """The settings of the slots without "auto", by default FedProto's.
 
-    The default λ = 10 belongs to the form that is a mean over B·d elements, which every released code base uses;
-    the λ = 1 or 0.1 of the papers' texts belongs to a norm (``regularizer-form="l2"``).
+    The default λ = 10 belongs to the form that is a mean over B·d elements, which every released code base uses
+    (FedProto's own with λ = 1, or 0.1 on CIFAR-10); the λ = 1 or 0.1 of the papers' texts belongs to a norm
+    (``regularizer-form="l2"``).
     """
 
     regularizer_weight: NonNegative = 10.0

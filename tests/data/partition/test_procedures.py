@@ -77,6 +77,16 @@ def test_dirichlet_gives_the_published_number_of_classes(counts, clients, alpha,
         assert smallest in (None, dealt.sum(axis=1).min())
 
 
+def test_dirichlet_gives_the_counts_that_protonorm_released():
+    labels = labels_of(CIFAR10)
+    dealt = table(dirichlet_indices(labels, 20, 0.1, 1, RandomState(1)), labels, 10).tolist()
+    # test_args.json, clients 0, 3, 12 and 19
+    assert dealt[0] == [0, 9, 0, 668, 476, 287, 5, 167, 0, 9]
+    assert dealt[3] == [0, 402, 12, 7, 0, 0, 1, 0, 1, 1657]
+    assert dealt[12] == [248, 0, 2, 0, 360, 1802, 1, 0, 3581, 0]
+    assert dealt[19] == [1, 1, 1, 1, 1, 2651, 1, 1, 1, 1]
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_class_whose_shares_underflow_goes_to_the_smallest_client():
     """With so small an alpha NumPy draws inf and NaN."""
