@@ -142,6 +142,17 @@ def test_threshold_decides_and_may_count_per_dimension():
     assert fuse([parts, parts], 2, threshold=0).num_components == 4
 
 
+def test_with_the_papers_threshold_and_width_one_distribution_stays_in_pieces():
+    # two clients' 100 samples of N(0, I) in d = 50, four components each, S_C = 1
+    draw = torch.Generator().manual_seed(0)
+    sent = []
+    for seed in range(2):
+        batch = (torch.randn(100, 50, generator=draw), torch.zeros(100, dtype=torch.int64))
+        sent.append(fit_mixtures([batch], 50, 4, seed)[0])
+    assert fuse(sent, 50, threshold=1).num_components == 8
+    assert fuse(sent, 50, threshold=1, distance="per-dimension").num_components == 1
+
+
 def test_the_heaviest_component_is_the_first_seed_and_the_lowest_of_equal_ones():
     # In one dimension and with deviations of 1, D_B = shift²/8: neighbours 0.125, the outer two 0.5 apart.
     def fused(*weights):
