@@ -183,8 +183,8 @@ def test_losses_and_regularisers_that_return_nothing_are_named(make_client):
     forgotten: Any = forgets
     with pytest.raises(PbflError, match=FORGETS + "its terms by name, each a tensor$"):
         fit(make_client(), forgotten)
-    plain: Any = build_method(settings_of("cosproto:build", models="mlp5"))
-    method = replace(plain, regularizer=forgets)
+    cosproto: Any = build_method(settings_of("cosproto:build", models="mlp5"))
+    method = replace(cosproto, regularizer=forgets)
     table = Prototypes(torch.ones(4, 6), torch.ones(4, dtype=torch.bool))
     with pytest.raises(PbflError, match=FORGETS + "a Tensor$"):
         method.local_update(make_client(), table)

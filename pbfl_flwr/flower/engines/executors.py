@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ FAILED = (
     "must start the run under if __name__ == '__main__':"
 )
 EXIT_SECONDS = 5.0  # to wait until a process whose pipe is closed has ended
+WORKER = "pbfl-worker"  # name of a worker process
+IMPORTS_A_RUN = 77  # its exit status if the script that it imports starts a run
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,9 @@ class ExecutorPool:
         except WorkerDied as error:
             died = True
             return Message(Error(code=RAISED, reason=str(error)), reply_to=message)
+        except PbflError:  # no worker can start; the run ends
+            self._ending = True
+            raise
         finally:
             with self._lock:
                 if self._busy.get(node) is executor:
@@ -167,7 +173,7 @@ class ProcessExecutor(Executor):
         self.spent = False
         self._channel, child_end = channel()
         context = get_context("spawn")  # torch's threads do not survive a fork
-        self._process = context.Process(target=_work, args=(child_end, self._spec), daemon=True)
+        self._process = context.Process(target=_work, args=(child_end, self._spec), daemon=True, name=WORKER)
         try:
             with _signals_blocked():
                 self._process.start()
@@ -182,12 +188,19 @@ class ProcessExecutor(Executor):
 
         Raises:
             WorkerDied: if the process ended meanwhile.
+            PbflError: if the script that started the run has no main guard.
         """
         try:
             self._channel.send((message, context))
             answer: tuple[Message, RecordDict, bool] = self._channel.receive()
         except (EOFError, OSError):
             self._process.join(EXIT_SECONDS)
+            if self._process.exitcode == IMPORTS_A_RUN:
+                raise PbflError(
+                    f"'{_script()}' starts a run with several workers, and each worker imports it and would start the "
+                    "run again: must start it under if __name__ == '__main__':, or with one worker, "
+                    "Resources(workers=1)"
+                ) from None
             # 1 after an exception; negative after a signal.
             raise WorkerDied(FAILED if self._process.exitcode == 1 else DIED) from None
         reply, context.state, self.spent = answer
@@ -209,17 +222,46 @@ class ProcessExecutor(Executor):
         self._channel.close()
 
 
-def check_not_importing() -> None:
-    """Check that this is not a worker process importing the script that started it.
+def check_not_worker() -> None:
+    """End this process if it is a worker of a run that imports the script that starts the run.
+
+    Nothing is printed: what started the worker says it once.
+    """
+    if current_process().name == WORKER and _importing():
+        raise SystemExit(IMPORTS_A_RUN)
+
+
+def check_may_start_workers() -> None:
+    """Check that this process can start workers, which import its script.
 
     Raises:
-        PbflError: saying how to change the script.
+        PbflError: saying what to change.
     """
-    if getattr(current_process(), "_inheriting", False):  # multiprocessing makes the same check
+    one = "must take one worker, Resources(workers=1)"
+    if _importing():
         raise PbflError(
-            "a worker imports the script that starts it, and would start the run again: put the call under "
-            "if __name__ == '__main__': or take one worker"
+            f"'{_script()}' is imported by a process that it starts, and would start the run there as well: must start "
+            "it under if __name__ == '__main__':"
         )
+    if current_process().daemon:
+        raise PbflError(
+            f"this process, '{current_process().name}', may not start others, like all of multiprocessing.Pool: {one}, "
+            "or be one of concurrent.futures.ProcessPoolExecutor"
+        )
+    if _script() == "<stdin>":
+        raise PbflError(
+            f"workers import the script that starts them, and a script on standard input is no file: {one}"
+        )
+
+
+def _importing() -> bool:
+    """Whether this process still imports the script of its parent; multiprocessing makes the same check."""
+    return bool(getattr(current_process(), "_inheriting", False))
+
+
+def _script() -> str:
+    """Return the file of the script that was started."""
+    return str(getattr(sys.modules["__main__"], "__file__", "this script"))
 
 
 @contextmanager

@@ -38,7 +38,8 @@ from pbfl_flwr.flower.engines.executors import (
     ExecutorPool,
     ProcessExecutor,
     WorkerSpec,
-    check_not_importing,
+    check_may_start_workers,
+    check_not_worker,
 )
 from pbfl_flwr.flower.engines.only_run import only_run
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
@@ -208,7 +209,8 @@ def federate(
 
     Raises:
         RunRefused: if another run uses the directory.
-        PbflError: if this process is in a run already; also as :func:`pbfl_flwr.flower.server.app.serve`.
+        PbflError: if this process is in a run already, or several workers cannot import its script; also as
+            :func:`pbfl_flwr.flower.server.app.serve`.
     """
     with _restored():
         run_here(Path(run_dir).absolute(), config, num_clients, resources)
@@ -229,6 +231,7 @@ def run_here(
         RunRefused: if another run uses the directory.
         PbflError: as :func:`federate`.
     """
+    check_not_worker()
     if (configured := config.get("num-clients", num_clients)) != num_clients:
         raise PbflError(
             f"num-clients = {configured}, but the federation has {num_clients} clients: must be the same number"
@@ -236,7 +239,7 @@ def run_here(
     if resources.engine != "ray":
         specs = worker_specs(resources, num_clients, run_dir / LOG)
         if len(specs) > 1:
-            check_not_importing()
+            check_may_start_workers()
     lock = lock_of(run_dir)
     claim(lock, run_dir)
     keys = {**config, "num-clients": num_clients, "run-dir": str(run_dir)}
@@ -288,6 +291,7 @@ def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:
         PbflError: if this process is in a run already; also as
             :meth:`pbfl_flwr.flower.server.strategy.MethodStrategy.start`.
     """
+    check_not_worker()
     settings = strategy.settings
     name = str(strategy.directory.path) if strategy.directory else f"a strategy of {strategy.method.name}"
     with only_run(name), _restored(), as_worker(1):

@@ -113,8 +113,33 @@ def test_refuses_to_start_workers_from_a_script_that_a_worker_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(current_process(), "_inheriting", True, raising=False)
-    with pytest.raises(PbflError, match="a worker imports the script that starts it"):
+    with pytest.raises(
+        PbflError, match="is imported by a process that it starts, and would start the run there"
+    ):
         federate(tmp_path / "run", KEYS, 3, Resources(workers=2))
+    monkeypatch.setattr(current_process(), "_name", executors.WORKER)
+    strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8)
+    for workers in (1, 2):
+        with pytest.raises(SystemExit, match=str(executors.IMPORTS_A_RUN)):
+            federate(tmp_path / "run", KEYS, 3, Resources(workers=workers))
+    with pytest.raises(SystemExit):
+        federate_app(strategy, make_client_app(tiny_data, strategy.settings))
+
+
+def test_refuses_to_start_workers_where_python_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In multiprocessing.Pool, whose processes have no children, and in ``python < script.py``."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")
+    with pytest.raises(PbflError, match=r"a script on standard input is no file: must take one worker"):
+        federate(tmp_path / "run", KEYS, 3, Resources(workers=2))
+    monkeypatch.setitem(current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with pytest.raises(
+        PbflError, match=r"may not start others, .*: must take one worker, Resources\(workers=1\)"
+    ):
+        federate(tmp_path / "run", KEYS, 3, Resources(workers=2))
+    assert not (tmp_path / "run").exists()
+    federate(tmp_path / "run", KEYS, 3, Resources(workers=1))
 
 
 @pytest.mark.long
@@ -131,9 +156,9 @@ def test_script_without_main_guard_is_explained(tmp_path: Path) -> None:
     )
     assert ended.returncode == 1
     *_, last = ended.stderr.strip().splitlines()
-    assert f"3 of 3 clients: {executors.FAILED}" in last
-    assert "a worker imports the script that starts it, and would start the run again" in ended.stderr
-    assert "in use by another run" not in ended.stderr
+    assert f"'{script}' starts a run with several workers, and each worker imports it" in last
+    assert "must start it under if __name__ == '__main__':, or with one worker" in last
+    assert ended.stderr.count("Traceback") == 1
 
 
 def test_strategy_and_client_app_run_in_this_process(tmp_path: Path) -> None:
