@@ -6,6 +6,7 @@ A method's own keys are declared likewise, as the class ``Config`` of its module
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
@@ -24,6 +25,7 @@ from pbfl_flwr.config.parsing import (
     class_names,
     comma_list,
 )
+from pbfl_flwr.util.user_code import own_code
 
 Auto = Literal["auto"]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -157,7 +159,9 @@ class RunSettings(Group):
 class DataSettings(Group):
     """The data and how it is dealt to the clients."""
 
-    dataset: str = Field("digits", description="a name from `pbfl list datasets`")
+    dataset: str = Field(
+        "digits", description="a name from `pbfl list datasets`, or data of your own: my_package.module:load"
+    )
     data_dir: Annotated[DataPath, Concerns(silent=True)] = Field(
         "",
         description="directory or file of the data, or hf://<id> of a dataset on the hub; empty: <home>/data",
@@ -230,6 +234,10 @@ class DataSettings(Group):
         "",
         description="shape of an input, e.g. '3,64,64': images of a folder are resized to it, rows of a table reshaped",
     )
+
+    def allowing(self, names: Collection[str]) -> DataSettings:
+        """Return these settings with the functions among ``names`` as code that may be imported, all others as text."""
+        return self.model_copy(update={"dataset": own_code(self.dataset, names)})
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -85,7 +85,8 @@ class Settings(BaseModel):
 
     def allowing(self, names: Iterable[str]) -> Settings:
         """Return these settings, which came from another machine or a file, with the functions allowed here."""
-        return self.model_copy(update={"allowed": frozenset(names)})
+        allowed = frozenset(names)
+        return self.model_copy(update={"allowed": allowed, "data": self.data.allowing(allowed)})
 
     def as_dict(self) -> dict[str, Scalar]:
         """Return the configuration as flat run-config keys."""
@@ -142,7 +143,8 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
     section = chosen.model_dump(by_alias=True) if (chosen := own.get(method)) else {}
     if problems or (problems := _conflicts(settings := Settings(**groups, method_section=section))):
         raise PbflError("\n".join(problems))
-    return _apply_protocol(settings)
+    settings = _apply_protocol(settings)
+    return settings.model_copy(update={"data": settings.data.allowing(settings.code)})
 
 
 def changed(
@@ -153,7 +155,8 @@ def changed(
     Raises:
         PbflError: with one line for every invalid key.
     """
-    return parse({**settings.as_dict(), **changes}, sections).model_copy(update={"allowed": settings.allowed})
+    other = parse({**settings.as_dict(), **changes}, sections)
+    return other if settings.allowed is None else other.allowing(settings.allowed)
 
 
 def relevant(configuration: Mapping[str, Scalar]) -> dict[str, Scalar]:

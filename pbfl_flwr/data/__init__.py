@@ -11,20 +11,28 @@ from pbfl_flwr.data.clients import ClientData, Shard, materialise
 from pbfl_flwr.data.contract import Partition, Pool, Split
 from pbfl_flwr.data.datasets import DATASETS, kind_of
 from pbfl_flwr.data.labels import names_file, read_names, renumbered
+from pbfl_flwr.data.own.function import from_function
 from pbfl_flwr.data.own.pflib import export_pfl_directory, pflib_client
 from pbfl_flwr.data.partition.assign import make_partition
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.util.user_code import is_external
 
 
 def load_pool(settings: DataSettings) -> Pool:
     """Return all samples of the dataset.
 
     Raises:
-        PbflError: if the dataset is unknown, or its files are missing or unreadable.
+        PbflError: if the dataset is unknown, its files are missing or unreadable, or its function does not give it.
     """
+    if is_external(settings.dataset):
+        return _fitting(from_function(settings), settings)
     if settings.dataset not in DATASETS:
         close = difflib.get_close_matches(settings.dataset, DATASETS, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"must be one of {', '.join(DATASETS)}"
+        hint = (
+            f"did you mean '{close[0]}'?"
+            if close
+            else f"must be one of {', '.join(DATASETS)}, or my_package.module:load"
+        )
         raise PbflError(f"unknown dataset '{settings.dataset}'; {hint}")
     return _fitting(DATASETS[settings.dataset].load(settings), settings)
 

@@ -43,7 +43,10 @@ ROWS: dict[str, Callable[[], Rows]] = {  # topic -> names with descriptions
         ),
     ],
     "weights": lambda: [(name, str(file)) for name, file in stored_weights().items()],
-    "datasets": lambda: [(name, dataset.description) for name, dataset in DATASETS.items()],
+    "datasets": lambda: [
+        *((name, dataset.description) for name, dataset in DATASETS.items()),
+        ("my_package.module:load", "arrays of your own: a function of the settings that returns x and y"),
+    ],
     "presets": lambda: [(name, "") for name in presets()],
     "comparisons": lambda: [(name, comparison.read(name)[0]) for name in comparison.comparisons()],
     "reproductions": lambda: [

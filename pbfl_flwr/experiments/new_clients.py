@@ -125,6 +125,7 @@ def unseen(run: FinishedRun, settings: Settings, clients: int) -> tuple[Pool, Pa
     data, M = settings.data.model_copy(update={"download": False}), settings.run.num_clients
     if run.counts is None:
         raise PbflError(f"{run.path}: its clients brought their own data, so there is none for new clients")
+    check_allowed(run, data.dataset)
     with reading("the dataset"):
         pool = load_pool(data)
     if pool.fingerprint() != run.partition.data:

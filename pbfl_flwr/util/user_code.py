@@ -65,7 +65,7 @@ def import_named(key: str, spec: str) -> object:
     if not isinstance(spec, UserCode):
         raise PbflError(
             f"{key} = '{spec}' names code to import; a process imports only what its own configuration names, a device "
-            "what its own --node-config names as model or in allow-code"
+            "what its own --node-config names as model, as dataset or in allow-code"
         )
     module_name, _, name = spec.partition(":")
     try:

@@ -13,6 +13,7 @@ import pbfl_flwr
 from pbfl_flwr.config import GROUPS, Group, Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.client.worker import DataSource
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
@@ -67,7 +68,9 @@ def text_keys() -> Iterator[tuple[str, str]]:
 KEYS = list(text_keys())
 
 
-def ask_device(config: dict[str, Scalar], node: dict[str, Scalar]) -> Message:
+def ask_device(
+    config: dict[str, Scalar], node: dict[str, Scalar], data: DataSource | None = tiny_data
+) -> Message:
     """The device's reply to the handshake."""
     context = Context(
         run_id=1, node_id=1, node_config=dict(node), state=RecordDict(), run_config=dict(config)
@@ -79,12 +82,12 @@ def ask_device(config: dict[str, Scalar], node: dict[str, Scalar]) -> Message:
         group_id="handshake",
     )
     query.metadata.__dict__["_message_id"] = "1"
-    return make_client_app(tiny_data)(query, context)
+    return make_client_app(data)(query, context)
 
 
 def test_the_walk_finds_the_keys_that_name_code() -> None:
     keys = {key for _, key in KEYS}
-    assert {"method", "models", "aggregation", "fml.auxiliary", "fedkd.auxiliary"} <= keys
+    assert {"method", "models", "dataset", "aggregation", "fml.auxiliary", "fedkd.auxiliary"} <= keys
 
 
 @pytest.mark.parametrize(("method", "key"), KEYS)
@@ -115,6 +118,30 @@ def test_device_imports_what_its_owner_names(
     reply = ask_device(config, {"client-id": 0, "state-dir": str(tmp_path), **node})
     assert imported.exists()
     assert "raised SystemExit: 0" in str(reply.error.reason)  # and the device goes on
+
+
+@pytest.mark.parametrize("key", ["dataset"])
+def test_device_deals_data_by_functions_of_its_owner_alone(tmp_path: Path, imported: Path, key: str) -> None:
+    config = {**configuration(tmp_path, "fedproto"), key: SPY}
+    node: dict[str, Scalar] = {"client-id": 0, "state-dir": str(tmp_path)}
+    refused = ask_device(config, node, None)
+    assert f"{key} = '{SPY}' names code to import" in str(refused.error.reason)
+    assert not imported.exists()
+    allowed = ask_device(config, {**node, "allow-code": SPY}, None)
+    assert imported.exists()
+    assert "raised SystemExit: 0" in str(allowed.error.reason)
+
+
+def test_device_reads_its_data_by_the_function_that_it_names(tmp_path: Path, imported: Path) -> None:
+    node: dict[str, Scalar] = {
+        "client-id": 0,
+        "state-dir": str(tmp_path),
+        "data-path": str(tmp_path),
+        "dataset": SPY,
+    }
+    reply = ask_device(configuration(tmp_path, "fedproto"), node, None)
+    assert imported.exists()
+    assert f"dataset = '{SPY}': importing " in str(reply.error.reason)
 
 
 @pytest.mark.parametrize("method", METHODS)

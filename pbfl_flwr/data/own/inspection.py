@@ -67,7 +67,7 @@ class Inspection:
         """Return a readable report, with the classes as a bar chart."""
         shape = "x".join(map(str, self.input_shape))
         report = [
-            f"{self.path}: {self.dataset}, {DATASETS[self.dataset].description.partition(';')[0]}",
+            f"{self.path}: {self.dataset}{_description(self.dataset)}",
             f"{self.samples} samples of shape {shape}, {self.dtype}, values {self.minimum:g} to {self.maximum:g}",
             f"split on a device: {sum(self.train)} for training, {sum(self.test)} for testing",
         ]
@@ -134,6 +134,10 @@ def inspect(settings: DataSettings, files: int | None = None) -> Inspection:
         pool.notes,
         tuple(_warnings(pool, train, test, low, high)),
     )
+
+
+def _description(dataset: str) -> str:
+    return f", {DATASETS[dataset].description.partition(';')[0]}" if dataset in DATASETS else ""
 
 
 def _ranges(inputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

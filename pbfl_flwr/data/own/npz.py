@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +51,41 @@ def _load(settings: DataSettings, path: Path, client_key: str, label_names: tupl
     def decode(allocate: Allocate) -> Pool:
         needed = ("x", "y", *((client_key,) if label_names else ()))
         arrays = read_arrays(path, f"dataset '{name}'", needed, (client_key,))
-        names, labels = _labels(arrays["y"], label_names, settings, path)
-        owner = _column(arrays[client_key], path, client_key, "client")[1] if client_key in arrays else None
-        return Pool(_inputs(arrays["x"], path, name), labels, names, len(labels), owner)
+        return pool_of_arrays(arrays, str(path), settings, client_key, label_names)
 
     return cached(settings, [path], decode)
 
 
+def pool_of_arrays(
+    arrays: Mapping[str, NDArray[Any]],
+    source: str,
+    settings: DataSettings,
+    client_key: str = "client",
+    label_names: tuple[str, ...] | None = None,
+) -> Pool:
+    """Return the samples in arrays as :func:`npz` reads them.
+
+    Args:
+        arrays: ``x``, ``y`` and, optionally, the natural clients.
+        source: where they are, for errors.
+        settings: of the data.
+        client_key: name of the array of clients.
+        label_names: the names of the labels 0..K-1; None if ``labels`` or the data name them.
+
+    Raises:
+        PbflError: if an array does not hold what it should.
+    """
+    names, labels = _labels(arrays["y"], label_names, settings, source)
+    owner = _column(arrays[client_key], source, client_key, "client")[1] if client_key in arrays else None
+    return Pool(_inputs(arrays["x"], source, settings.dataset), labels, names, len(labels), owner)
+
+
 def _labels(
-    y: NDArray[Any], label_names: tuple[str, ...] | None, settings: DataSettings, path: Path
+    y: NDArray[Any], label_names: tuple[str, ...] | None, settings: DataSettings, source: str
 ) -> tuple[tuple[str, ...], Rows]:
     """Return the class names and the labels; numbers are positions in ``label_names`` if these are given."""
-    where = f"{path}: y"
-    distinct, codes = _column(y, path, "y", "class")
+    where = f"{source}: y"
+    distinct, codes = _column(y, source, "y", "class")
     if y.dtype.kind in "US" or (settings.classes and not label_names):
         return numbered_classes(distinct, codes, label_names or settings.classes, where)
     numbers = np.array([*map(int, distinct)], dtype=object)  # of any size
@@ -80,7 +102,7 @@ def _labels(
     return tuple(distinct), codes
 
 
-def _column(values: NDArray[Any], path: Path, key: str, what: str) -> tuple[list[str], Rows]:
+def _column(values: NDArray[Any], source: str, key: str, what: str) -> tuple[list[str], Rows]:
     """Return the names in an array of classes or clients, and the number (N,) of every row's; whole numbers in order.
 
     Raises:
@@ -89,13 +111,13 @@ def _column(values: NDArray[Any], path: Path, key: str, what: str) -> tuple[list
     kind = values.dtype.kind
     if values.ndim != 1 or kind not in "iufUS":
         raise PbflError(
-            f"{path}: {key} is {values.dtype} {values.shape}; must be names or whole numbers, (N,)"
+            f"{source}: {key} is {values.dtype} {values.shape}; must be names or whole numbers, (N,)"
         )
     if not len(values):
-        raise PbflError(f"{path} has no samples; must be 1 or more")
+        raise PbflError(f"{source} has no samples; must be 1 or more")
 
     def place(row: int) -> str:
-        return f"{path}: {key}[{row}]"
+        return f"{source}: {key}[{row}]"
 
     wrong: NDArray[np.bool_] = np.zeros(len(values), dtype=np.bool_)
     fault = "it holds what is no character"
@@ -146,13 +168,13 @@ def read_arrays(
         raise PbflError(f"{who}: {path} is not a readable .npz file of plain arrays ({reason})") from error
 
 
-def _inputs(values: NDArray[Any], path: Path, name: str) -> NDArray[Any]:
+def _inputs(values: NDArray[Any], source: str, name: str) -> NDArray[Any]:
     if values.ndim < 2 or values.dtype.kind not in "biufc":
         raise PbflError(
-            f"dataset '{name}': x in {path} is {values.dtype} {values.shape}; must be numbers (N, ...)"
+            f"dataset '{name}': x in {source} is {values.dtype} {values.shape}; must be numbers (N, ...)"
         )
     if np.iscomplexobj(values):
-        raise PbflError(f"dataset '{name}': x in {path} is complex; must be real numbers")
+        raise PbflError(f"dataset '{name}': x in {source} is complex; must be real numbers")
     if values.dtype != np.uint8 or values.ndim not in (3, 4):
         with np.errstate(over="ignore"):  # validation refuses infinity, with its row
             return np.ascontiguousarray(values, dtype=np.float32)
@@ -160,6 +182,6 @@ def _inputs(values: NDArray[Any], path: Path, name: str) -> NDArray[Any]:
         return np.ascontiguousarray(values[:, None])
     if values.shape[1] not in (1, 3, 4) and values.shape[3] in (1, 3, 4):
         raise PbflError(
-            f"dataset '{name}': x in {path} has shape {values.shape}; must be images with channels first"
+            f"dataset '{name}': x in {source} has shape {values.shape}; must be images with channels first"
         )
     return np.ascontiguousarray(values)

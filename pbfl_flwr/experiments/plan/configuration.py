@@ -103,7 +103,7 @@ def check(requested: RequestedKeys) -> Settings:
     names: list[Callable[[], object]] = []  # looked up also if other keys are wrong
     if isinstance(method, str) and method not in METHODS and not is_external(method):
         names.append(lambda: build_method(parse({"method": method})))
-    if isinstance(dataset, str) and dataset not in DATASETS:
+    if isinstance(dataset, str) and dataset not in DATASETS and not is_external(dataset):
         names.append(lambda: load_pool(DataSettings(dataset=dataset)))
     if isinstance(models, str):
         names.append(lambda: architectures(models))
@@ -261,10 +261,8 @@ def run_directory(settings: Settings, wanted: Path | None) -> Path:
     """
     chosen = chosen_directory(settings, wanted)
     if chosen is None:
-        name = (
-            f"{datetime.now():%Y%m%d-%H%M%S}-{settings.run.method.replace(':', '-')}-{settings.data.dataset}"
-        )
-        return _unused(Path("runs").absolute() / name)
+        name = f"{datetime.now():%Y%m%d-%H%M%S}-{settings.run.method}-{settings.data.dataset}"
+        return _unused(Path("runs").absolute() / name.replace(":", "-"))
     path = expanded(chosen).absolute()
     in_utf8("run-dir", str(path))
     if (path / "run.json").exists():

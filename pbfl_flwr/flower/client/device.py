@@ -152,7 +152,8 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
     A device with a ``data-path`` uses all data there as its own: an ``.npz``, ``.csv`` or ``.parquet`` file, an image
     folder, its files of a PFLlib folder, or the given ``dataset``. Its ``labels`` may be a file with one name per line.
 
-    Of the functions that may be imported, the run's settings name none: only ``model`` and ``allow-code`` do.
+    Of the functions that may be imported, the run's settings name none: only ``model``, ``dataset`` and ``allow-code``
+    do.
 
     Raises:
         PbflError: if --node-config has a key or value that is not allowed.
@@ -170,7 +171,7 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
             changed["dataset"] = kind_of(path)
     if Path(labels := str(node.get("labels", ""))).is_absolute():
         changed["labels"] = read_names(Path(labels))
-    code = code_in(node.get(key) for key in ("model", "allow-code"))
+    code = code_in(node.get(key) for key in ("model", "dataset", "allow-code"))
     changed_settings = parse({**settings.as_dict(), **changed}, SECTIONS).allowing(code)
     networks = dict.fromkeys(architectures(changed_settings.models.models))
     if isinstance(node.get("client-id"), str) and len(networks) > 1:

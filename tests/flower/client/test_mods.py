@@ -265,7 +265,7 @@ def test_device_imports_only_mods_that_it_allows(tmp_path: Path, page: Any) -> N
         run.run()
     assert str(error.value) == (
         "1 of 5 clients: client-id = 0: mods = 'mods_page:inner' names code to import; a process imports only what its "
-        "own configuration names, a device what its own --node-config names as model or in allow-code"
+        "own configuration names, a device what its own --node-config names as model, as dataset or in allow-code"
     )
     assert ("outer", "query", 0) not in page.passed
     assert {kind for _, _, kind in run.grid.asked} == {"query"}
