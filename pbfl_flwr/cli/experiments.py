@@ -48,7 +48,7 @@ Allowed = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE:FUNCTION",
-        help="Code named by a run that may be imported: a model, method, rule or dataset; may be repeated.",
+        help="Code named by a run that may be imported: a model, method, rule, dataset or partition; may be repeated.",
     ),
 ]
 

@@ -21,6 +21,7 @@ from pbfl_flwr.config.parsing import (
     NamedArguments,
     NamedValues,
     Shape,
+    UserFunction,
     UserFunctions,
     class_names,
     comma_list,
@@ -174,8 +175,9 @@ class DataSettings(Group):
         ge=0,
         description="number of samples used, drawn at random with partition-seed before partitioning; 0: all",
     )
-    partition: Literal["dirichlet", "pathological", "way-shot", "natural", "iid"] = Field(
-        "dirichlet", description="how samples are partitioned among clients"
+    partition: Literal["dirichlet", "pathological", "way-shot", "natural", "iid"] | UserFunction = Field(
+        "dirichlet",
+        description="how samples are partitioned among clients, or a partition of your own: my_package.module:split",
     )
     dirichlet_alpha: float = Field(
         0.1, gt=0, description="concentration parameter α of the Dirichlet partition"
@@ -237,7 +239,8 @@ class DataSettings(Group):
 
     def allowing(self, names: Collection[str]) -> DataSettings:
         """Return these settings with the functions among ``names`` as code that may be imported, all others as text."""
-        return self.model_copy(update={"dataset": own_code(self.dataset, names)})
+        code = {key: own_code(getattr(self, key), names) for key in ("dataset", "partition")}
+        return self.model_copy(update=code)
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -207,6 +207,12 @@ def _is_read_by(read: Callable[[str], object]) -> Callable[[str], bool]:
     return check
 
 
+def _user_function(text: str) -> str:
+    if not is_external(text):
+        raise ValueError("my_package.module:function")
+    return text
+
+
 AbsolutePath = Annotated[
     str,
     _text(
@@ -232,6 +238,7 @@ Labels = Annotated[
 ]
 NamedValues = Annotated[str, _text(_is_read_by(named_values), "")]
 NamedArguments = Annotated[str, _text(_is_read_by(named_arguments), "")]
+UserFunction = Annotated[str, AfterValidator(_user_function)]
 UserFunctions = Annotated[
     str,
     _text(

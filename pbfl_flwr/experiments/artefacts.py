@@ -118,7 +118,8 @@ def data_of(run: FinishedRun, client: int) -> ClientData:
     """
     if run.counts is None:
         raise PbflError("the clients brought their own data")
-    check_allowed(run, str(run.config["dataset"]))
+    for key in ("dataset", "partition"):
+        check_allowed(run, str(run.config[key]))
     settings = parse(run.config, SECTIONS).allowing(run.allowed)
     with reading("the dataset"):
         data = settings.data.model_copy(update={"download": False})

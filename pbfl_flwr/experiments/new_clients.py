@@ -126,6 +126,7 @@ def unseen(run: FinishedRun, settings: Settings, clients: int) -> tuple[Pool, Pa
     if run.counts is None:
         raise PbflError(f"{run.path}: its clients brought their own data, so there is none for new clients")
     check_allowed(run, data.dataset)
+    check_allowed(run, data.partition)
     with reading("the dataset"):
         pool = load_pool(data)
     if pool.fingerprint() != run.partition.data:

@@ -46,7 +46,8 @@ def test_all_invalid_keys_are_reported_at_once() -> None:
         "unknown key 'fedtgp.knd'; did you mean 'fedtgp.kind'?",
         "unknown section 'fedtgx.'; sections are 'fedtgp'",
         "num-clients = 0: must be greater than or equal to 1",
-        "partition = 'random': must be 'dirichlet', 'pathological', 'way-shot', 'natural' or 'iid'",
+        "partition = 'random': must be 'dirichlet', 'pathological', 'way-shot', 'natural' or 'iid' or "
+        "my_package.module:function",
         "learning-rate = 'fast': must be a number",
         "fedtgp.rate = -1.0: must be greater than 0",
     ]

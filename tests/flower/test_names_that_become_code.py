@@ -87,7 +87,15 @@ def ask_device(
 
 def test_the_walk_finds_the_keys_that_name_code() -> None:
     keys = {key for _, key in KEYS}
-    assert {"method", "models", "dataset", "aggregation", "fml.auxiliary", "fedkd.auxiliary"} <= keys
+    assert {
+        "method",
+        "models",
+        "dataset",
+        "partition",
+        "aggregation",
+        "fml.auxiliary",
+        "fedkd.auxiliary",
+    } <= keys
 
 
 @pytest.mark.parametrize(("method", "key"), KEYS)
@@ -120,7 +128,7 @@ def test_device_imports_what_its_owner_names(
     assert "raised SystemExit: 0" in str(reply.error.reason)  # and the device goes on
 
 
-@pytest.mark.parametrize("key", ["dataset"])
+@pytest.mark.parametrize("key", ["dataset", "partition"])
 def test_device_deals_data_by_functions_of_its_owner_alone(tmp_path: Path, imported: Path, key: str) -> None:
     config = {**configuration(tmp_path, "fedproto"), key: SPY}
     node: dict[str, Scalar] = {"client-id": 0, "state-dir": str(tmp_path)}

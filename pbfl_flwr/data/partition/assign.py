@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.contract import Partition, Pool, Rows, Split
+from pbfl_flwr.data.partition.function import function_indices
 from pbfl_flwr.data.partition.procedures import (
     Assignment,
     dirichlet_indices,
@@ -21,6 +22,7 @@ from pbfl_flwr.data.partition.procedures import (
 )
 from pbfl_flwr.data.partition.way_shot import way_shot_splits
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.util.user_code import is_external
 
 
 def make_partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition:
@@ -28,7 +30,7 @@ def make_partition(pool: Pool, settings: DataSettings, num_clients: int) -> Part
 
     With ``max_samples`` only that many random samples are partitioned and counted. ``dirichlet``, ``pathological`` and
     ``iid`` guarantee ``min_samples`` per client: :func:`.repair` fills up clients with fewer. ``natural`` takes the
-    first M owners. Sources whose files fix clients and split are taken as they are.
+    first M owners. A user's function decides alone. Sources whose files fix clients and split are taken as they are.
 
     With ``test_split`` "client" each client's share is split at random, not stratified, ``floor(train_share · n)`` for
     training (scikit-learn's ``train_test_split`` on the same generator, as in the references); a client with one sample
@@ -97,6 +99,8 @@ def _deal(pool: Pool, labels: Rows, settings: DataSettings, num_clients: int, rn
             f"num-clients = {num_clients} with min-samples = {least} needs {num_clients * least} samples; dataset "
             f"'{settings.dataset}' has {len(labels)}, so at most {len(labels) // least} clients are allowed"
         )
+    if is_external(settings.partition):
+        return function_indices(labels, num_clients, settings)
     match settings.partition:
         case "dirichlet":
             alpha = settings.dirichlet_alpha
