@@ -37,7 +37,7 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
                 "has no class Config(Group)"
             )
         parse_section(config, settings)
-    method = call_user_function("method", spec, "settings", settings, Method)  # type: ignore[type-abstract]
+    method = call_user_function("method", spec, "settings", settings, kind=Method)  # type: ignore[type-abstract]
     declared = (
         (("name", "state", "down", "up"), method),
         (("classes", "magnitudes"), getattr(method, "up", None)),

@@ -76,7 +76,7 @@ def _build_external(spec: str, task: Task) -> SplitModel:
         PbflError: if the name is no :class:`~pbfl_flwr.util.user_code.UserCode`, module or function are missing or
             raise, or the model has no ``features`` or ``head``.
     """
-    model = call_user_function("models", spec, "task", task, nn.Module)
+    model = call_user_function("models", spec, "task", task, kind=nn.Module)
     if not callable(getattr(model, "features", None)):
         raise PbflError(f"model '{spec}' has no method features(x) that returns (B, {task.feature_dim})")
     if not isinstance(getattr(model, "head", None), nn.Module):

@@ -108,8 +108,8 @@ def import_function(key: str, spec: str) -> Callable[..., object]:
     return user_function
 
 
-def call_user_function(key: str, spec: str, what: str, argument: object, kind: type[T]) -> T:
-    """Import the module, call the function with one argument and return its result.
+def call_user_function(key: str, spec: str, what: str, *arguments: object, kind: type[T]) -> T:
+    """Import the module, call the function and return its result.
 
     ``kind`` is the type that the result must have; the others as in :func:`called`.
 
@@ -117,7 +117,7 @@ def call_user_function(key: str, spec: str, what: str, argument: object, kind: t
         PbflError: as :func:`import_function` and :func:`called`, or if the result is of another type.
     """
     function = import_function(key, spec)
-    result = called(function, key, spec, what, argument)
+    result = called(function, key, spec, what, *arguments)
     try:
         return returned(function, result, kind)
     except PbflError as error:

@@ -29,7 +29,7 @@ def from_function(settings: DataSettings) -> Pool:
     """
     spec = settings.dataset
     with seeds.seeded(seeds.derive(settings.partition_seed, "dataset")):
-        result = call_user_function("dataset", spec, "settings", settings)
+        result = call_user_function("dataset", spec, "settings", settings, kind=object)
     if not isinstance(result, Mapping) or not {"x", "y"} <= {*result} <= {"x", "y", "client", "classes"}:
         found = (
             f"a dict of {', '.join(map(str, result))}"

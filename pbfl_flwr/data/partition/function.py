@@ -27,7 +27,9 @@ def function_indices(labels: Rows, num_clients: int, settings: DataSettings) -> 
     spec, seed = settings.partition, settings.partition_seed
     arguments = (labels.copy(), num_clients, np.random.default_rng(seed))
     with seeds.seeded(seeds.derive(seed, "partition")):
-        result = call_user_function("partition", spec, "labels, num_clients, generator", *arguments)
+        result = call_user_function(
+            "partition", spec, "labels, num_clients, generator", *arguments, kind=object
+        )
     hands = _hands(result, num_clients, spec)
     for client, rows in enumerate(hands):
         if len(rows) < settings.min_samples:
