@@ -294,7 +294,9 @@ class TrainingSettings(Group):
         0,
         ge=0,
         le=1_000_000,
-        description="R, cosine annealing of the clients' learning rate to 0 over R rounds; 0 is off",
+        description="R, cosine annealing of the clients' learning rate over R rounds, as PyTorch's CosineAnnealingLR "
+        "stepped after each round: η·½·(1 + cos(π·(t-1)/R)) in round t; round R and later ones have "
+        "η·½·(1 - cos(π/R)), which is above 0 (η with R = 1); 0 is off",
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd, in PyTorch's form")
     weight_decay: float = Field(
@@ -349,9 +351,16 @@ class TrainingSettings(Group):
 
     def config_warnings(self) -> list[str]:
         """Return warnings about these settings, for display before a run starts."""
-        if self.optimizer == "sgd" or self.learning_rate < USUAL_RATE:
-            return []
-        return [f"learning-rate = {self.learning_rate:g}: 0.001 or less is usual for {self.optimizer}"]
+        warnings = []
+        if self.optimizer != "sgd" and self.learning_rate >= USUAL_RATE:
+            warnings.append(
+                f"learning-rate = {self.learning_rate:g}: 0.001 or less is usual for {self.optimizer}"
+            )
+        if self.learning_rate_cosine == 1:
+            warnings.append(
+                "learning-rate-cosine = 1: without effect, since the rate falls only after the first round"
+            )
+        return warnings
 
 
 class ConventionSettings(Group):

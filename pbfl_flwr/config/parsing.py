@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
+from pbfl_flwr.config.toml import parse_toml
 from pbfl_flwr.task import MAX_AXES
 from pbfl_flwr.util.user_code import is_external
 
@@ -151,7 +152,7 @@ def named_arguments(text: str) -> dict[str, Any]:
 
 def _inline_table(text: str, form: str, depth: int) -> dict[str, Any]:
     try:
-        document = tomllib.loads(f"values = {{{text}}}")
+        document = parse_toml(f"values = {{{text}}}")
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{form} ({error})") from None
     values: dict[str, Any] = document["values"]

@@ -1,14 +1,42 @@
-"""Configurations as TOML."""
+"""Configurations as TOML, written and read."""
 
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from pbfl_flwr.config.parsing import Scalar
+if TYPE_CHECKING:
+    from pbfl_flwr.config.parsing import Scalar
+
+# Texts in quotes, or a number that begins or ends with its point.
+SHORT_NUMBER = re.compile(
+    r"""(?P<quoted>"(?:\\.|[^"\\\n])*"|'[^'\n]*')"""
+    r"""|(?<![\w.])(?:(?P<whole>\d+)\.|\.(?P<share>\d+))(?=[eE][+-]?\d|[^\w.]|$)"""
+)
 
 
 def toml(config: Mapping[str, Scalar]) -> str:
     """Return flat keys as TOML; JSON's strings, numbers and booleans are valid TOML, except for the character 0x7F."""
     lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items())
     return "".join(lines).replace("\x7f", "\\u007f")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tables of a TOML document, in which a number may also begin or end with its point: .1 or 1.
+
+    Raises:
+        tomllib.TOMLDecodeError: if it is not TOML.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return tomllib.loads(SHORT_NUMBER.sub(_in_full, text))
+
+
+def _in_full(found: re.Match[str]) -> str:
+    if quoted := found["quoted"]:
+        return quoted
+    return f"{found['whole'] or 0}.{found['share'] or 0}"

@@ -239,8 +239,9 @@ def _check_finite(losses: Mapping[str, float], parameters: Sequence[nn.Parameter
 def rate_factor(settings: TrainingSettings, number: int) -> float:
     """Return the factor on learning rates in round t: decay^(t-1) · ½·(1 + cos(π·(t-1)/R)).
 
-    The cosine is that of ``torch.optim.lr_scheduler.CosineAnnealingLR``, stepped after every round; after round R it
-    keeps its value of round R.
+    The cosine is that of ``torch.optim.lr_scheduler.CosineAnnealingLR``, stepped after every round: 0 only after the
+    step that follows round R. Round R itself trains with ½·(1 - cos(π/R)), and so do later rounds; with R = 1 all have
+    the whole rate.
     """
     decayed = settings.learning_rate_decay ** (number - 1)
     if not (rounds := settings.learning_rate_cosine):

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from pbfl_flwr.config import PROTOCOLS, Auto, Group, Scalar, Settings, TrainingSettings, parse
+from pbfl_flwr.config import (
+    PROTOCOLS,
+    Auto,
+    Group,
+    Scalar,
+    Settings,
+    TrainingSettings,
+    named_arguments,
+    parse,
+)
+from pbfl_flwr.config.toml import parse_toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan.configuration import flatten
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
@@ -169,6 +179,36 @@ def test_a_high_learning_rate_for_adam_gives_a_warning() -> None:
     assert parse({"optimizer": "adam"}).training.config_warnings() == warnings
     assert parse({"optimizer": "adam", "learning-rate": 0.003}).training.config_warnings() == []
     assert parse({"learning-rate": 0.1}).training.config_warnings() == []
+
+
+def test_a_cosine_of_one_round_gives_a_warning() -> None:
+    (warning,) = parse({"learning-rate-cosine": 1}).training.config_warnings()
+    assert warning.startswith("learning-rate-cosine = 1: without effect")
+    assert parse({"learning-rate-cosine": 2}).training.config_warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (".1", 0.1),
+        ("1.", 1.0),
+        ("-.5", -0.5),
+        ("+2.", 2.0),
+        (".5e-3", 0.0005),
+        ("1.e3", 1000.0),
+        ("[.1, 2.]", [0.1, 2.0]),
+    ],
+)
+def test_a_number_may_begin_or_end_with_its_point(text: str, number: object) -> None:
+    assert parse_toml(f"a = {text}") == {"a": number}
+    assert parse_toml(f"a = {text} # it's .5\nb.c = '.1 of 3.'") == {"a": number, "b": {"c": ".1 of 3."}}
+    assert named_arguments(f"mu={text},name='x.1'") == {"mu": number, "name": "x.1"}
+
+
+@pytest.mark.parametrize("text", [".", "..", "a.1", ".1.2", "1.2.3", "./.1", "007.", "1._5", ".1x"])
+def test_what_is_no_number_stays_text(text: str) -> None:
+    with pytest.raises(tomllib.TOMLDecodeError):
+        parse_toml(f"a = {text}")
 
 
 def test_the_server_uses_the_learning_rate_of_sgd_only() -> None:

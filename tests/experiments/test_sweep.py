@@ -71,6 +71,12 @@ def test_every_combination_is_a_run_and_seeds_share_a_row(tmp_path: Path) -> Non
     assert sweep.directory(None, other) == Path("runs/sweep-seed-auc=true,models=a_b")
 
 
+def test_numbers_may_begin_with_their_point() -> None:
+    for text in (".1,.01", "[.1, .01]"):
+        found = sweep.read(None, [f"learning-rate={text}"])
+        assert [keys["learning-rate"] for keys in found.runs.values()] == [0.1, 0.01]
+
+
 def test_labels_can_name_directories_and_differ() -> None:
     found = sweep.read(None, ['models=["a/b:c", "a b:c"]'])
     first, second = found.runs

@@ -320,6 +320,7 @@ def test_the_rate_falls_along_half_a_cosine() -> None:
     # R = 4: ½·(1 + cos(π·t/4)) for t = 0..3, then as in the fourth round
     share = [rate_factor(TrainingSettings(learning_rate_cosine=4), number) for number in (1, 2, 3, 4, 5, 9)]
     assert share == pytest.approx([1.0, 0.853553, 0.5, 0.146447, 0.146447, 0.146447], abs=1e-6)
+    assert [rate_factor(TrainingSettings(learning_rate_cosine=1), number) for number in (1, 2)] == [1.0, 1.0]
     both = TrainingSettings(learning_rate_cosine=4, learning_rate_decay=0.5)
     assert rate_factor(both, 3) == pytest.approx(0.5 * 0.25)
     schedule = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, StringConstraints, ValidationError
 
 from pbfl_flwr.config import CHANGEABLE, HUB, DataSettings, Scalar, Settings, parse
+from pbfl_flwr.config.toml import parse_toml
 from pbfl_flwr.data import DATASETS, LoadedData, Partition, load_pool, names_file, read_names
 from pbfl_flwr.data.own.inspection import swapped_axes_warning
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
@@ -345,7 +346,7 @@ def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
         raise PbflError(f"{kind} '{name}': no such file; must be a TOML file or one of {', '.join(names)}")
     file = path if path.is_file() else files("pbfl_flwr").joinpath(folder, f"{name}.toml")
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return parse_toml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise PbflError(f"{kind} '{name}' cannot be read ({error.strerror})") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -372,7 +373,7 @@ def read_file(kind: str, name: str, folder: str, schema: type[Schema]) -> Schema
 def value(text: str) -> Any:
     """Return the value of an assignment's right side: a TOML value, or else the text itself."""
     try:
-        read = tomllib.loads(f"value = {text}")
+        read = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
     return read["value"] if read.keys() == {"value"} else text

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from pbfl_flwr.config import CHANGEABLE, Scalar
+from pbfl_flwr.config.toml import parse_toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.plan import configuration
@@ -90,7 +91,7 @@ def listed(key: str, text: str) -> list[Scalar]:
         PbflError: if a value is not a number, boolean or text.
     """
     try:
-        value: object = tomllib.loads(f"value = {text}").get("value")
+        value: object = parse_toml(f"value = {text}").get("value")
     except tomllib.TOMLDecodeError:
         value = [configuration.value(part.strip()) for part in text.split(",")] if "," in text else text
     parsed = value if isinstance(value, list) else [value]

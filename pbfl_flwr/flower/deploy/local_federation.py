@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from pbfl_flwr.config import Scalar, Settings
-from pbfl_flwr.config.toml import toml
+from pbfl_flwr.config.toml import parse_toml, toml
 from pbfl_flwr.data import names_file
 from pbfl_flwr.errors import PbflError, expanded, in_utf8
 from pbfl_flwr.flower.client.device import client_id_of, own_settings
@@ -74,12 +73,12 @@ def node_config(text: str) -> dict[str, Scalar]:
         )
     pairs = [f"{key} = {value}" for key, value in KEY_VALUE.findall(text)]
     try:
-        config: dict[str, Any] = tomllib.loads("\n".join(pairs))
+        config: dict[str, Any] = parse_toml("\n".join(pairs))
         if invalid := [
             key for key, value in config.items() if not isinstance(value, bool | int | float | str)
         ]:
             raise ValueError(f"{invalid[0]} is a {type(config[invalid[0]]).__name__}")
-    except ValueError as error:  # tomllib's, too
+    except ValueError as error:  # of TOML, too
         raise PbflError(
             f"node configuration {text}: every key must be given once, with one number, true, false or text in "
             f"quotes, key='text' ({error})"
