@@ -97,6 +97,11 @@ def polling(grid: Grid, label: NodeLabel, on_wait: OnWait = ignore) -> Grid:
     return PollingGrid(grid, label, on_wait) if type(grid).__module__.split(".")[0] == "flwr" else grid
 
 
+def simulates(grid: Grid) -> bool:
+    """Whether this is the grid of Flower's simulation, which has all its nodes soon after the start."""
+    return getattr(grid, "pull_interval", None) is not None
+
+
 class PollingGrid(Grid):
     """Wraps Flower's grid: reports which clients it waits for, and adapts the poll interval to the time waited.
 
@@ -110,7 +115,7 @@ class PollingGrid(Grid):
 
     def __init__(self, grid: Grid, label: NodeLabel, on_wait: OnWait = ignore) -> None:
         self._grid, self._label, self._on_wait = grid, label, on_wait
-        self._interval = getattr(grid, "pull_interval", None)  # simulation only, where polling is free
+        self.pull_interval = getattr(grid, "pull_interval", None)  # simulation only, where polling is free
         self._order, self._last_duration = LongestFirst(), 0.0
         self._pulls = ConcurrentPulls(grid)
 
@@ -128,7 +133,7 @@ class PollingGrid(Grid):
         def status() -> str:
             return waiting_line(batch, awaited.values(), self._label)
 
-        for _ in poll(math.inf if timeout is None else timeout, status, self._on_wait, self._interval):
+        for _ in poll(math.inf if timeout is None else timeout, status, self._on_wait, self.pull_interval):
             for reply in self.pull_messages(list(awaited)) if awaited else ():
                 replies.append(reply)
                 message = awaited.pop(reply.metadata.reply_to_message_id, None)
@@ -141,7 +146,7 @@ class PollingGrid(Grid):
 
     def _record_duration(self, message: Message, reply: Message) -> None:
         record = reply.content.get(METRICS) if reply.has_content() else None
-        if self._interval is not None and isinstance(record, MetricRecord):
+        if self.pull_interval is not None and isinstance(record, MetricRecord):
             self._order.record_duration(message, seconds_in(record))
 
     def _push(self, messages: list[Message]) -> Iterator[str]:
@@ -149,7 +154,7 @@ class PollingGrid(Grid):
         # The first batch occupies all workers.
         size = max(joblib.cpu_count(), math.ceil(len(messages) / MAX_BATCHES))
         pauses = math.ceil(len(messages) / size) - 1
-        if self._interval is None or self._last_duration < MIN_PHASE_PER_PAUSE * BATCH_PAUSE * pauses:
+        if self.pull_interval is None or self._last_duration < MIN_PHASE_PER_PAUSE * BATCH_PAUSE * pauses:
             size, pauses = len(messages), 0
         queue = self._order.ordered(messages)
         for batch in range(pauses + 1):
@@ -193,7 +198,7 @@ class PollingGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that have arrived."""
-        if self._interval is not None:
+        if self.pull_interval is not None:
             return self._grid.pull_messages(message_ids)
         return self._pulls.pull(list(message_ids))
 

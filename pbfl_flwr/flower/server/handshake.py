@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from pbfl_flwr.errors import LONGEST, PbflError, printable
 from pbfl_flwr.flower.code_version import code_version
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.server.grid import OnWait, ignore, poll
+from pbfl_flwr.flower.server.grid import OnWait, ignore, poll, simulates
 from pbfl_flwr.flower.server.replies import error_reason
 from pbfl_flwr.flower.server.roster import MAX_TEXT, client_from_reply
 from pbfl_flwr.payloads import RejectedPayload
@@ -30,17 +30,21 @@ def wait_for_nodes(
 ) -> list[int]:
     """Return the ids of the connected nodes once there are enough of them, or when the timeout has passed.
 
-    Nodes in ``without`` do not count. The timeout is in seconds; ``on_wait`` is called with a line on how many there
-    are.
+    In a simulation also once no more have joined for a while, since then none will. Nodes in ``without`` do not count.
+    The timeout is in seconds; ``on_wait`` is called with a line on how many there are.
     """
     nodes: list[int] = []
+    since = time.monotonic()
 
     def status() -> str:
         return f"waiting for nodes: {len(nodes)} of {target} have joined"
 
     for _ in poll(timeout, status, on_wait):
-        nodes = sorted(set(grid.get_node_ids()).difference(without))
-        if len(nodes) >= target:
+        before, nodes = nodes, sorted(set(grid.get_node_ids()).difference(without))
+        if nodes != before:
+            since = time.monotonic()
+        complete = simulates(grid) and nodes and time.monotonic() - since >= JOIN_PAUSE
+        if complete or len(nodes) >= target:
             break
     return nodes
 

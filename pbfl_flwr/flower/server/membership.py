@@ -29,7 +29,7 @@ from pbfl_flwr.flower.server.agreement import (
     largest,
     majority,
 )
-from pbfl_flwr.flower.server.grid import OnWait, ignore
+from pbfl_flwr.flower.server.grid import OnWait, ignore, simulates
 from pbfl_flwr.flower.server.handshake import refusals, send_handshake, wait_for_nodes
 from pbfl_flwr.flower.server.overdue import OverdueReplies
 from pbfl_flwr.flower.server.replies import size_of
@@ -105,14 +105,16 @@ class Membership:
         """Ask every node of a new run and return a line for every node that is not used."""
         run, M, least = self.run, self.run.num_clients, self.run.min_clients
         nodes = wait_for_nodes(grid, M, run.join_timeout, self.on_wait)
+        if len(nodes) != M and simulates(grid):
+            raise PbflError(
+                f"num-clients = {M}, but the simulation has num-supernodes = {len(nodes)}: must be the same number; "
+                f"--federation-config 'num-supernodes={M}' sets it (pbfl run does), num-clients = 0 takes all nodes"
+            )
         if len(nodes) < (least or M):
             few = f"but only {len(nodes)} nodes joined within {run.join_timeout:.0f} s"
             if least:
                 raise PbflError(f"min-clients = {least}, {few}")
-            raise PbflError(
-                f"num-clients = {M}, {few}; a simulation needs --federation-config 'num-supernodes={M}' (pbfl run "
-                f"passes it), a deployment needs {M} running SuperNodes"
-            )
+            raise PbflError(f"num-clients = {M}, {few}; a deployment needs {M} running SuperNodes")
         clients, refused = self._handshake(grid, nodes)
         if refused and not 0 < least <= len(clients):
             raise PbflError("\n".join(refusals(refused, len(nodes))))

@@ -16,6 +16,7 @@ from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server import grid as waiting
+from pbfl_flwr.flower.server import handshake
 from pbfl_flwr.flower.server.grid import PollingGrid, poll, polling
 from pbfl_flwr.flower.server.handshake import wait_for_nodes
 from pbfl_flwr.flower.server.roster import Roster
@@ -25,7 +26,8 @@ from tests.flower.inprocess import Answer, Clock, Delayed, InProcessGrid
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(waiting, "time", clock)
+    for module in (waiting, handshake):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -195,6 +197,16 @@ def test_logs_number_of_joined_nodes(clock: Clock, caplog: pytest.LogCaptureFixt
         assert wait_for_nodes(grid, 2, 100, heard.append) == [5, 6]
     assert caplog.messages == heard == ["waiting for nodes: 1 of 2 have joined, 61 s so far"]
     assert wait_for_nodes(grid, 3, 10, without=[6]) == [5]
+
+
+def test_does_not_wait_for_more_nodes_of_a_simulation(clock: Clock) -> None:
+    grid = SlowGrid(clock, {5: 0.0, 6: 1.5, 7: 1000.0})
+    grid.pull_interval = 0.1
+    assert wait_for_nodes(PollingGrid(grid, str), 3, 180) == [5, 6]
+    assert clock.now < 5
+    grid.pull_interval = None  # devices
+    assert wait_for_nodes(PollingGrid(grid, str), 3, 180) == [5, 6]
+    assert clock.now > 180
 
 
 class HalfComeGrid(SlowGrid):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,12 +173,26 @@ def test_too_few_clients_name_min_clients(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     with pytest.raises(PbflError, match=r"^min-clients = 2, but only 1 nodes joined within 0 s$"):
         begun(tmp_path, nodes, {1: [0]})
-    with pytest.raises(PbflError, match=r"^num-clients = 3, but only 1 nodes .* 0 s; a simulation needs"):
+    with pytest.raises(PbflError, match=r"^num-clients = 3, but only 1 nodes .* 0 s; a deployment needs 3"):
         begun(tmp_path, nodes, {1: [0]}, min_clients=0)
     fed = federation(tmp_path, min_clients=2, join_timeout=0.01)
     with pytest.raises(PbflError, match=r"^min-clients = 2: must be 0 in a simulation, .* 3 did$"):
         coming(fed, {1: [0, 1, 2]}).run()
     assert federation(tmp_path, min_clients=2).run().strategy.done == 2
+
+
+@pytest.mark.parametrize(
+    "keys", [{"num_clients": 7}, {"num_clients": 7, "min_clients": 2}, {"num_clients": 3}]
+)
+def test_a_simulation_of_another_size_ends_at_once(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Flower's simulation has all its nodes soon after the start, so there is nothing to wait for."""
+    fed, begin = federation(tmp_path, join_timeout=180.0, partitions=range(5), **keys), time.monotonic()
+    fed.grid.pull_interval = 0.1  # type: ignore[attr-defined]
+    says = rf"^num-clients = {keys['num_clients']}, but the simulation has num-supernodes = 5: must be the same number"
+    with pytest.raises(PbflError, match=says):
+        fed.run()
+    assert time.monotonic() - begin < 20
+    assert fed.grid.asked == []
 
 
 def test_new_node_is_asked_at_once_after_a_failure(tmp_path: Path) -> None:
