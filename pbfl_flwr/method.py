@@ -156,7 +156,8 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         name: its name in METHODS.
         state, down, up: types of the server's state, the broadcast and the upload.
         primary_predictor: the predictor the paper reports.
-        predicts: all names that :meth:`predictors` may return.
+        predicts: all names that :meth:`predictors` may return; besides those of
+            :data:`pbfl_flwr.config.PREDICTORS` a method may have some of its own.
         moment: when the paper scores a client, relative to its local training.
         same_architecture: whether all clients need the same network.
         keeps_nothing: whether the broadcast is all of a client's network but its buffers, so that a client with neither

@@ -15,7 +15,6 @@ import typer
 
 import pbfl_flwr
 from pbfl_flwr.config import Settings
-from pbfl_flwr.config.keys import Predictor
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.console import say, screen
 from pbfl_flwr.flower.deploy.bundle import top_level
@@ -118,7 +117,7 @@ Seeds = Annotated[
 ]
 Only = Annotated[str, typer.Option("--only", help="Run only these rows, separated by commas.")]
 By = Annotated[
-    Predictor | None,
+    str | None,
     typer.Option("--by", help="Predictor for all rows; default: each run's primary predictor."),
 ]
 DryRun = Annotated[

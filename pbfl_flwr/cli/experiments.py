@@ -203,12 +203,17 @@ def report(
     svg: Annotated[bool, typer.Option("--svg", help="Also write the pictures as SVG files.")] = False,
 ) -> None:
     """Write a self-contained HTML report of one or several runs: tables, statistics, pictures."""
+    from pbfl_flwr.config import PREDICTORS, in_order
     from pbfl_flwr.experiments import report as reporting
     from pbfl_flwr.experiments import results, status
+    from pbfl_flwr.experiments.plan.planned_runs import check_names
 
     with reading(", ".join(map(str, runs))):
         paths, left_out = status.for_a_report(runs)
         groups = results.load(paths, allowed or (), by or "")
+        if by:
+            scored = (name for group in groups for run in group.runs for name in run.scores)
+            check_names("--by", [by], in_order([*PREDICTORS, *scored]))
         written = reporting.write(groups, expanded(out).absolute(), png=png, svg=svg)
     console = screen()
     for line in left_out:

@@ -60,13 +60,14 @@ def compare(
     """Run several configurations on the same data and print one table; run again to resume."""
     from pbfl_flwr.config import comma_list
     from pbfl_flwr.experiments.plan import comparison
-    from pbfl_flwr.experiments.plan.planned_runs import parse_seeds, plan, selected
+    from pbfl_flwr.experiments.plan.planned_runs import check_predictor, parse_seeds, plan, selected
 
     resources, app = engine_for(engine, ray_address, workers, gpus_per_client, app_dir)
     title, runs = comparison.read(name)
     directory = expanded(out or Path("runs") / Path(name).stem).absolute()
     planned = plan(runs, assignments or [], parse_seeds(seeds), directory)
     chosen = selected(planned, comma_list(only))
+    check_predictor(by, chosen)
     tables = partial(comparison.tables, title, by=by or "")
     raise typer.Exit(_execute(planned, chosen, tables, directory, resources, app, parallel, dry_run))
 
@@ -93,7 +94,7 @@ def sweep(
 ) -> None:
     """Run every combination of values and print one table; run again to resume."""
     from pbfl_flwr.experiments.plan import sweep as sweeping
-    from pbfl_flwr.experiments.plan.planned_runs import plan, selected
+    from pbfl_flwr.experiments.plan.planned_runs import check_predictor, plan, selected
 
     resources, app = engine_for(engine, ray_address, workers, gpus_per_client, app_dir)
     swept = sweeping.read(preset, assignments or [])
@@ -101,6 +102,7 @@ def sweep(
         say(screen(), swept.warning, "yellow")
     directory = expanded(out or sweeping.directory(preset, swept)).absolute()
     planned = selected(plan(swept.runs, [], swept.seeds, directory), [])
+    check_predictor(by, planned)
     tables = partial(sweeping.tables, swept, by=by or "")
     raise typer.Exit(_execute(planned, planned, tables, directory, resources, app, parallel, dry_run))
 
@@ -131,7 +133,7 @@ def reproduce(
     """Reproduce a published table and print it next to the paper's values; run again to resume."""
     from pbfl_flwr.config import comma_list
     from pbfl_flwr.experiments.plan import reproduction
-    from pbfl_flwr.experiments.plan.planned_runs import parse_seeds, selected
+    from pbfl_flwr.experiments.plan.planned_runs import check_predictor, parse_seeds, selected
 
     console = screen()
     resources, app = engine_for(engine, ray_address, workers, gpus_per_client, app_dir)
@@ -148,6 +150,7 @@ def reproduce(
         raise PbflError("no block can be run, for the reasons above")
     for line in reproduction.changes(paper, chosen):
         say(console, f"scale {scale}: {line}")
+    check_predictor(by, chosen)
     tables = partial(reproduction.tables, paper, scale, missing=missing, by=by or "")
     code = _execute(planned, chosen, tables, directory, resources, app, parallel, dry_run)
     raise typer.Exit(code or (FAILED if missing else COMPLETED))

@@ -10,6 +10,7 @@ from pbfl_flwr.config.keys import (
     CHANGEABLE,
     GROUPS,
     NEUTRAL,
+    PREDICTOR_NAME,
     PREDICTORS,
     PROTECTIONS,
     SILENT,
@@ -26,6 +27,7 @@ from pbfl_flwr.config.keys import (
     PrototypeSettings,
     RunSettings,
     TrainingSettings,
+    in_order,
 )
 from pbfl_flwr.config.parsing import (
     HUB,
@@ -47,6 +49,7 @@ __all__ = [
     "MAX_CLASSES",
     "NEUTRAL",
     "PREDICTORS",
+    "PREDICTOR_NAME",
     "PROTECTIONS",
     "PROTOCOLS",
     "SILENT",
@@ -72,6 +75,7 @@ __all__ = [
     "class_names",
     "comma_list",
     "completed",
+    "in_order",
     "named_arguments",
     "parse",
     "parse_section",

@@ -6,7 +6,7 @@ A method's own keys are declared likewise, as the class ``Config`` of its module
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
@@ -52,6 +52,15 @@ Alignment = Literal["off", Solver]
 Stale = Literal["keep", "drop"]
 
 PREDICTORS: tuple[str, ...] = get_args(Predictor)
+"""The predictors of the package's methods; a method of a user's may have others."""
+PREDICTOR_NAME = r"[A-Za-z][A-Za-z0-9_-]{0,39}"
+
+
+def in_order(predictors: Iterable[str]) -> tuple[str, ...]:
+    """Return names of predictors in the order of reports, records and tables: PREDICTORS, then others by name."""
+    names = {*predictors}
+    return (*(name for name in PREDICTORS if name in names), *sorted(names.difference(PREDICTORS)))
+
 
 PLACE = Concerns(place=True, neutral=True, silent=True)
 COURSE = Concerns(changeable=True, neutral=True)
@@ -402,11 +411,11 @@ class EvaluationSettings(Group):
     auc: bool = Field(
         False, description="also compute the area under the ROC curve, one class against the rest"
     )
-    predictor: Literal[Auto, Predictor] = Field(
+    predictor: Literal[Auto, Predictor] | Annotated[str, Field(pattern=f"^{PREDICTOR_NAME}$")] = Field(
         "auto",
         description="which prediction is the primary predictor: logits (head), nearest global prototype (global; "
-        "global-local: of the client's own classes), nearest local prototype (local), or GFPL's "
-        "fixed frame (etf)",
+        "global-local: of the client's own classes), nearest local prototype (local), GFPL's "
+        "fixed frame (etf), or one that a method of your own names",
     )
     eval_batch_size: Annotated[int, Concerns(silent=True)] = Field(
         512, ge=1, le=1_000_000_000, description="batch size of the evaluation"

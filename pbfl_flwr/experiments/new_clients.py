@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from pbfl_flwr import calls, seeds
-from pbfl_flwr.config import PREDICTORS, DataSettings, Settings, parse
+from pbfl_flwr.config import DataSettings, Settings, in_order, parse
 from pbfl_flwr.data import ClientData, Partition, Pool, Split, load_pool, make_partition
 from pbfl_flwr.data.clients import materialise
 from pbfl_flwr.data.partition.assign import thinned
@@ -72,7 +72,9 @@ def new_client_sheet(run: FinishedRun, clients: int, rounds: int) -> Sheet:
         played.append([*_rounds(method, client, wire.decode(sent, method.down, task), rounds)])
     columns = {
         f"{name}, {MOMENTS[moment]}": [_accuracy(each, moment, name) for each in zip(*played, strict=True)]
-        for name in PREDICTORS
+        for name in in_order(
+            name for each in played for scores in each for one in scores for name in one.correct
+        )
         for moment in range(len(MOMENTS))
         if any(name in scores[moment].correct for each in played for scores in each)
     }
@@ -108,10 +110,10 @@ def _rounds(method: Method[Any, Any, Any], client: Client, down: Payload, rounds
         client.model.eval()
         seeds.seed_code(client.device, client.seed, "layers", client.key, number)
         method.install(client, down)
-        before = evaluate(client, calls.predictors(method, client, down))
+        before = evaluate(client, calls.predictors(method, client, down), method.predicts)
         memory = calls.local_update(method, client, down).memory
         client = replace(client, memory={name: tensor.cpu() for name, tensor in memory.items()})
-        yield before, evaluate(client, calls.predictors(method, client, down))
+        yield before, evaluate(client, calls.predictors(method, client, down), method.predicts)
 
 
 def _accuracy(each: Sequence[Round], moment: int, predictor: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
+from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.notes import accuracy_name, unscored_lines
 from pbfl_flwr.experiments.results import FinishedRun, RunGroup, mean_over_seeds, same_data, span
 from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, holm, paired
@@ -125,6 +126,9 @@ def _differences(one: RunGroup, other: RunGroup, seeds: Sequence[int]) -> list[s
     moments = [group.first.about.moment for group in (one, other)]
     rounds = [[len(group.by_seed()[seed].rounds) for seed in seeds] for group in (one, other)]
     remarks = [" vs. ".join(heads)] if len({*heads}) > 1 else []
+    methods = [str(group.first.config["method"]) for group in (one, other)]
+    if heads[0] == heads[1] not in PREDICTORS and methods[0] != methods[1]:
+        remarks.append(f"{heads[0]} of {methods[0]} vs. {heads[1]} of {methods[1]}, which each define it")
     remarks += [f"scored {moments[0]} vs. {moments[1]} local training"] if len({*moments}) > 1 else []
     if len({number for numbers in rounds for number in numbers}) > 1:
         remarks.append(f"{' vs. '.join(map(span, rounds))} rounds")

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import NEUTRAL, PREDICTORS, DataSettings, Scalar, completed
+from pbfl_flwr.config import NEUTRAL, PREDICTORS, DataSettings, Scalar, completed, in_order
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.runs.directory import RunDirectory
@@ -115,7 +115,7 @@ def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[st
     """Return predictor -> scores; a statistic selects the best round."""
     by_predictor = {}
     tested, validated = series(rounds), dict(series(rounds, "validation"))
-    for name in PREDICTORS:
+    for name in in_order(name for _, accuracy in tested for name in accuracy):
         points = {number: accuracy[name] for number, accuracy in tested if name in accuracy}
         highest = best({number: getattr(accuracy, by) for number, accuracy in points.items()})
         held_out = {n: validated[n][name] for n in points if name in validated.get(n, {})}
@@ -147,6 +147,14 @@ def costs(rounds: Sequence[RoundRecord]) -> Costs:
         peak_mb=max(record.peak_mb for record in rounds) or None,  # 0: unknown
         gpu_mb=max(record.gpu_mb for record in rounds) or None,
     )
+
+
+def column_of(predictor: str) -> str:
+    """Return the key of a predictor's last accuracy in :attr:`FinishedRun.figures`.
+
+    One that a user's method names has a prefix, since its name may be another figure's.
+    """
+    return predictor if predictor in PREDICTORS else f"predictor.{predictor}"
 
 
 def resume_command(run_dir: Path, about: RunRecord) -> str:
@@ -283,7 +291,9 @@ class FinishedRun:
         costs, clients = self.costs, len(self.about.clients)
         shares: dict[str, float | None] = {
             "majority": self.partition.majority,
-            **{name: getattr(score.last[1], self.statistic) for name, score in self.scores.items()},
+            **{
+                column_of(name): getattr(score.last[1], self.statistic) for name, score in self.scores.items()
+            },
         }
         row: dict[str, float | None] = {
             "up": costs.up["payload"] / clients,

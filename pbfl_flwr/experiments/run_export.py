@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.config import in_order
 from pbfl_flwr.experiments.results import Costs, client_series, costs, scores
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Accuracy, ClientsRecord, RoundRecord, RunRecord
@@ -115,6 +115,5 @@ def _client_rows(about: RunRecord, number: int, columns: ClientsRecord) -> Itera
         if not tests:
             continue
         who = (client, clients[client].name, clients[client].architecture)
-        for name in PREDICTORS:
-            if name in correct:
-                yield (number, *who, train, tests, name, correct[name], f"{correct[name] / tests:.6f}")
+        for name in in_order(correct):
+            yield (number, *who, train, tests, name, correct[name], f"{correct[name] / tests:.6f}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.config import in_order
 from pbfl_flwr.errors import abbreviate
 from pbfl_flwr.experiments.console import kilobytes
 from pbfl_flwr.experiments.notes import accuracy_name, coverage_lines
@@ -150,7 +150,7 @@ def balance_sheet(groups: Sequence[RunGroup]) -> Sheet | None:
 def class_sheet(groups: Sequence[RunGroup]) -> Sheet | None:
     """Return the table of class accuracies in the last round, a row per class; None if no run has them."""
     counted = [group for group in groups if group.first.by_class]
-    predictors = [name for name in PREDICTORS if any(name in g.first.by_class for g in counted)]
+    predictors = in_order(name for group in counted for name in group.first.by_class)
     rows, untested = [], []
     for group in counted:
         run, last = group.first, group.first.by_class

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.config import PREDICTORS, in_order
 from pbfl_flwr.experiments.console import kilobytes
 from pbfl_flwr.experiments.notes import (
     accuracy_name,
@@ -17,7 +17,7 @@ from pbfl_flwr.experiments.notes import (
     majority_lines,
     unscored_lines,
 )
-from pbfl_flwr.experiments.results import RunGroup, same_data, span
+from pbfl_flwr.experiments.results import RunGroup, column_of, same_data, span
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
 from pbfl_flwr.util.csv_text import csv_text
 
@@ -170,6 +170,12 @@ IN_CSV: tuple[Column, ...] = (
 )  # fmt: skip
 
 
+def own_predictors(groups: Sequence[RunGroup]) -> list[Figures]:
+    """Return a column for each predictor that a method of a user's has added."""
+    scored = in_order(name for group in groups for run in group.runs for name in run.scores)
+    return [Figures(name, column_of(name), optional=True) for name in scored if name not in PREDICTORS]
+
+
 def predictor_column(groups: Sequence[RunGroup]) -> Text:
     """Return the column of the predictor that each row is by."""
     title = "by" if groups and groups[0].by else "primary predictor"
@@ -232,6 +238,20 @@ def run_notes(groups: Sequence[RunGroup]) -> list[str]:
         *([f"Not scored for every seed: {'; '.join(partly)}."] if partly else []),
         *coverage_lines([(group.label, group.coverage) for group in groups]),
         *majority_lines(partition.majority for partition in partitions),
+        *shared_names(groups),
+    ]
+
+
+def shared_names(groups: Sequence[RunGroup]) -> list[str]:
+    """Return a sentence for each predictor of users' methods that several methods have, each with a rule of its own."""
+    methods: dict[str, dict[str, None]] = {}
+    for run in (run for group in groups for run in group.runs):
+        for name in run.scores:
+            methods.setdefault(name, {})[str(run.config["method"])] = None
+    return [
+        f"Predictor {name} is not the same in {' and '.join(methods[name])}, which each define it."
+        for name in in_order(methods)
+        if name not in PREDICTORS and len(methods[name]) > 1
     ]
 
 
@@ -251,12 +271,14 @@ def comparison_sheet(title: str, groups: Sequence[RunGroup], lead: Sequence[Colu
         f"{accuracy_note(groups)} Columns named after predictors are last-round accuracies; payload is per round, the "
         "mean over all clients, including those not selected; the paper's scalars are summed over all clients."
     )
-    return summary_sheet(title, groups, first, [SEEDS, ROUNDS, *ACCURACIES, *COSTS], [note])
+    return summary_sheet(
+        title, groups, first, [SEEDS, ROUNDS, *ACCURACIES, *own_predictors(groups), *COSTS], [note]
+    )
 
 
 def summary_csv(groups: Sequence[RunGroup], lead: Sequence[Column] = (RUN,)) -> str:
     """Return all columns as CSV with plain numbers: means and ``<key>_sd``; unknown values are empty."""
-    columns: list[Column] = [*lead, predictor_column(groups), *IN_CSV]
+    columns: list[Column] = [*lead, predictor_column(groups), *IN_CSV, *own_predictors(groups)]
     head = [key for column in columns for key in column.keys]
     return csv_text(
         [head, *([cell for column in columns for cell in column.plain(group)] for group in groups)]

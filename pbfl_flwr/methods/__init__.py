@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_args
 
-from pbfl_flwr.config import PREDICTORS, PROTECTIONS, STAGES, Group, Scalar, Settings, parse
+from pbfl_flwr.config import PREDICTOR_NAME, PROTECTIONS, STAGES, Group, Scalar, Settings, parse
 from pbfl_flwr.config.keys import Protocol
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.user_code import is_external
@@ -162,10 +163,10 @@ def check_method(settings: Settings, method: Method[Any, Any, Any]) -> None:
     Raises:
         PbflError: naming the key or attribute and what is allowed.
     """
-    if unknown := [name for name in method.predicts if name not in PREDICTORS]:
+    if odd := [name for name in method.predicts if name == "auto" or not re.fullmatch(PREDICTOR_NAME, name)]:
         raise PbflError(
-            f"method '{method.name}': predicts contains '{unknown[0]}', which is no known predictor; must be of "
-            f"{', '.join(PREDICTORS)}"
+            f"method '{method.name}': predicts contains {odd[0]!r}; must be up to 40 letters, digits, '-' and '_', a "
+            "letter first, and not auto"
         )
     if method.primary_predictor not in method.predicts:
         raise PbflError(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.config import PREDICTORS, in_order
 from pbfl_flwr.data import Shard
 from pbfl_flwr.method import Client, Predictor
 from pbfl_flwr.training.class_metrics import Areas, ByClass, areas
@@ -38,15 +38,25 @@ class Scores:
 
 
 @torch.no_grad()  # not inference_mode: tensors cached by a network here must be usable in training
-def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
+def evaluate(
+    client: Client, predictors: Mapping[str, Predictor], predicts: Collection[str] = PREDICTORS
+) -> Scores:
     """Score all predictors in one pass over the client's test shard, then the validation shard.
 
+    Args:
+        client: whose network and samples these are.
+        predictors: of the method, by name.
+        predicts: of the method, the names that it may use besides PREDICTORS.
+
     Raises:
-        ValueError: if a predictor returns another shape than (B, K), or its name is not in PREDICTORS.
+        ValueError: if a predictor returns another shape than (B, K), or its name is not among these.
         Diverged: if a predictor returns scores that are not finite.
     """
-    if odd := [name for name in predictors if name not in PREDICTORS]:
-        raise ValueError(f"predictor '{odd[0]}': must be one of {', '.join(PREDICTORS)}")
+    known = in_order([*PREDICTORS, *predicts])
+    if odd := [name for name in predictors if name not in known]:
+        raise ValueError(
+            f"predictor '{odd[0]}': must be one of {', '.join(known)}, or be in the method's predicts"
+        )
     scores = _scores(client, client.data.test, predictors, client.evaluation.per_class, client.evaluation.auc)
     if client.data.validation is None:
         return scores

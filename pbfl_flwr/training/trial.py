@@ -55,9 +55,10 @@ def try_step(architecture: str, method: Method[Any, Any, Any], client: Client) -
 def _step(method: Method[Any, Any, Any], client: Client) -> None:
     down = calls.broadcast(method, calls.first_state(method, client.task, client.seed), client.id)
     method.install(client, down)
-    evaluate(client, calls.predictors(method, client, down))
+    evaluate(client, calls.predictors(method, client, down), method.predicts)
     update = calls.local_update(method, client, down)
-    evaluate(client, calls.predictors(method, replace(client, memory=update.memory), down))
+    changed = replace(client, memory=update.memory)
+    evaluate(client, calls.predictors(method, changed, down), method.predicts)
 
 
 def _with_few_samples(client: Client, size: int) -> Client:

@@ -44,7 +44,7 @@ def page(tmp_path, monkeypatch):
         "    up = int  # no payload\n"
         "def silent(settings): return Silent()\n"
         "class Named(Local):\n"
-        "    predicts = ('head', 'mine')\n"
+        "    predicts = ('head', 'my own')\n"
         "def named(settings): return Named()\n"
         "class Headed(Local):\n"
         "    primary_predictor = 'global'\n"
@@ -205,6 +205,8 @@ def test_predictors_without_functions_or_scores_are_refused(make_client):
 def test_a_prediction_that_no_report_has_room_for_is_refused(make_client):
     with pytest.raises(ValueError, match=r"predictor 'mine': must be one of head, global, "):
         evaluate(make_client(), {"head": head_scores, "mine": head_scores})
+    both = evaluate(make_client(), {"head": head_scores, "mine": head_scores}, ("head", "mine"))
+    assert both.correct["mine"] == both.correct["head"]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +240,11 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
         ({"method": "no_page:number"}, "'no_page' has no function 'number'"),
         ({"method": "no_page:nothing"}, r"nothing \(no_page.py:2\) returned None; must return a Method$"),
         ({"method": "no_page:silent"}, "int lacks the attribute classes, magnitudes"),
-        ({"method": "no_page:named"}, "'local': predicts contains 'mine', .*; must be of head, global, "),
+        ({"method": "no_page:named"}, "'local': predicts contains 'my own'; must be up to 40 letters"),
+        (
+            {"method": "feddyn:build", "predictor": "mine"},
+            "predictor = 'mine': .* no such predictor .*; must be one of auto, head$",
+        ),
         ({"method": "no_page:headed"}, "primary_predictor = 'global': must be one listed in predicts: head$"),
         (
             {"method": "no_page:raises"},

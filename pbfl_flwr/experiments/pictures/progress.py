@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.config import PREDICTORS, in_order
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.notes import accuracy_name
 from pbfl_flwr.experiments.pictures.style import (
@@ -31,7 +31,8 @@ def accuracy_over_rounds(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflE
     """Yield accuracy curves of each configuration's shown predictor; for one configuration, of all predictors."""
     figure, (axes,) = canvas()
     if len(groups) == 1:
-        title, names = f"Accuracy over rounds: {groups[0].label}", list(PREDICTORS)
+        title = f"Accuracy over rounds: {groups[0].label}"
+        names = in_order([*PREDICTORS, *(name for run in groups[0].runs for name in run.scores)])
         curves = {name: [dict(run.curve(name)) for run in groups[0].runs] for name in names}
     else:
         title = "Accuracy over rounds"

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pbfl_flwr.config import Scalar
+from pbfl_flwr.config import PREDICTORS, Scalar, in_order
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError, abbreviate, writing
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.results import FinishedRun, RunGroup, Statistic, with_the_same_keys
 from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.methods import build_method
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.locks import in_use
 from pbfl_flwr.util.atomic_files import make_directory
@@ -113,6 +114,15 @@ def preflight(planned: Sequence[PlannedRun], resources: Resources, loaded: Loade
         ]
         unique.update(dict.fromkeys(notes))
     return list(unique)
+
+
+def check_predictor(by: str | None, planned: Iterable[PlannedRun]) -> None:
+    """Raise PbflError if tables are to be by a predictor that none of these runs has."""
+    if by and by not in PREDICTORS:
+        methods = (build_method(configuration.check(run.requested)) for run in planned)
+        check_names(
+            "--by", [by], in_order([*PREDICTORS, *(name for each in methods for name in each.predicts)])
+        )
 
 
 def check_names(option: str, names: Iterable[str], known: Collection[str]) -> None:

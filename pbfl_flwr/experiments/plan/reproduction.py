@@ -61,6 +61,7 @@ from pbfl_flwr.experiments.summary import (
     Figures,
     Text,
     moment_column,
+    own_predictors,
     summary_csv,
     summary_sheet,
 )
@@ -328,6 +329,7 @@ def _sheet(
         ours("ours, last round", LAST, STD),
         difference,
         *BY_PREDICTOR,
+        *own_predictors(groups),
         ROUNDS,
         SEEDS,
         SECONDS,

@@ -27,7 +27,7 @@ from pbfl_flwr.flower.client.saving import needs_state, state_after_round
 from pbfl_flwr.flower.client.session import ClientSession, open_client, store_of
 from pbfl_flwr.flower.client.worker import DataSource, Worker
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.messages.report import Report, reported
 from pbfl_flwr.method import Moment, resolved_moment
 from pbfl_flwr.models.contract import has_batch_norm
 from pbfl_flwr.payloads import Payload, RejectedPayload
@@ -123,7 +123,7 @@ def _train_and_save(session: ClientSession, message: Message, worker: Worker) ->
     predictors = calls.predictors(method, replace(client, memory=update.memory), down)
     if moment == "after":
         with session.timed("evaluate"):
-            scores = evaluate(client, predictors)
+            scores = evaluate(client, predictors, method.predicts)
     keeps = needs_state(session, update)
     participations = 1 + session.participations if keeps else 0
     report = replace(_report(session, scores, participations), round=client.round, metrics=update.metrics)
@@ -180,7 +180,7 @@ def _scores(session: ClientSession, down: Payload) -> Scores:
         method.install(client, down)
     predictors = calls.predictors(method, client, down)
     with session.timed("evaluate"):
-        return evaluate(client, predictors)
+        return evaluate(client, predictors, method.predicts)
 
 
 def _check_usable(upload: Payload, session: ClientSession) -> None:
@@ -208,6 +208,7 @@ def _report(session: ClientSession, scores: Scores | None, participations: int) 
         seconds=session.seconds,
         peak_mb=peak_memory(),
         gpu_mb=peak_gpu_memory(),
+        predictors=reported(session.method.predicts),
     )
     if scores is None:
         return report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import MetricRecord
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import PREDICTORS, EvaluationSettings
+from pbfl_flwr.config import PREDICTORS, EvaluationSettings, in_order
 from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload
 from pbfl_flwr.task import Task
@@ -25,7 +25,7 @@ class Part(StrEnum):
     """The lists in a report's record, beside its metrics; every letter of a key costs a byte in every reply."""
 
     COUNTERS = "n"  # num_train, num_test, participations, round
-    CORRECT = "c"  # by predictor, -1 if it was not available
+    CORRECT = "c"  # by predictor, see reported(), -1 if it was not available
     TIMES = "t"  # test_loss, seconds of every step, peak_mb
     VALIDATION = "v"  # samples, then as CORRECT
     BY_CLASS = "k"  # a table, see _by_class
@@ -35,12 +35,10 @@ class Part(StrEnum):
 
 LENGTHS = {
     Part.COUNTERS: 4,
-    Part.CORRECT: len(PREDICTORS),
     Part.TIMES: 2 + len(SPENT),
-    Part.VALIDATION: 1 + len(PREDICTORS),
     Part.GPU: 1,
 }
-"""Of the lists whose length depends on neither K nor the available predictors."""
+"""Of the lists whose length depends on neither K nor the predictors."""
 MAX_METRICS = 100  # of one report
 MAX_NAME = 100  # characters of a metric's name
 Table = NDArray[np.int64]
@@ -55,15 +53,16 @@ class Requested:
         classes: K if test samples must be counted by class, else 0.
         areas: whether areas under the ROC curve must be there.
         scores: whether clients are scored at all; if not, what they report of scores is ignored.
+        predictors: see :func:`reported`.
     """
 
     classes: int = 0
     areas: bool = False
     scores: bool = True
+    predictors: tuple[str, ...] = PREDICTORS
 
 
 TOTALS = Requested()
-NO_SCORES = Requested(scores=False)
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,7 @@ class Report:
         by_class: the test samples counted by class, for every predictor in ``correct``; None if not requested.
         gpu_mb: peak GPU memory reserved by torch in the process; 0 if it uses no GPU.
         areas: predictor -> areas under the ROC curve, for every predictor in ``correct``; None if not requested.
+        predictors: the names that have a place in the lists, see :func:`reported`.
     """
 
     num_train: int
@@ -100,6 +100,7 @@ class Report:
     by_class: ByClass | None = None
     gpu_mb: float = 0.0
     areas: Mapping[str, Areas] | None = None
+    predictors: tuple[str, ...] = PREDICTORS
 
     def to_record(self) -> MetricRecord:
         """Return the record in a compact form: lists with a fixed layout, since every key costs bytes.
@@ -110,17 +111,17 @@ class Report:
         seconds = [self.seconds.get(step, 0.0) for step in SPENT]
         fixed: dict[Part, list[int] | list[float]] = {
             Part.COUNTERS: [self.num_train, self.num_test, self.participations, self.round],
-            Part.CORRECT: _in_order(self.correct),
+            Part.CORRECT: self._places(self.correct),
             Part.TIMES: [self.test_loss, *seconds, self.peak_mb],
         }
         if self.num_validation:
-            fixed[Part.VALIDATION] = [self.num_validation, *_in_order(self.validation)]
+            fixed[Part.VALIDATION] = [self.num_validation, *self._places(self.validation)]
         if self.by_class is not None:
-            fixed[Part.BY_CLASS] = [*self.by_class.tested, *_rows(self.by_class)]
+            fixed[Part.BY_CLASS] = [*self.by_class.tested, *_rows(self.by_class, self.predictors)]
         if self.gpu_mb:
             fixed[Part.GPU] = [self.gpu_mb]
         if self.areas:
-            pairs = [self.areas[name] for name in PREDICTORS if name in self.areas]
+            pairs = [self.areas[name] for name in self.predictors if name in self.areas]
             fixed[Part.AREAS] = [
                 -1.0 if area is None else area for pair in pairs for area in (pair.macro, pair.micro)
             ]
@@ -133,6 +134,9 @@ class Report:
             )
         return MetricRecord({**metrics, **{part.value: values for part, values in fixed.items()}})
 
+    def _places(self, correct: Mapping[str, int] | None) -> list[int]:
+        return [(correct or {}).get(name, -1) for name in self.predictors]
+
     @classmethod
     def from_record(cls, record: MetricRecord, requested: Requested = TOTALS) -> Report:
         """Rebuild a report.
@@ -143,9 +147,10 @@ class Report:
             RejectedPayload: if a field is missing or of a wrong length, or a counter contradicts another.
         """
         num_train, num_test, participations, number = (int(value) for value in _list(record, Part.COUNTERS))
-        correct = [int(value) for value in _list(record, Part.CORRECT)]
-        none = [0.0] * LENGTHS[Part.VALIDATION]
-        held_out = _list(record, Part.VALIDATION) if Part.VALIDATION in record else none
+        names = requested.predictors
+        correct = [int(value) for value in _list(record, Part.CORRECT, len(names))]
+        none = [0.0] * (1 + len(names))
+        held_out = _list(record, Part.VALIDATION, len(none)) if Part.VALIDATION in record else none
         num_validation, *validated = (int(value) for value in held_out)
         loss, *seconds, peak_mb = _list(record, Part.TIMES)
         counters = (num_train, num_test, participations, num_validation, number)
@@ -161,7 +166,7 @@ class Report:
             )
         if hidden := [name for name in record if not name or name != printable(name)]:
             raise RejectedPayload(f"its report has a name that cannot be printed: {hidden[0]!a}")
-        scored, by_validation = _named(correct), _named(validated) if num_validation else None
+        scored, by_validation = _named(correct, names), _named(validated, names) if num_validation else None
         if not requested.scores:
             scored, by_validation, loss = {}, None, 0.0
         metrics = {key: _checked(key, value) for key, value in record.items() if not isinstance(value, list)}
@@ -181,12 +186,33 @@ class Report:
             by_class,
             _list(record, Part.GPU)[0] if Part.GPU in record else 0.0,
             _areas(record, scored) if requested.areas and num_test else None,
+            names,
         )
 
 
-def requested(evaluation: EvaluationSettings, task: Task) -> Requested:
-    """Return what reports must hold under this configuration."""
-    return Requested(task.num_classes if evaluation.per_class else 0, evaluation.auc)
+def reported(predicts: Iterable[str]) -> tuple[str, ...]:
+    """Return the predictors that have a place in reports, in order: PREDICTORS, then a method's own ones by name.
+
+    ``predicts`` are those of the method, which client and server know, so that names need not travel.
+    """
+    return in_order([*PREDICTORS, *predicts])
+
+
+def requested(
+    evaluation: EvaluationSettings, task: Task, predicts: Iterable[str] = (), scored: bool = True
+) -> Requested:
+    """Return what reports must hold under this configuration.
+
+    Args:
+        evaluation: of the run.
+        task: of the run.
+        predicts: the method's predictors.
+        scored: whether clients are scored.
+    """
+    predictors = reported(predicts)
+    if not scored:
+        return Requested(scores=False, predictors=predictors)
+    return Requested(task.num_classes if evaluation.per_class else 0, evaluation.auc, predictors=predictors)
 
 
 def plain(record: MetricRecord) -> dict[str, float | list[float]]:
@@ -195,24 +221,21 @@ def plain(record: MetricRecord) -> dict[str, float | list[float]]:
 
 
 def seconds_in(record: MetricRecord) -> float:
-    """Return the total time of a client's round according to its report, 0 if that is invalid."""
+    """Return the total time of a client's round according to its report, 0 if its times are invalid."""
     try:
-        return sum(Report.from_record(record).seconds.values())
+        _, *seconds, _ = _list(record, Part.TIMES)
+        return sum(seconds)
     except RejectedPayload:
         return 0.0
 
 
-def _in_order(correct: Mapping[str, int] | None) -> list[int]:
-    return [(correct or {}).get(name, -1) for name in PREDICTORS]
+def _named(correct: Sequence[int], predictors: Sequence[str]) -> dict[str, int]:
+    return {name: value for name, value in zip(predictors, correct, strict=True) if value >= 0}
 
 
-def _named(correct: list[int]) -> dict[str, int]:
-    return {name: value for name, value in zip(PREDICTORS, correct, strict=True) if value >= 0}
-
-
-def _rows(counts: ByClass) -> list[int]:
+def _rows(counts: ByClass, predictors: Sequence[str]) -> list[int]:
     """Return the K counts of R and the K counts of A for every predictor, concatenated."""
-    names = [name for name in PREDICTORS if name in counts.right]
+    names = [name for name in predictors if name in counts.right]
     return [count for name in names for row in (counts.right[name], counts.answered[name]) for count in row]
 
 

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import LONGEST, format_exception, printable
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import NO_SCORES, Report, Requested, requested
+from pbfl_flwr.flower.messages.report import Report, Requested, requested
 from pbfl_flwr.flower.messages.traffic import NO_BYTES, weigh
 from pbfl_flwr.flower.server.phase import Phase
 from pbfl_flwr.method import Method
@@ -98,7 +98,7 @@ class ReplyRules:
         run = settings.run
         scaled = isinstance(method, Pipeline) and method.release.scaled
         limits = Plausibility(run.max_size_ratio, scaled)
-        wanted = requested(settings.evaluation, task) if scored else NO_SCORES
+        wanted = requested(settings.evaluation, task, method.predicts, scored)
         return cls(method, task, run.max_upload_mb * 2**20, wanted, limits)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.config import in_order
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
 from pbfl_flwr.flower.server.replies import Replies
@@ -57,7 +57,7 @@ def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, Accuracy]:
     """
     accuracies: dict[str, Accuracy] = {}
     with_tests = [report for report in reports.values() if report.num_test]
-    for name in PREDICTORS:
+    for name in in_order(name for report in with_tests for name in report.correct or ()):
         with_name = [report for report in with_tests if report.correct and name in report.correct]
         if not with_name:
             continue
