@@ -34,10 +34,24 @@ from pbfl_flwr.method import Round
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.payloads.plausibility import NO_LIMITS
+from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
 
 K, S, D = 100, 50, 500
 TASK = Task(K, D, (3, 32, 32))
+CLIENT = ClientRecord(
+    client=0,
+    node=1,
+    simulated=True,
+    configured_data=True,
+    task=TASK,
+    labels=(),
+    architecture="cnn4",
+    parameters=(0, 0),
+    device="cpu",
+    num_train=100,
+    num_test=33,
+)
 RULES = ("mean", "weighted", "ppa", "aps-sum", "median")
 
 
@@ -56,7 +70,8 @@ def replies(rule: str, number: int) -> tuple[Phase, list[Message]]:
         asked.append((question, client))
         answers.append(Message(wire.content(wire.encode(upload), report.to_record()), reply_to=question))
     plan = RoundPlan(1, dict.fromkeys(range(number), "train"))
-    return Phase(asked, plan, {}, 0, time.perf_counter()), answers[::-1]
+    declared = dict.fromkeys(range(number), CLIENT)
+    return Phase(asked, plan, {}, 0, time.perf_counter(), declared=declared), answers[::-1]
 
 
 def measure(rule: str, number: int, repeats: int) -> dict[str, Any]:

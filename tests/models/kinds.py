@@ -41,7 +41,7 @@ def shapes(name: str) -> list[tuple[int, ...]]:
         return [(5,), (40,)]
     if name in ONE_SHAPE:
         return [ONE_SHAPE[name]]
-    return FROM_16_PIXELS if name in {"cnn2", "cnn4", "googlenet"} else IMAGE_SHAPES
+    return FROM_16_PIXELS if is_one_of(name, {"cnn2", "cnn4", "googlenet"}) else IMAGE_SHAPES
 
 
 def width(name: str, d: int) -> int:

@@ -102,7 +102,8 @@ def test_names_tell_body_and_head_apart(name: str) -> None:
     assert {n for n, p in parameters.items() if id(p) in head} == set(head_names(model))
     assert count_parameters(model)[1] == K * d + K
     assert sum(count_parameters(model)) == sum(p.numel() for p in model.parameters())
-    normalised = takes_images(name) and name not in {"cnn2", "cnn4", *VISION_TRANSFORMERS}
+    plain = name in VISION_TRANSFORMERS or is_one_of(name, {"cnn2", "cnn4"})
+    normalised = takes_images(name) and not plain
     assert has_batch_norm(model) == any("running_mean" in key for key in model.state_dict()) == normalised
 
 

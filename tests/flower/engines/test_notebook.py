@@ -130,7 +130,7 @@ def test_refuses_to_start_workers_where_python_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In multiprocessing.Pool, whose processes have no children, and in ``python < script.py``."""
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
     with pytest.raises(PbflError, match=r"a script on standard input is no file: must take one worker"):
         federate(tmp_path / "run", KEYS, 3, Resources(workers=2))
     monkeypatch.setitem(current_process()._config, "daemon", True)  # type: ignore[attr-defined]
