@@ -13,11 +13,14 @@ from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import cache
 from pbfl_flwr.data.contract import Partition, Pool, Split
 from pbfl_flwr.data.own.pflib import export_pfl_directory
+from pbfl_flwr.flower.engines.local import federate
+from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.export import export
 from pbfl_flwr.serving.states import SavedModel
 from pbfl_flwr.util.atomic_files import create_private, make_directory, write_atomically
+from tests.flower.engines.test_local import KEYS
 from tests.flower.inprocess import federation
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="has other permissions")
@@ -138,4 +141,11 @@ def test_an_export_is_private(tmp_path: Path) -> None:
 def test_a_run_is_private(tmp_path: Path) -> None:
     """With its clients' states, records, logs, reasons and results."""
     federation(tmp_path, data=None, on_disk=True, num_server_rounds=1).run()
+    assert open_to_others(tmp_path / "run") == []
+
+
+def test_a_run_in_local_processes_is_private(tmp_path: Path) -> None:
+    """With its log, which the run's own engine writes."""
+    federate(tmp_path / "run", {**KEYS, "num-server-rounds": 1}, 3, Resources(workers=1))
+    assert (tmp_path / "run" / "flower.log").stat().st_size > 0
     assert open_to_others(tmp_path / "run") == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 
 import numpy as np
 
@@ -71,7 +71,5 @@ def _hands(result: object, num_clients: int, spec: str) -> tuple[Rows, ...]:
 
 
 def _shown(result: object) -> str:
-    try:
-        return f"{type(result).__name__} of length {len(result)}"  # type: ignore[arg-type]
-    except TypeError:
-        return type(result).__name__
+    kind = type(result).__name__
+    return f"{kind} of length {len(result)}" if isinstance(result, Sized) else kind

@@ -55,6 +55,7 @@ from pbfl_flwr.flower.server.grid import (
 )
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.runs.locks import claim, lock_of
+from pbfl_flwr.util.atomic_files import private_opener
 
 RUN_ID = FIRST_NODE = 2**62  # as large as Flower's own, so that messages have the same size
 
@@ -334,14 +335,15 @@ def worker_specs(resources: Resources, num_clients: int, log: Path) -> list[Work
 def _logged_to(file: Path) -> Iterator[None]:
     """Write Flower's log to a file instead of the terminal."""
     logger = logging.getLogger("flwr")
-    before, handler = logger.handlers[:], logging.FileHandler(file, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    logger.handlers[:] = [handler]
-    try:
-        yield
-    finally:
-        logger.handlers[:] = before
-        handler.close()
+    before = logger.handlers[:]
+    with open(file, "a", encoding="utf-8", opener=private_opener) as stream:
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        logger.handlers[:] = [handler]
+        try:
+            yield
+        finally:
+            logger.handlers[:] = before
 
 
 @contextmanager
