@@ -52,6 +52,9 @@ class Config(Group):
         description="classes that no client has ever sent: keep their prototype, or exclude it from prediction "
         "and regularisation",
     )
+    server_device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="where the server trains: on its CPU, or on a GPU that it sees (other rounding)"
+    )
 
 
 def server_training(config: Config, settings: Settings) -> ServerTraining:
@@ -65,6 +68,7 @@ def server_training(config: Config, settings: Settings) -> ServerTraining:
         margin_cap=config.margin_cap,
         margin=config.margin,
         absent=config.absent,
+        device=config.server_device,
     )
 
 

@@ -195,6 +195,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         nobody = Prototypes.empty(task.num_classes, self.sparsity.width(task))
         trained = None
         if self.server_training is not None:
+            self.server_training.check()
             trained = initial_state(task.num_classes, task.feature_dim, seed)
         return PipelineState(nobody, nobody, torch.zeros(task.num_classes, dtype=torch.int64), trained, {})
 

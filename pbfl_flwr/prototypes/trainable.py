@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pbfl_flwr import seeds
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.training.optimizers import SGD, param_group
+from pbfl_flwr.util.cuda_graph import Recordings
 
 Margin = Literal["nearest", "farthest"]
 CONVERGED_LOSS = 1e-3  # FedTGP's README: the final server loss should be below this
@@ -54,6 +57,7 @@ class ServerTraining:
         margin: which two classes define it; see :func:`adaptive_margin`.
         absent: whether a class that nobody ever sent is part of prediction and regularisation ("keep") or not
             ("exclude").
+        device: where it is trained. On a GPU an epoch is one CUDA graph; sums have another order than on a CPU.
     """
 
     epochs: int = 100
@@ -62,6 +66,16 @@ class ServerTraining:
     margin_cap: float = 100.0
     margin: Margin = "nearest"
     absent: Literal["exclude", "keep"] = "exclude"
+    device: Literal["cpu", "cuda"] = "cpu"
+
+    def check(self) -> None:
+        """Check that the device is there.
+
+        Raises:
+            PbflError: if it is not.
+        """
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise PbflError("server-device = 'cuda': the server sees no CUDA device; must be 'cpu' here")
 
 
 def initial_state(num_classes: int, feature_dim: int, seed: int) -> dict[str, Tensor]:
@@ -161,7 +175,7 @@ def train_prototypes(
         vectors: (N, d) local prototypes; without any, the generator is not trained.
         labels: (N,) their classes.
         settings: of the training.
-        generator: for the order of the vectors; on the CPU the result depends only on it and the other
+        generator: for the order of the vectors, on the CPU; there the result depends only on it and the other
             arguments.
 
     Returns:
@@ -170,25 +184,40 @@ def train_prototypes(
         trained.
     """
     num_classes, feature_dim = state["embedding.weight"].shape
+    device = torch.device(settings.device)
     network = PrototypeGenerator(num_classes, feature_dim)
     network.load_state_dict(dict(state))
+    network.to(device)
     vectors = vectors.detach().to(torch.float32)
     labels = labels.to(torch.int64)
     sums = torch.zeros(num_classes, feature_dim, dtype=torch.float64).index_add_(0, labels, vectors.double())
     holders = torch.bincount(labels, minlength=num_classes)
     means = sums / holders.clamp_min(1).unsqueeze(1)
     margin = adaptive_margin(means, holders > 0, settings.margin_cap, settings.margin)
+    vectors, labels = vectors.to(device), labels.to(device)
     optimizer = SGD([param_group(network)], settings.learning_rate, fused=False)
-    loss, trained = 0.0, settings.epochs if len(vectors) else 0
-    for _ in range(trained):
-        loss = 0.0
-        for batch in torch.split(torch.randperm(len(vectors), generator=generator), settings.batch_size):
+    losses = torch.zeros(
+        math.ceil(len(vectors) / settings.batch_size), device=device
+    )  # of an epoch's batches
+
+    def epoch(order: Tensor) -> None:
+        for place, batch in enumerate(torch.split(order, settings.batch_size)):
             logits = margin_logits(vectors[batch], network(), labels[batch], margin)
             batch_loss = F.cross_entropy(logits, labels[batch])
             optimizer.zero_grad()
             torch.autograd.backward(batch_loss)
             optimizer.step()
-            loss += float(batch_loss.detach()) * len(batch) / len(vectors)
+            losses[place] = batch_loss.detach()
+
+    trained = settings.epochs if len(vectors) else 0
+    graphs = device.type == "cuda"
+    with Recordings().graphed(epoch, device) if graphs else nullcontext(epoch) as run_epoch:
+        for _ in range(trained):
+            run_epoch(torch.randperm(len(vectors), generator=generator).to(device))
+    loss = 0.0
+    for batch, mean in zip(torch.split(labels, settings.batch_size), losses.tolist(), strict=False):
+        loss += mean * len(batch) / len(vectors)
+    network.cpu()
     tensors = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
     with torch.no_grad():
         prototypes = network()

@@ -6,6 +6,7 @@ import torch
 from numpy.random import RandomState
 
 from pbfl_flwr.data.partition.procedures import dirichlet_indices
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes import aggregation
 from pbfl_flwr.prototypes.trainable import (
@@ -153,3 +154,23 @@ def test_rescaled_uploads_have_the_ppa_prototype_as_their_mean():
     assert torch.equal(plain[0], uploads[0].values[labels[0]])
     with pytest.raises(ValueError, match="no uploads"):
         stack_uploads([])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_training_on_a_card_is_the_cpus_within_rounding_and_gives_the_same_bits_again():
+    vectors, labels = vectors_of_three_classes()
+    state = initial_state(3, 6, 0)
+    on_cpu, here, metrics = train(state, vectors, labels)
+    on_card, there, shown = train(state, vectors, labels, device="cuda")
+    assert there.device.type == "cpu"
+    torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-4)
+    assert shown == pytest.approx(metrics, rel=1e-3)
+    again, _, _ = train(state, vectors, labels, device="cuda")
+    assert same(on_card, again)
+    assert not same(on_card, on_cpu)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is for a server without a CUDA device")
+def test_a_server_without_a_card_says_so_before_anything_starts():
+    with pytest.raises(PbflError, match=r"server-device = 'cuda': the server sees no CUDA device"):
+        ServerTraining(device="cuda").check()
