@@ -150,6 +150,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         network                   the complete network on the server                [none]
         auxiliary_architectures   networks that every client builds besides its own [none]
         report, warnings          metrics and warnings for the round's log          [none]
+        server_device             where the server's half computes                  [cpu]
         paper_scalars             the papers' cost                                  [undefined]
 
     Attributes:
@@ -213,6 +214,11 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         The old state and the uploads must not be changed. If the method :meth:`streams`, an upload is decoded at each
         access and not kept.
         """
+
+    @property
+    def server_device(self) -> str:
+        """The type of device on which the server's half computes; that it is there is checked before round 1."""
+        return "cpu"
 
     def streams(self) -> bool:
         """Whether :meth:`aggregate` reads one upload at a time, so that only a few are in memory."""

@@ -195,7 +195,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         nobody = Prototypes.empty(task.num_classes, self.sparsity.width(task))
         trained = None
         if self.server_training is not None:
-            self.server_training.check()
             trained = initial_state(task.num_classes, task.feature_dim, seed)
         return PipelineState(nobody, nobody, torch.zeros(task.num_classes, dtype=torch.int64), trained, {})
 
@@ -248,6 +247,11 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             self.server_training,
             seeds.generator(round_info.seed, "fedtgp", round_info.number),
         )
+
+    @property
+    def server_device(self) -> str:
+        """Where FedTGP's generator is trained."""
+        return self.server_training.device if self.server_training else "cpu"
 
     def streams(self) -> bool:
         """True for sums; medians, trimmed means and FedTGP's training need all uploads at once."""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pbfl_flwr import seeds
-from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.training.optimizers import SGD, param_group
 from pbfl_flwr.util.cuda_graph import Recordings
@@ -67,15 +66,6 @@ class ServerTraining:
     margin: Margin = "nearest"
     absent: Literal["exclude", "keep"] = "exclude"
     device: Literal["cpu", "cuda"] = "cpu"
-
-    def check(self) -> None:
-        """Check that the device is there.
-
-        Raises:
-            PbflError: if it is not.
-        """
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise PbflError("server-device = 'cuda': the server sees no CUDA device; must be 'cpu' here")
 
 
 def initial_state(num_classes: int, feature_dim: int, seed: int) -> dict[str, Tensor]:

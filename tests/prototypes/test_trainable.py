@@ -6,7 +6,6 @@ import torch
 from numpy.random import RandomState
 
 from pbfl_flwr.data.partition.procedures import dirichlet_indices
-from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes import aggregation
 from pbfl_flwr.prototypes.trainable import (
@@ -168,9 +167,3 @@ def test_a_training_on_a_card_is_the_cpus_within_rounding_and_gives_the_same_bit
     again, _, _ = train(state, vectors, labels, device="cuda")
     assert same(on_card, again)
     assert not same(on_card, on_cpu)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is for a server without a CUDA device")
-def test_a_server_without_a_card_says_so_before_anything_starts():
-    with pytest.raises(PbflError, match=r"server-device = 'cuda': the server sees no CUDA device"):
-        ServerTraining(device="cuda").check()

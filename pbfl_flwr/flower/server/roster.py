@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from flwr.app import ConfigRecord
 
 from pbfl_flwr import seeds
@@ -143,11 +144,13 @@ NOBODY = Roster({})
 
 
 def check_roster(method: Method[Any, Any, Any], settings: Settings, roster: Roster) -> None:
-    """Check that a method supports the clients of a roster together.
+    """Check that a method supports the clients of a roster together, and that the server has the device it needs.
 
     Raises:
         PbflError: if it does not.
     """
+    if method.server_device == "cuda" and not torch.cuda.is_available():
+        raise PbflError("server-device = 'cuda': the server sees no CUDA device; must be 'cpu' here")
     # Of a name that a client declares, only the one in the configuration can be built.
     own = {name: name for name in architectures(settings.models.models, settings.code)}
     method.check(roster.task, [own.get(name, name) for name in roster.architectures])

@@ -385,3 +385,11 @@ def test_round_that_ended_the_run_counts_once_after_restart(tmp_path: Path, at: 
     whole = federation(tmp_path / "b", "fedtgp", **keys).run()
     assert run.fingerprint == whole.fingerprint
     assert [line.round for line in run.directory.round_records()] == [1, 2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the line is for a server without a CUDA device")
+def test_a_server_without_the_device_that_it_needs_says_so_before_round_1(tmp_path: Path) -> None:
+    run = federation(tmp_path, "fedtgp", **{"fedtgp.server-device": "cuda"})
+    with pytest.raises(PbflError, match=r"^server-device = 'cuda': the server sees no CUDA device"):
+        run.run()
+    assert not run.strategy.history
