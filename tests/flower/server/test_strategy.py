@@ -389,7 +389,8 @@ def test_round_that_ended_the_run_counts_once_after_restart(tmp_path: Path, at: 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the line is for a server without a CUDA device")
 def test_a_server_without_the_device_that_it_needs_says_so_before_round_1(tmp_path: Path) -> None:
-    run = federation(tmp_path, "fedtgp", **{"fedtgp.server-device": "cuda"})
+    keys: dict[str, Any] = {"fedtgp.server-device": "cuda"}
+    run = federation(tmp_path, "fedtgp", **keys)
     with pytest.raises(PbflError, match=r"^server-device = 'cuda': the server sees no CUDA device"):
         run.run()
     assert not run.strategy.history
