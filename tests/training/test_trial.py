@@ -1,0 +1,36 @@
+"""The step before round 1, on networks whose gradients are huge with two samples."""
+
+import pytest
+import torch
+
+from pbfl_flwr.config import parse
+from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.method import Client
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.task import Task
+from pbfl_flwr.training.trial import try_step
+
+K, SHAPE = 10, (3, 32, 32)
+
+
+def smooth_images(client: int) -> ClientData:
+    """Four images of large areas, unlike noise."""
+    random = torch.Generator().manual_seed(client)
+    coarse = torch.rand((4, 3, 4, 4), generator=random) * 255
+    images = torch.nn.functional.interpolate(coarse, SHAPE[1:], mode="bilinear").to(torch.uint8)
+    train = Shard(images, torch.tensor([0, 1, 2, 3]))
+    names = tuple(map(str, range(K)))
+    scale, shift = torch.full((3, 1, 1), 1 / 127.5), torch.full((3, 1, 1), -1.0)
+    return ClientData(train, Shard(images[:2], torch.tensor([0, 1])), K, names, scale, shift)
+
+
+@pytest.mark.parametrize("seed", [2, 5])
+def test_batch_norm_over_two_values_in_many_layers_is_no_reason_to_refuse_a_network(seed: int) -> None:
+    """At 32x32 EfficientNet-B0's deeper half sees one pixel: gradients of 1e5 to 1e10 with two samples."""
+    settings = parse({"method": "fedproto", "models": "efficientnet-b0"}, SECTIONS)
+    task = Task(K, 512, SHAPE)
+    client = Client(
+        seed, 1, task, build_model("efficientnet-b0", task, seed), smooth_images(seed), settings.training
+    )
+    try_step("efficientnet-b0", build_method(settings), client)
