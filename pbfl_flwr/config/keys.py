@@ -90,8 +90,13 @@ class RunSettings(Group):
     patience: Annotated[int, Concerns(changeable=True)] = Field(
         0,
         ge=0,
-        description="early stopping: the run ends after this many rounds without a better score of the primary "
-        "predictor (on validation data if there is any, else test data); 0: off",
+        description="early stopping: the run ends after this many rounds without a better accuracy of the primary "
+        "predictor; 0: off",
+    )
+    patience_on: Annotated[Literal["validation", "test"], Concerns(changeable=True)] = Field(
+        "validation",
+        description="the data of that accuracy: validation, which needs validation-share, or test, by which the result "
+        "is then chosen",
     )
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of the clients that train in a round")
     fraction_evaluate: float = Field(

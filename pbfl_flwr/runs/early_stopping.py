@@ -1,4 +1,4 @@
-"""The best round, and early stopping: a run ends after ``patience`` rounds without a better score.
+"""The best round, and early stopping: a run ends after ``patience`` rounds without a better accuracy.
 
 Both depend only on the recorded rounds, so a resumed run ends at the same round as an uninterrupted one.
 """
@@ -6,14 +6,17 @@ Both depend only on the recorded rounds, so a resumed run ends at the same round
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.runs.records import Accuracies, RoundRecord
 
 Place = TypeVar("Place")
 Score = tuple[bool, float]
 """Whether it is on validation data, and the accuracy; any score on validation data exceeds all on test data."""
 Value = TypeVar("Value", float, Score)
+StopsOn = Literal["validation", "test"]
+"""The data by which a run with ``patience`` ends."""
 
 
 def score_of(scores: Accuracies, predictor: str) -> Score | None:
@@ -38,9 +41,29 @@ def all_scores(history: Iterable[RoundRecord], predictor: str) -> dict[tuple[int
     return scores
 
 
-def scores_by_round(history: Iterable[RoundRecord], predictor: str) -> dict[int, Score]:
-    """Return round -> score of the rounds that have one, in ascending order."""
-    return {number: score for (number, final), score in all_scores(history, predictor).items() if not final}
+def accuracy_on(scores: Accuracies, on: StopsOn, predictor: str) -> float | None:
+    """Return the predictor's weighted accuracy on this data in a round, None if there is none."""
+    accuracies = scores.validation if on == "validation" else scores.accuracy
+    return accuracies[predictor].weighted if predictor in accuracies else None
+
+
+def accuracies_on(history: Iterable[RoundRecord], on: StopsOn, predictor: str) -> dict[int, float]:
+    """Return round -> accuracy on this data of the rounds that have one, in ascending order."""
+    found = {record.round: accuracy_on(record, on, predictor) for record in history}
+    return {number: accuracy for number, accuracy in found.items() if accuracy is not None}
+
+
+def check_patience(patience: int, on: StopsOn, *, validated: bool) -> None:
+    """Refuse ``patience`` that waits for validation data where no client has any (``validated``).
+
+    Raises:
+        PbflError: if it does.
+    """
+    if patience and on == "validation" and not validated:
+        raise PbflError(
+            f"patience = {patience}: no client has validation data to stop by; set validation-share, e.g. 0.2, or "
+            "patience-on=test"
+        )
 
 
 def best(scores: Mapping[Place, Value]) -> Place | None:
@@ -48,28 +71,29 @@ def best(scores: Mapping[Place, Value]) -> Place | None:
     return max(scores, key=lambda place: scores[place], default=None)
 
 
-def patience_exhausted(scores: Mapping[int, Score], latest: int, patience: int) -> bool:
+def patience_exhausted(accuracies: Mapping[int, float], latest: int, patience: int) -> bool:
     """Return whether the run must end after its latest round: ``patience`` rounds after the best (first of equals).
 
-    A run without scores continues, as does one with patience 0.
+    A run without accuracies continues, as does one with patience 0.
     """
-    at = best(scores) if patience else None
+    at = best(accuracies) if patience else None
     return at is not None and latest - at >= patience
 
 
-def early_stop_warning(scores: Mapping[int, Score], moment: str, patience: int) -> str:
+def early_stop_warning(accuracies: Mapping[int, float], on: StopsOn, moment: str, patience: int) -> str:
     """Return the warning of the round after which a run ends early.
 
-    It names the round as tables do: if clients are scored before training, the scores are those of the previous round.
+    It names the round as tables do: if clients are scored before training, the accuracies are those of the previous
+    round.
 
     Args:
-        scores: of the rounds so far, at least one.
+        accuracies: of the rounds so far, at least one.
+        on: what data they are on.
         moment: when clients are scored, "before" or "after" training.
         patience: of the run.
     """
-    at = best(scores)
+    at = best(accuracies)
     assert at is not None
-    data = "validation data" if scores[at][0] else "test data"
     length = "1 round" if patience == 1 else f"{patience} rounds"
     since = at - 1 if moment == "before" else at
-    return f"no better score on {data} for {length}, since round {since}: the run ends early (patience)"
+    return f"no better accuracy on {on} data for {length}, since round {since}: the run ends early (patience)"

@@ -77,7 +77,7 @@ def test_what_a_key_concerns_is_declared_with_it() -> None:
     }
     course |= {"threads", "sinks", "new-code"}
     assert {*PLACES} == {"run-dir", "state-dir", "resume"}
-    assert {*CHANGEABLE} == {"num-server-rounds", "patience", *course}
+    assert {*CHANGEABLE} == {"num-server-rounds", "patience", "patience-on", *course}
     assert {*NEUTRAL} == {"seed", "device", *PLACES, *course}
     assert {*SILENT} == {*PLACES, "data-dir", "download", "device", "threads", "eval-batch-size", "seed"}
     assert {*STAGES} == {*GROUPS["prototypes"].key_names()} - {"wire-dtype"}

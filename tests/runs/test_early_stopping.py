@@ -1,6 +1,7 @@
 """A run that gets no better ends by itself, and whoever reads it knows that nothing is missing."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,25 +9,28 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import status
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.directory import RESULT, RunDirectory
 from pbfl_flwr.runs.early_stopping import (
+    StopsOn,
+    accuracies_on,
     best,
     early_stop_warning,
     patience_exhausted,
-    scores_by_round,
 )
 from pbfl_flwr.runs.records import RoundRecord
 from tests.flower.inprocess import Federation, federation
-from tests.small_runs import entry, pbfl
+from tests.small_runs import entry, pbfl, refused
 
 DETERMINISTIC: dict[str, Any] = {
     "learning_rate": 1e-30,
     "models": "cnn4",
     "predictor": "head",
+    "patience_on": "test",
 }  # nothing changes, so round 1 stays the best
 
 
@@ -47,38 +51,48 @@ def history(*scores: float | tuple[float, float] | None) -> list[RoundRecord]:
 
 
 @pytest.mark.parametrize(
-    ("scores", "patience", "at"),
+    ("on", "scores", "patience", "at"),
     [
-        ((0.5, 0.4, 0.4), 2, 1),
-        ((0.5, 0.4), 2, None),
-        ((0.5, 0.4, 0.5), 2, 1),  # of equals the first
-        ((0.5, 0.4, 0.6), 2, None),
-        ((0.3, 0.6, 0.5, 0.4, 0.5), 3, 2),
-        ((0.5, 0.4, 0.4), 0, None),
-        ((None, None, None), 1, None),  # as long as nothing is scored a run goes on
-        ((None, 0.5, None), 1, 2),
-        ((0.5,), 1, None),
-        ((), 1, None),
-        # on validation data if there is any
-        (((0.9, 0.1), (0.5, 0.2)), 1, None),
-        ((0.8, (0.5, 0.2), 0.9), 1, 2),
-        ((0.8, (0.5, 0.2), 0.9, (0.5, 0.3), 0.95), 1, 4),
+        ("test", (0.5, 0.4, 0.4), 2, 1),
+        ("test", (0.5, 0.4), 2, None),
+        ("test", (0.5, 0.4, 0.5), 2, 1),  # of equals the first
+        ("test", (0.5, 0.4, 0.6), 2, None),
+        ("test", (0.3, 0.6, 0.5, 0.4, 0.5), 3, 2),
+        ("test", (0.5, 0.4, 0.4), 0, None),
+        ("test", (None, None, None), 1, None),  # as long as nothing is scored a run goes on
+        ("test", (None, 0.5, None), 1, 2),
+        ("test", (0.5,), 1, None),
+        ("test", (), 1, None),
+        ("test", ((0.9, 0.1), (0.5, 0.2)), 1, 1),
+        ("validation", ((0.9, 0.1), (0.5, 0.2)), 1, None),
+        ("validation", (0.8, (0.5, 0.2), 0.9), 1, 2),
+        ("validation", (0.8, (0.5, 0.2), 0.9, (0.5, 0.3), 0.95), 1, 4),
+        ("validation", (0.8, 0.7, 0.6), 1, None),  # what test data say ends no run
     ],
 )
 def test_patience_by_hand(
-    scores: tuple[float | tuple[float, float] | None, ...], patience: int, at: int | None
+    on: StopsOn, scores: tuple[float | tuple[float, float] | None, ...], patience: int, at: int | None
 ) -> None:
-    by_round = scores_by_round(history(*scores), "global")
+    by_round = accuracies_on(history(*scores), on, "global")
     ends = patience_exhausted(by_round, len(scores), patience)
     assert (best(by_round) if ends else None) == at
 
 
-def test_scores_are_of_the_predictor_and_said_to_be_on_validation_data() -> None:
-    assert patience_exhausted(scores_by_round(history(0.9, 0.5), "global"), 2, 1)
-    assert not patience_exhausted(scores_by_round(history(0.9, 0.5), "head"), 2, 1)
-    by_round = scores_by_round(history((0.9, 0.1), (0.5, 0.2)), "global")
-    assert by_round == {1: (True, 0.1), 2: (True, 0.2)}
-    assert "on validation data" in early_stop_warning(by_round, "after", 2)
+def test_accuracies_are_of_the_predictor_and_said_to_be_on_validation_data() -> None:
+    assert patience_exhausted(accuracies_on(history(0.9, 0.5), "test", "global"), 2, 1)
+    assert not patience_exhausted(accuracies_on(history(0.9, 0.5), "test", "head"), 2, 1)
+    by_round = accuracies_on(history((0.9, 0.1), (0.5, 0.2)), "validation", "global")
+    assert by_round == {1: 0.1, 2: 0.2}
+    assert "on validation data" in early_stop_warning(by_round, "validation", "after", 2)
+
+
+def test_patience_without_validation_data_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    said = "patience = 2: no client has validation data to stop by; set validation-share, e.g. 0.2, or patience-on=test"
+    assert refused("run", "--dry-run", "--set", "patience=2") == f"error: {said}"
+    assert pbfl("run", "--dry-run", "--set", "patience=2", "--set", "validation-share=0.2").exit_code == 0
+    with pytest.raises(PbflError, match=f"^{re.escape(said)}$"):  # of clients with data of their own
+        ended(tmp_path, patience_on="validation")
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def ended(tmp_path: Path, rounds: int = 9, **keys: Any) -> Federation:
@@ -97,7 +111,7 @@ def test_run_ends_early_and_is_finished(early: Federation) -> None:
     assert [entry.round for entry in early.strategy.history] == [1, 2, 3]
     messages = [note for note in early.strategy.history[-1].warnings if "patience" in note]
     assert messages == [
-        "no better score on test data for 2 rounds, since round 1: the run ends early (patience)"
+        "no better accuracy on test data for 2 rounds, since round 1: the run ends early (patience)"
     ]
     assert not any("patience" in note for entry in early.strategy.history[:2] for note in entry.warnings)
     directory = early.directory
@@ -174,6 +188,7 @@ def test_run_is_complete_with_the_same_patience(early: Federation) -> None:
 
 def test_warns_of_patience_before_the_first_exchange() -> None:
     words = ["--set", "models=mlp5", "--set", "dataset=digits", "--set", "method=gfpl", "--dry-run"]
+    words += ["--set", "validation-share=0.2"]
     message = (
         "gfpl: patience = 3: the run may end as early as one with num-server-rounds = 4: the first exchange"
     )

@@ -24,6 +24,7 @@ from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models.registry import architecture_of, architectures
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.early_stopping import check_patience
 from pbfl_flwr.sinks import check as check_sinks
 from pbfl_flwr.util.atomic_files import make_directory
 from pbfl_flwr.util.user_code import is_external
@@ -154,6 +155,8 @@ def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> C
     clients = settings.run.num_clients
     _check_resources(settings, resources)
     check_sinks(settings.run.sinks)
+    run = settings.run
+    check_patience(run.patience, run.patience_on, validated=settings.data.validation_share > 0)
     configured_mods(settings)
     partition = loaded.partition(settings.data, clients)
     pool = loaded.pool(settings.data)
@@ -249,7 +252,10 @@ def is_complete(run: Path, settings: Settings) -> bool:
     """Whether a run is finished and has as many rounds as requested, or ended early with the same patience."""
     directory = RunDirectory(run)
     about, wanted = directory.record(), settings.run.num_server_rounds
-    if about.ended_after is not None and settings.run.patience == about.configuration.get("patience", 0):
+    if about.ended_after is not None and (settings.run.patience, settings.run.patience_on) == (
+        about.configuration.get("patience", 0),
+        about.configuration.get("patience-on", "validation"),
+    ):
         wanted = min(wanted, about.ended_after)
     return bool(directory.result()) and len(directory.round_records()) == wanted
 

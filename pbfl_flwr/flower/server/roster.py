@@ -18,6 +18,7 @@ from pbfl_flwr.flower.messages.identity import NAME, is_number
 from pbfl_flwr.method import Method
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload
+from pbfl_flwr.runs.early_stopping import check_patience
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
 
@@ -153,6 +154,8 @@ def check_roster(method: Method[Any, Any, Any], settings: Settings, roster: Rost
         raise PbflError("server-device = 'cuda': the server sees no CUDA device; must be 'cpu' here")
     # Of a name that a client declares, only the one in the configuration can be built.
     own = {name: name for name in architectures(settings.models.models, settings.code)}
+    validated = any(client.num_validation for client in roster.clients.values())
+    check_patience(settings.run.patience, settings.run.patience_on, validated=validated)
     method.check(roster.task, [own.get(name, name) for name in roster.architectures])
 
 

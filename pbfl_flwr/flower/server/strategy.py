@@ -47,7 +47,7 @@ from pbfl_flwr.method import Moment, Round, resolved_moment
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.early_stopping import Score, early_stop_warning, score_of, scores_by_round
+from pbfl_flwr.runs.early_stopping import accuracies_on, accuracy_on, early_stop_warning
 from pbfl_flwr.runs.records import ClientsRecord, RoundRecord
 from pbfl_flwr.sinks import check as check_sinks
 from pbfl_flwr.task import Task
@@ -108,13 +108,14 @@ class MethodStrategy(hooks.Hooks):
         return self.membership
 
     @property
-    def _scores(self) -> dict[int, Score]:
-        return scores_by_round(self.history, self.primary_predictor)
+    def _accuracies(self) -> dict[int, float]:
+        """Those by which ``patience`` ends the run."""
+        return accuracies_on(self.history, self.settings.run.patience_on, self.primary_predictor)
 
     @property
     def _last_round(self) -> int:
         """The round after which the run ends, according to the rounds so far."""
-        return self.schedule.last_round(self._scores, self.done)
+        return self.schedule.last_round(self._accuracies, self.done)
 
     # Before the first round ---------------------------------------------------------------------------------
 
@@ -318,9 +319,10 @@ class MethodStrategy(hooks.Hooks):
         aggregated = time.perf_counter() - aggregating
 
         accuracies = rounds.scores(replies)
-        score = score_of(accuracies, self.primary_predictor)
-        scores = self._scores if score is None else {**self._scores, number: score}
-        ends_early = self.schedule.ends_early(scores, number)
+        on = self.settings.run.patience_on
+        accuracy = accuracy_on(accuracies, on, self.primary_predictor)
+        so_far = self._accuracies if accuracy is None else {**self._accuracies, number: accuracy}
+        ends_early = self.schedule.ends_early(so_far, number)
         is_last = ends_early or number == self.schedule.num_rounds
         final = None
         if grid is not None and self.moment == "before" and is_last:
@@ -335,7 +337,7 @@ class MethodStrategy(hooks.Hooks):
         if self.schedule.num_rounds == number > 1 and self.settings.evaluation.predictor != "auto":
             warnings += rounds.not_scored(self.primary_predictor, method.name, accuracies.accuracy)
         if ends_early:
-            warnings.append(early_stop_warning(scores, self.moment, self.schedule.patience))
+            warnings.append(early_stop_warning(so_far, on, self.moment, self.schedule.patience))
         total = time.perf_counter() - started
         metrics, late = calls.report(method, state), members.late_bytes
         record = RoundRecord(

@@ -80,6 +80,7 @@ def test_an_extended_run_has_the_hash_of_a_longer_one(tmp_path: Path) -> None:
 
 def test_patience_counts_on_scores_only(tmp_path: Path) -> None:
     keys = {**KEYS, "num_server_rounds": 30, "evaluate_every": 3, "learning_rate": 1e-6, "patience": 2}
+    keys["patience_on"] = "test"
     run = federation(tmp_path, **keys).run()
     last = run.strategy.history[-1]
     assert last.round < 30
