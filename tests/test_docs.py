@@ -174,7 +174,7 @@ def test_the_library_page_is_a_script_that_runs(
     assert len([*tmp_path.glob("runs/*/run.json")]) == 3
     assert len([*tmp_path.glob("runs/*-compared/*/run.json")]) == 9
     assert [group.label for group in names["groups"]] == ["fedproto", "local", "tinyproto"]
-    assert names["comparison"].n == 4
+    assert names["comparison"].n == 3
     assert names["points"].shape == (sum(len(labels) for labels in names["digits"]) + 10, 64)
     assert names["by_hand_strategy"].history[-1].failures == []
     assert set(names["by_hand_strategy"].history[-1].accuracy) == {"head", "global"}

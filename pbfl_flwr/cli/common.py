@@ -120,6 +120,26 @@ By = Annotated[
     str | None,
     typer.Option("--by", help="Predictor for all rows; default: each run's primary predictor."),
 ]
+Against = Annotated[
+    str,
+    typer.Option(
+        "--against",
+        metavar="ROW",
+        help="The row that each other one is compared with; default: the one of method local, else the first.",
+    ),
+]
+Pairs = Annotated[
+    list[str] | None,
+    typer.Option("--pair", metavar="FIRST/SECOND", help="Compare these two rows instead; may be repeated."),
+]
+At = Annotated[
+    Literal["last", "best", "window"],
+    typer.Option(
+        "--round",
+        help="Accuracy that is compared: of the last round, of the best one (on test data), or the mean of the last "
+        "ten that were scored.",
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Check everything and list the state of every run, without starting any."),

@@ -12,11 +12,14 @@ from pbfl_flwr.cli.common import (
     FAILED,
     INTERRUPTED,
     NON_EMPTY_PATH,
+    Against,
     AppDirectory,
     Assignments,
+    At,
     By,
     Gpus,
     NewRunDir,
+    Pairs,
     Preset,
     RayAddress,
     Resumed,
@@ -198,6 +201,9 @@ def report(
         Path, typer.Option("--out", click_type=NON_EMPTY_PATH, help="The HTML file to write.")
     ] = Path("report.html"),
     by: By = None,
+    against: Against = "",
+    pairs: Pairs = None,
+    at: At = "last",
     png: Annotated[bool, typer.Option("--png", help="Also write the pictures as PNG files.")] = False,
     allowed: Allowed = None,
     svg: Annotated[bool, typer.Option("--svg", help="Also write the pictures as SVG files.")] = False,
@@ -206,15 +212,18 @@ def report(
     from pbfl_flwr.config import PREDICTORS, in_order
     from pbfl_flwr.experiments import report as reporting
     from pbfl_flwr.experiments import results, status
+    from pbfl_flwr.experiments.pairs import Asked
     from pbfl_flwr.experiments.plan.planned_runs import check_names
 
     with reading(", ".join(map(str, runs))):
         paths, left_out = status.for_a_report(runs)
-        groups = results.load(paths, allowed or (), by or "")
+        groups = results.load(paths, allowed or (), by or "", at)
         if by:
             scored = (name for group in groups for run in group.runs for name in run.scores)
             check_names("--by", [by], in_order([*PREDICTORS, *scored]))
-        written = reporting.write(groups, expanded(out).absolute(), png=png, svg=svg)
+        asked = Asked(against, tuple(pairs or ()))
+        asked.check([group.label for group in groups])
+        written = reporting.write(groups, expanded(out).absolute(), asked, png=png, svg=svg)
     console = screen()
     for line in left_out:
         say(console, line)

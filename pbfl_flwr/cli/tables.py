@@ -14,13 +14,16 @@ from pbfl_flwr.cli.common import (
     FAILED,
     INTERRUPTED_NOTE,
     REFUSED,
+    Against,
     AppDirectory,
     Assignments,
+    At,
     By,
     DryRun,
     Gpus,
     Only,
     Out,
+    Pairs,
     Parallel,
     Preset,
     RayAddress,
@@ -47,8 +50,14 @@ def compare(
     out: Out = None,
     assignments: Assignments = None,
     seeds: Seeds = "",
+    deal_anew: Annotated[
+        bool, typer.Option("--deal-anew", help="Each seed also deals the data anew: partition-seed = seed.")
+    ] = False,
     only: Only = "",
     by: By = None,
+    against: Against = "",
+    pairs: Pairs = None,
+    at: At = "last",
     parallel: Parallel = 1,
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
@@ -59,16 +68,23 @@ def compare(
 ) -> None:
     """Run several configurations on the same data and print one table; run again to resume."""
     from pbfl_flwr.config import comma_list
+    from pbfl_flwr.experiments.pairs import Asked
     from pbfl_flwr.experiments.plan import comparison
     from pbfl_flwr.experiments.plan.planned_runs import check_predictor, parse_seeds, plan, selected
 
     resources, app = engine_for(engine, ray_address, workers, gpus_per_client, app_dir)
     title, runs = comparison.read(name)
     directory = expanded(out or Path("runs") / Path(name).stem).absolute()
-    planned = plan(runs, assignments or [], parse_seeds(seeds), directory)
+    numbers = parse_seeds(seeds)
+    if deal_anew and not numbers:
+        raise PbflError("--deal-anew: needs --seeds, e.g. --seeds 0-4")
+    planned = plan(runs, assignments or [], numbers, directory, deal_anew=deal_anew)
     chosen = selected(planned, comma_list(only))
     check_predictor(by, chosen)
-    tables = partial(comparison.tables, title, by=by or "")
+    labels = tuple(dict.fromkeys(run.label for run in chosen))
+    asked = Asked(against, tuple(pairs or ()), labels)
+    asked.check(labels)
+    tables = partial(comparison.tables, title, by=by or "", at=at, asked=asked)
     raise typer.Exit(_execute(planned, chosen, tables, directory, resources, app, parallel, dry_run))
 
 

@@ -1,85 +1,146 @@
-"""The table with one row per pair of configurations, compared on the same clients and over the same seeds."""
+"""The table with one row per pair of configurations, compared over the runs that they have in common.
+
+Clients of a run share a server and a partition, so they are no independent units: a test over them finds differences
+between a method and itself. Runs are the units; how many clients a difference is found on is said beside it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
+from dataclasses import dataclass
+from statistics import fmean
 
 from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.notes import accuracy_name, unscored_lines
-from pbfl_flwr.experiments.results import FinishedRun, RunGroup, mean_over_seeds, same_data, span
-from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, holm, paired
+from pbfl_flwr.experiments.results import (
+    WINDOW,
+    FinishedRun,
+    RunGroup,
+    Statistic,
+    mean_over_seeds,
+    same_data,
+    span,
+)
+from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, holm, paired, signs
 from pbfl_flwr.experiments.tables import Sheet
 
-PAIRED_NOTES = (
-    "Difference: first minus second, in percentage points of the last round's {accuracy}; interval: "
-    f"{CONFIDENCE:.0%} percentile bootstrap of the mean difference, 10,000 resamples, fixed seed; p: two-sided "
-    "Wilcoxon signed-rank test; p (Holm): adjusted for the number of rows with the same unit (clients or seeds).",
-    "Over clients: one value per client, its mean accuracy over the common seeds. Clients of a run learn from each "
-    "other, so the result holds for this partition and these seeds only. Over seeds: sample-weighted accuracy per run.",
+COLUMNS = (
+    "first − second",
+    "runs",
+    "difference",
+    "unweighted",
+    f"{CONFIDENCE:.0%} interval",
+    "p",
+    "p (Holm)",
+    "clients better / equal / worse",
+    "remark",
 )
-
 OTHER_CLIENTS = (
-    "Accuracies cover different clients (fraction-train, fraction-evaluate, failures), so not "
-    "compared over seeds"
+    "Accuracies cover different clients (fraction-train, fraction-evaluate, failures), so not compared"
 )
-NO_CLIENT = "No client scored by both in every common seed, so not compared over clients"
+AT = {
+    "last": "the last round",
+    "best": "the best round, chosen on test data, which flatters",
+    "window": f"the last {WINDOW} scored rounds, their mean",
+}
 
 
-def paired_sheet(groups: Sequence[RunGroup], title: str = "Paired comparison") -> Sheet:
-    """Return the table that compares every pair of groups on the same partition, over clients and over seeds."""
-    rows: list[tuple[str, str, Paired, str]] = []
-    skipped: dict[str, list[str]] = {}
+@dataclass(frozen=True)
+class Asked:
+    """Which pairs a table has.
+
+    Attributes:
+        against: label of the row that each other one is compared with; empty: the one of method local, else the first.
+        pairs: FIRST/SECOND, two labels each, instead of that.
+        only: the labels that are compared; empty: all.
+    """
+
+    against: str = ""
+    pairs: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+
+    def check(self, labels: Sequence[str]) -> None:
+        """Raise PbflError if a label is unknown or both forms are given."""
+        if self.against and self.pairs:
+            raise PbflError("--against and --pair: each says which pairs are compared; give one of the two")
+        if self.against and self.against not in labels:
+            raise PbflError(f"--against {self.against}: must be one of {', '.join(labels)}")
+        for text in self.pairs:
+            if _both(text, labels) is None:
+                raise PbflError(
+                    f"--pair {text}: must be FIRST/SECOND, two different ones of {', '.join(labels)}"
+                )
+
+    def of(self, groups: Sequence[RunGroup]) -> list[tuple[RunGroup, RunGroup]]:
+        """Return the pairs of these rows that are asked for, first and second."""
+        rows = {group.label: group for group in groups if not self.only or group.label in self.only}
+        if self.pairs:
+            asked = [_both(text, [*rows]) for text in self.pairs]
+            return [(rows[one], rows[other]) for one, other in filter(None, asked)]
+        alone = (label for label, group in rows.items() if group.first.config["method"] == "local")
+        reference = self.against or next(alone, next(iter(rows), ""))
+        return [
+            (group, rows[reference])
+            for label, group in rows.items()
+            if reference in rows and label != reference
+        ]
+
+
+def _both(text: str, labels: Sequence[str]) -> tuple[str, str] | None:
+    """Return the two labels in FIRST/SECOND, either of which may have a slash; None if they are not there."""
+    found = [(one, other) for one in labels for other in labels if text == f"{one}/{other}" and one != other]
+    return found[0] if found else None
+
+
+EVERY_AGAINST_ONE = Asked()
+
+
+def paired_sheet(
+    groups: Sequence[RunGroup], title: str = "Paired comparison", asked: Asked = EVERY_AGAINST_ONE
+) -> Sheet:
+    """Return the table of the pairs asked for, on the same partitions and with the same seeds."""
     alone = [group for group in groups if not group.scores]
-    pairs = list(combinations([group for group in groups if group not in alone], 2))
+    pairs = asked.of([group for group in groups if group not in alone])
+    rows: list[tuple[str, tuple[str, ...], Paired, tuple[str, ...]]] = []
+    skipped: dict[str, list[str]] = {}
+    partitions: set[int] = set()
     for one, other in pairs:
-        label = f"{one.label} − {other.label}"
-        seeds = sorted(set(one.by_seed()) & set(other.by_seed()))
+        label, seeds = f"{one.label} − {other.label}", sorted({*one.by_seed()} & {*other.by_seed()})
         common = [(one.by_seed()[seed], other.by_seed()[seed]) for seed in seeds]
-        if not all(same_data(a, b) for a, b in common or [(one.first, other.first)]):
-            skipped.setdefault("Different data on the clients, so not compared", []).append(label)
+        if reason := _incomparable(one, other, common):
+            skipped.setdefault(reason, []).append(label)
             continue
-        odd = "; ".join(_differences(one, other, seeds))
-        first, second = mean_over_seeds(one, seeds), mean_over_seeds(other, seeds)
-        if clients := [who for who in first if who in second]:
-            comparison = paired([first[who] for who in clients], [second[who] for who in clients])
-            rows.append((label, "clients", comparison, odd))
-        elif seeds:
-            skipped.setdefault(NO_CLIENT, []).append(label)
-        if any(_coverage(a) != _coverage(b) for a, b in common):
-            skipped.setdefault(OTHER_CLIENTS, []).append(label)
-        elif len(seeds) > 1 and _scored(one) and _scored(other):
-            last = [[_last(group, seed) for seed in seeds] for group in (one, other)]
-            rows.append((label, "seeds", paired(*last), odd))
-        elif len(seeds) > 1:
-            skipped.setdefault("Not scored for every seed, so not compared over seeds", []).append(label)
-        elif seeds:
-            skipped.setdefault("Only one common seed, so not compared over seeds", []).append(label)
-        else:
-            skipped.setdefault("No common seed, so not compared", []).append(label)
+        dealt = sorted({partition for partition, _ in seeds})
+        partitions |= {*dealt}
+        units = (
+            [[pair for pair in common if pair[0].seeds[0] == partition] for partition in dealt]
+            if len(dealt) > 1
+            else [[pair] for pair in common]
+        )
+        weighted, plain = (paired(*_means(units, statistic)) for statistic in ("weighted", "mean"))
+        runs = f"{len(common)} on {len(dealt)} partitions" if len(dealt) > 1 else str(len(common))
+        clients = None if len(dealt) > 1 else _signs(one, other, seeds)
+        remarks = _differences(one, other, common)
+        if weighted.difference * plain.difference < 0:
+            unweighted = "" if plain.p is None else f" (unweighted: p {probability(plain.p)})"
+            remarks.append(f"weighted and unweighted differ in sign{unweighted}")
+        if len(units) == 1 and clients is not None:
+            agreeing = clients[0] if weighted.difference > 0 else clients[2]
+            remarks.append(f"consistent over clients of this run: {agreeing} of {sum(clients)}")
+        elif len(units) > 1 and weighted.p is None:
+            remarks.append("all runs differ by the same")
+        cells = (runs, f"{100 * plain.difference:+.2f}", " / ".join(map(str, clients)) if clients else "-")
+        rows.append((label, cells, weighted, tuple(remarks)))
+    adjusted = holm([row[2].p for row in rows])
+    shown = tuple(_row(*row, p) for row, p in zip(rows, adjusted, strict=True))
     notes = unscored_lines(((group.label, group.first.predictor) for group in alone), ", so in no pair")
     notes += [
         f"{reason}: {'every pair' if 1 < len(labels) == len(pairs) else '; '.join(labels)}."
         for reason, labels in skipped.items()
     ]
-    adjusted: dict[int, float | None] = {}
-    for kind in ("clients", "seeds"):
-        chosen = [number for number, row in enumerate(rows) if row[1] == kind]
-        adjusted |= dict(zip(chosen, holm([rows[number][2].p for number in chosen]), strict=True))
-    columns = (
-        "first − second",
-        "over",
-        "n",
-        "difference",
-        f"{CONFIDENCE:.0%} interval",
-        "p",
-        "p (Holm)",
-        "better / equal / worse",
-        "remark",
-    )
-    cells = tuple(_paired_row(row, adjusted[number]) for number, row in enumerate(rows))
-    about = [note.format(accuracy=accuracy_name(groups[0].by if groups else "")) for note in PAIRED_NOTES]
-    return Sheet(title, columns, cells, (*about, *notes), text_columns=2)
+    tests = sum(p is not None for p in adjusted)
+    return Sheet(title, COLUMNS, shown, (*_about(groups, tests, len(partitions)), *notes))
 
 
 def probability(p: float | None) -> str:
@@ -89,42 +150,91 @@ def probability(p: float | None) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tuple[str, ...]:
-    label, over, comparison, unlike = row
-    interval = "-"
-    if comparison.low is not None and comparison.high is not None:
-        interval = f"{100 * comparison.low:+.2f} to {100 * comparison.high:+.2f}"
-    remarks = [unlike] if unlike else []
-    if comparison.p is None:
-        remarks.append("no pair differs")
-    elif comparison.too_few:
-        remarks.append(
-            f"too few pairs that differ: p cannot be below {comparison.smallest_p:.3g}, not informative"
+def _about(groups: Sequence[RunGroup], tests: int, partitions: int) -> list[str]:
+    """Return what the columns mean, and what the tests hold for."""
+    first = groups[0].first if groups else None
+    lines = [
+        f"Difference: first minus second, in percentage points of the {accuracy_name(first.by if first else '')} in "
+        f"{AT[first.at if first else 'last']}, weighted by samples; unweighted: of the mean over clients."
+    ]
+    if not tests:
+        lines.append("With one run a side there is no interval and no p; --seeds makes several.")
+    elif partitions > 1:
+        lines.append(
+            f"Interval ({CONFIDENCE:.0%}) and p: paired t-test over the partitions, each the mean of its runs."
         )
-    return (
-        label,
-        over,
-        str(comparison.n),
-        f"{100 * comparison.difference:+.2f}",
-        interval,
-        probability(comparison.p),
-        probability(adjusted),
-        f"{comparison.better} / {comparison.equal} / {comparison.worse}",
-        "; ".join(remarks),
+    else:
+        lines.append(
+            f"Interval ({CONFIDENCE:.0%}) and p: paired t-test over the runs, of the weighted difference. The runs "
+            "share one partition, so this holds for this partition."
+        )
+    if tests:
+        lines.append(f"p (Holm): adjusted for the {tests} test{'' if tests == 1 else 's'} of this table.")
+    lines.append(
+        "Clients: each one's mean over the common runs. They learn from each other, so their numbers are no test."
     )
+    return lines
+
+
+def _incomparable(
+    one: RunGroup, other: RunGroup, common: Sequence[tuple[FinishedRun, FinishedRun]]
+) -> str | None:
+    """Return why two rows are not compared; None if they can be."""
+    if not all(same_data(a, b) for a, b in common or [(one.first, other.first)]):
+        return "Different data on the clients, so not compared"
+    if not common:
+        return "No common seed, so not compared"
+    if any(run.score is None for pair in common for run in pair):
+        return "Not scored for every seed, so not compared"
+    if any(_coverage(a) != _coverage(b) for a, b in common):
+        return OTHER_CLIENTS
+    return None
+
+
+def _means(
+    units: Sequence[Sequence[tuple[FinishedRun, FinishedRun]]], statistic: Statistic
+) -> tuple[list[float], list[float]]:
+    """Return each unit's mean accuracy of the first and of the second."""
+    first, second = (
+        [fmean(pair[side].compared(statistic) for pair in unit) for unit in units] for side in (0, 1)
+    )
+    return first, second
+
+
+def _signs(one: RunGroup, other: RunGroup, seeds: Sequence[tuple[int, int]]) -> tuple[int, int, int] | None:
+    """Return on how many clients the first is better, equal and worse; None if no client is in all runs."""
+    first, second = mean_over_seeds(one, seeds), mean_over_seeds(other, seeds)
+    clients = [who for who in first if who in second]
+    if not clients:
+        return None
+    return signs([first[who] for who in clients], [second[who] for who in clients])
+
+
+def _row(
+    label: str, about: tuple[str, ...], found: Paired, remarks: tuple[str, ...], adjusted: float | None
+) -> tuple[str, ...]:
+    runs, plain, clients = about
+    interval = "-"
+    if found.low is not None and found.high is not None:
+        interval = f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
+    difference = f"{100 * found.difference:+.2f}"
+    p = (probability(found.p), probability(adjusted))
+    return (label, runs, difference, plain, interval, *p, clients, "; ".join(remarks))
 
 
 def _coverage(run: FinishedRun) -> list[set[str]]:
-    """Return the clients that a run's accuracies can cover, and those that the last one covers, by name."""
+    """Return the clients that a run's accuracies can cover, and those that the compared one covers, by name."""
     everyone = {client.client for client in run.about.clients}
     return [{run.client_name(client) for client in clients} for clients in (everyone, run.scored)]
 
 
-def _differences(one: RunGroup, other: RunGroup, seeds: Sequence[int]) -> list[str]:
+def _differences(
+    one: RunGroup, other: RunGroup, common: Sequence[tuple[FinishedRun, FinishedRun]]
+) -> list[str]:
     """Return remarks on what else differs in two groups: predictor, moment of scoring, rounds."""
     heads = [group.first.predictor for group in (one, other)]
     moments = [group.first.about.moment for group in (one, other)]
-    rounds = [[len(group.by_seed()[seed].rounds) for seed in seeds] for group in (one, other)]
+    rounds = [[len(pair[side].rounds) for pair in common] for side in (0, 1)]
     remarks = [" vs. ".join(heads)] if len({*heads}) > 1 else []
     methods = [str(group.first.config["method"]) for group in (one, other)]
     if heads[0] == heads[1] not in PREDICTORS and methods[0] != methods[1]:
@@ -133,13 +243,3 @@ def _differences(one: RunGroup, other: RunGroup, seeds: Sequence[int]) -> list[s
     if len({number for numbers in rounds for number in numbers}) > 1:
         remarks.append(f"{' vs. '.join(map(span, rounds))} rounds")
     return remarks
-
-
-def _scored(group: RunGroup) -> bool:
-    """Whether the group was scored for every seed."""
-    return len(group.scores) == len(group.runs)
-
-
-def _last(group: RunGroup, seed: int) -> float:
-    run = group.by_seed()[seed]
-    return run.scores[run.predictor].last[1].weighted

@@ -15,7 +15,7 @@ from typing import Any
 from pbfl_flwr.config import NEUTRAL
 from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.experiments.notes import titled
-from pbfl_flwr.experiments.pairs import paired_sheet
+from pbfl_flwr.experiments.pairs import EVERY_AGAINST_ONE, Asked, paired_sheet
 from pbfl_flwr.experiments.results import RunGroup
 from pbfl_flwr.experiments.run_tables import accuracy_sheet, class_sheets, client_sheet
 from pbfl_flwr.experiments.show import settings_line, warning_lines
@@ -40,8 +40,17 @@ TEMPLATES = "experiments/templates"
 NEEDED = "pbfl report needs matplotlib and jinja2: pip install 'pbfl-flwr[report]'"
 
 
-def write(groups: Sequence[RunGroup], out: Path, *, png: bool = False, svg: bool = False) -> list[Path]:
+def write(
+    groups: Sequence[RunGroup],
+    out: Path,
+    asked: Asked = EVERY_AGAINST_ONE,
+    *,
+    png: bool = False,
+    svg: bool = False,
+) -> list[Path]:
     """Write the page, and optionally each picture as a file in ``<stem>-pictures`` beside the page.
+
+    ``asked`` are the pairs in it.
 
     Returns:
         The files written, the page first.
@@ -58,7 +67,7 @@ def write(groups: Sequence[RunGroup], out: Path, *, png: bool = False, svg: bool
         raise PbflError(f"{NEEDED} ({error})") from None
     sections = pictures.draw(groups)
     written = [out]
-    write_atomically(out, page(groups, sections).encode())
+    write_atomically(out, page(groups, sections, asked).encode())
     folder = out.with_name(f"{out.stem}-pictures")
     for picture in [picture for section in sections for picture in section.pictures]:
         if png:
@@ -70,7 +79,7 @@ def write(groups: Sequence[RunGroup], out: Path, *, png: bool = False, svg: bool
     return written
 
 
-def page(groups: Sequence[RunGroup], sections: Sequence[Any]) -> str:
+def page(groups: Sequence[RunGroup], sections: Sequence[Any], asked: Asked = EVERY_AGAINST_ONE) -> str:
     """Return the page of runs and of what :func:`pbfl_flwr.experiments.pictures.draw` returned for them."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
@@ -85,7 +94,7 @@ def page(groups: Sequence[RunGroup], sections: Sequence[Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    pairs = [paired_sheet(groups)] if len(groups) > 1 else []
+    pairs = [paired_sheet(groups, asked=asked)] if len(groups) > 1 else []
     sheets = [
         fairness_sheet(groups),
         *pairs,

@@ -31,8 +31,12 @@ from pbfl_flwr.runs.records import (
 )
 
 Statistic = Literal["weighted", "mean"]
+Round = Literal["last", "best", "window"]
+"""Which accuracy of a run is compared: of the last round, of the best one, or the mean of the last WINDOW scored."""
+WINDOW = 10
 STATISTICS = ("mean", "std", "worst", "balanced", "macro_f1", "auc_macro", "auc_micro")
 LONGEST_LABEL = 40
+SEEDED = {*NEUTRAL, "partition-seed"}  # runs that differ in these keys alone are repetitions
 NODES = "nodes.json"  # the SuperNodes' configuration in the run directory, from pbfl deploy local
 
 
@@ -185,6 +189,7 @@ class FinishedRun:
         allowed: code named by the run that may be imported, as my_package.module:function.
         by: the requested predictor; empty means the primary predictor.
         statistic: the accuracy that is tabulated: sample-weighted, or the unweighted mean over clients.
+        at: the round whose accuracy is compared.
     """
 
     path: Path
@@ -195,10 +200,16 @@ class FinishedRun:
     allowed: frozenset[str] = frozenset()
     by: str = ""
     statistic: Statistic = "weighted"
+    at: Round = "last"
 
     @classmethod
     def load(
-        cls, path: Path, allowed: Iterable[str] = (), by: str = "", statistic: Statistic = "weighted"
+        cls,
+        path: Path,
+        allowed: Iterable[str] = (),
+        by: str = "",
+        statistic: Statistic = "weighted",
+        at: Round = "last",
     ) -> FinishedRun:
         """Read a run directory; the arguments are those of the class.
 
@@ -212,7 +223,7 @@ class FinishedRun:
         # clients.jsonl is written before rounds.jsonl, so it may have one round more.
         clients = [record for record in directory.client_records() if record.round <= rounds[-1].round]
         partition = directory.partition()
-        return cls(path, about, rounds, clients, partition, frozenset(allowed), by, statistic)
+        return cls(path, about, rounds, clients, partition, frozenset(allowed), by, statistic, at)
 
     @property
     def config(self) -> Mapping[str, Scalar]:
@@ -245,6 +256,11 @@ class FinishedRun:
         """The run's seed."""
         return int(self.config["seed"])
 
+    @property
+    def seeds(self) -> tuple[int, int]:
+        """The seed of the partition, and the run's own."""
+        return int(self.config["partition-seed"]), self.seed
+
     @cached_property
     def scores(self) -> dict[str, RunScores]:
         """Predictor -> scores."""
@@ -257,6 +273,25 @@ class FinishedRun:
         It is missing if clients report nothing, have no test samples, or there were no prototypes at the last scoring.
         """
         return self.scores.get(self.predictor)
+
+    @cached_property
+    def points(self) -> list[tuple[int, Accuracy]]:
+        """(round, accuracy) by the shown predictor, of the round that is compared or of all in the window."""
+        if self.score is None:
+            return []
+        if self.at == "window":
+            return self._window
+        return [self.score.best if self.at == "best" else self.score.last]
+
+    @property
+    def _window(self) -> list[tuple[int, Accuracy]]:
+        name = self.predictor
+        scored = [(number, accuracy[name]) for number, accuracy in series(self.rounds) if name in accuracy]
+        return scored[-WINDOW:]
+
+    def compared(self, statistic: Statistic = "weighted") -> float:
+        """Return the accuracy (0 to 1) of :attr:`points`, of which there must be some."""
+        return fmean(getattr(accuracy, statistic) for _, accuracy in self.points)
 
     @cached_property
     def costs(self) -> Costs:
@@ -317,6 +352,7 @@ class FinishedRun:
                 if point is not None:
                     row[f"{name}_round"], shares[name] = point[0], getattr(point[1], self.statistic)
             shares |= {name: getattr(score.last[1], name) for name in STATISTICS}
+            shares["window"] = fmean(getattr(accuracy, self.statistic) for _, accuracy in self._window)
             shares["best_std"] = score.best[1].std
         row |= {name: None if share is None else 100 * share for name, share in shares.items()}
         return {name: figure for name, figure in row.items() if figure is not None}
@@ -356,9 +392,22 @@ class FinishedRun:
                 curves.setdefault(client, []).append((number, share))
         return curves
 
+    def compared_accuracies(self) -> dict[int, float]:
+        """Return client -> its accuracy (0 to 1) in the round that is compared, or its mean over the window."""
+        if self.at == "last":
+            return self.accuracies()
+        numbers = {number for number, _ in self.points}
+        curves = {
+            client: [share for number, share in curve if number in numbers]
+            for client, curve in self.client_curves().items()
+        }
+        return {client: fmean(shares) for client, shares in curves.items() if shares}
+
     @property
     def scored(self) -> frozenset[int]:
-        """The clients that the last accuracy covers, from the last round in which the predictor was scored."""
+        """The clients that the compared accuracy covers: of the last, from where the predictor was last scored."""
+        if self.at != "last":
+            return frozenset(self.compared_accuracies())
         accuracies = (self._accuracies(columns, self.predictor) for columns in self.latest_clients())
         return frozenset(next((each for each in accuracies if each), {}))
 
@@ -410,13 +459,15 @@ class RunGroup:
             name: f"{span(numbers)} of {total}" for name, numbers in covered.items() if min(numbers) < total
         }
 
-    def by_seed(self) -> dict[int, FinishedRun]:
-        """Return seed -> run."""
-        return {run.seed: run for run in self.runs}
+    def by_seed(self) -> dict[tuple[int, int], FinishedRun]:
+        """Return (partition seed, seed) -> run."""
+        return {run.seeds: run for run in self.runs}
 
 
-def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> list[RunGroup]:
-    """Read runs and group those that differ only in the seed; the other arguments are those of :class:`FinishedRun`.
+def load(
+    paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "", at: Round = "last"
+) -> list[RunGroup]:
+    """Read runs and group those that differ only in their seeds; the other arguments are those of :class:`FinishedRun`.
 
     Raises:
         PbflError: if a path holds no run with a finished round, or is given twice.
@@ -425,13 +476,13 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
     if twice := [place for number, place in enumerate(places) if place in places[:number]]:
         raise PbflError(f"'{twice[0]}' is given twice; name it once")
     keyed: dict[tuple[object, int], list[FinishedRun]] = {}
-    for record in with_the_same_keys([FinishedRun.load(place, allowed, by) for place in places]):
-        key = frozenset(item for item in record.config.items() if item[0] not in NEUTRAL)
-        repetition = 0  # a second run with the same seed goes into another group
-        while any(record.seed == other.seed for other in keyed.get((key, repetition), [])):
+    for record in with_the_same_keys([FinishedRun.load(place, allowed, by, at=at) for place in places]):
+        key = frozenset(item for item in record.config.items() if item[0] not in SEEDED)
+        repetition = 0  # a second run with the same seeds goes into another group
+        while any(record.seeds == other.seeds for other in keyed.get((key, repetition), [])):
             repetition += 1
         keyed.setdefault((key, repetition), []).append(record)
-    ordered = [tuple(sorted(records, key=lambda record: record.seed)) for records in keyed.values()]
+    ordered = [tuple(sorted(records, key=lambda record: record.seeds)) for records in keyed.values()]
     return [RunGroup(label, records) for label, records in zip(_labels(ordered), ordered, strict=True)]
 
 
@@ -463,10 +514,10 @@ def same_data(one: FinishedRun, other: FinishedRun) -> bool:
     return np.array_equal(one.counts, other.counts)
 
 
-def mean_over_seeds(group: RunGroup, seeds: Iterable[int]) -> dict[str, float]:
-    """Return client name -> mean last accuracy over these runs, for the clients that all of them scored."""
+def mean_over_seeds(group: RunGroup, seeds: Iterable[tuple[int, int]]) -> dict[str, float]:
+    """Return client name -> mean compared accuracy over these runs, for the clients that all of them scored."""
     each = [
-        {run.client_name(client): share for client, share in sorted(run.accuracies().items())}
+        {run.client_name(client): share for client, share in sorted(run.compared_accuracies().items())}
         for run in map(group.by_seed().__getitem__, seeds)
     ]
     first = each[0] if each else {}
@@ -491,7 +542,7 @@ def _labels(groups: Sequence[tuple[FinishedRun, ...]]) -> list[str]:
         keys = sorted(
             key
             for key in config
-            if key not in NEUTRAL and any(other.get(key) != config[key] for other in alike)
+            if key not in SEEDED and any(other.get(key) != config[key] for other in alike)
         )
         different = ", ".join(f"{key}={config[key]}" for key in keys)
         labels.append(f"{config['method']} ({different})" if different else str(config["method"]))

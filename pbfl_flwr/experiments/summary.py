@@ -17,7 +17,7 @@ from pbfl_flwr.experiments.notes import (
     majority_lines,
     unscored_lines,
 )
-from pbfl_flwr.experiments.results import RunGroup, column_of, same_data, span
+from pbfl_flwr.experiments.results import WINDOW, RunGroup, column_of, same_data, span
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
 from pbfl_flwr.util.csv_text import csv_text
 
@@ -126,6 +126,7 @@ ROUNDS = Text("rounds", "rounds", lambda group: span(len(run.rounds) for run in 
 CLIENTS = Text("clients", "clients", _scored_clients)
 LAST = Figures("last", "last")
 BEST = Figures("best (on test data)", "best", note=BEST_NOTE)
+MEAN_OF_WINDOW = Figures(f"mean of the last {WINDOW} scored", "window")
 CHOSEN = Figures("validation-chosen", "validation_chosen", optional=True)
 VALIDATION = Figures("on validation data", "validation", optional=True, note=VALIDATION_NOTE)
 VALIDATION_LAST = Figures("on validation data, last", "validation_last", optional=True)
@@ -151,6 +152,7 @@ MEMORY = Figures("peak memory of a worker, MB", "peak_mb", "{:.0f}".format)
 ACCURACIES = (
     LAST,
     BEST,
+    MEAN_OF_WINDOW,
     CHOSEN,
     VALIDATION,
     VALIDATION_LAST,
@@ -163,10 +165,11 @@ ACCURACIES = (
     *BY_PREDICTOR,
 )
 COSTS = (UP, DOWN, TOTAL, PAPER, SECONDS)
-FAIRNESS = (LAST, BEST, CHOSEN, MEAN, STD, WORST, BEST_DECILE, LOWEST)
+FAIRNESS = (LAST, BEST, MEAN_OF_WINDOW, CHOSEN, MEAN, STD, WORST, BEST_DECILE, LOWEST)
 IN_CSV: tuple[Column, ...] = (
     SCORED, CLIENTS, SEEDS, ROUNDS, LAST, BEST, STD, BEST_STD, WORST, MEAN, BEST_DECILE, LOWEST, *COSTS, MEMORY,
-    *BY_PREDICTOR, CHOSEN, VALIDATION, VALIDATION_LAST, MAJORITY, AUC_MACRO, AUC_MICRO, BALANCED, MACRO_F1,
+    *BY_PREDICTOR, CHOSEN, VALIDATION, VALIDATION_LAST, MEAN_OF_WINDOW, MAJORITY, AUC_MACRO, AUC_MICRO, BALANCED,
+    MACRO_F1,
 )  # fmt: skip
 
 
@@ -211,6 +214,8 @@ def summary_sheet(
         for column in columns
         if isinstance(column, Text) or not column.optional or any(map(column.values, groups))
     ]
+    if not any(group.first.at == "window" for group in groups):
+        shown = [column for column in shown if column is not MEAN_OF_WINDOW]
     every = [*lead, *shown]
     rows = tuple(tuple(column.cell(group) for column in every) for group in groups)
     below = [
@@ -226,7 +231,16 @@ def run_notes(groups: Sequence[RunGroup]) -> list[str]:
     counts = {group.label: (len(group.scores), len(group.runs)) for group in groups}
     partly = [f"{label}, {n} of {of} seeds" for label, (n, of) in counts.items() if 0 < n < of]
     mixed = [group.label for group in groups if len({len(run.rounds) for run in group.runs}) > 1]
-    changed = [group.label for group in groups if not all(same_data(group.first, run) for run in group.runs)]
+    changed = [
+        group.label
+        for group in groups
+        if not all(
+            same_data(one, other)
+            for one in group.runs
+            for other in group.runs
+            if one.seeds[0] == other.seeds[0]
+        )
+    ]
     edited = [group.label for group in groups if any(run.edits for run in group.runs)]
     partitions = [run.partition for group in groups for run in group.runs]
     return [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_rel
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.data import LoadedData
@@ -286,7 +287,7 @@ def test_a_run_older_than_a_key_is_one_at_its_default(file: Path, tmp_path: Path
     assert done.exit_code == 0, done.output
     assert "0 of 4 runs are to be run" in done.stdout
     assert "ifferent data" not in done.stdout
-    assert "| A − B | seeds | 2 |" in (tmp_path / "out" / "paired.md").read_text()
+    assert "| B − A | 2 | +0.00 |" in (tmp_path / "out" / "paired.md").read_text()
 
 
 def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None:
@@ -302,7 +303,7 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
             edit(run.directory / "run.json", primary_predictor="head")
     words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
     assert pbfl(*words).exit_code == 0
-    assert "| A − B | clients | 2 | +50.00 |" in (out / "paired.md").read_text()
+    assert "| A − C | 1 | +50.00 |" in (out / "paired.md").read_text()
     assert "global vs. head" in (out / "paired.md").read_text()
     assert "| C | head | 1 | 2 | 25.00 |" in (out / "table.md").read_text()
     assert pbfl(*words, "--by", "global").exit_code == 0
@@ -316,13 +317,53 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
         assert row in text
     assert "\nNever scored by global: C.\n" in text
     assert pairs.startswith("**Two methods: pairs, by global**")
-    assert "| A − B | clients | 2 | +25.00 |" in pairs
-    assert " − C |" not in pairs
+    assert "| B − A | 1 | -25.00 |" in pairs
+    assert "C |" not in pairs.replace("| C", "C")
     assert "vs." not in pairs
-    assert "the last round's accuracy by global;" in pairs
+    assert "of the accuracy by global in the last round," in pairs
     assert "\nNever scored by global, so in no pair: C.\n" in pairs
     assert [line.split(",")[1] for line in (out / "table.csv").read_text().splitlines()[1:]] == ["global"] * 3
     assert pbfl(*words, "--by", "nobody").exit_code == 2
+
+
+def test_which_pairs_and_which_round_are_said_on_the_command_line(file: Path, tmp_path: Path) -> None:
+    """The same words for compare and report, and the same figures in both."""
+    file.write_text(FILE + '[runs.C]\nmethod = "local"\n')
+    out, page = tmp_path / "out", tmp_path / "page.html"
+    for run in rows(file, out, seeds=[0, 1, 2]):
+        last = {"A": 0.75, "B": 0.5, "C": 0.25}[run.label] + run.seed * (0.0625 if run.label == "A" else 0)
+        write_run(run.directory, [entry(1, 0, 1.0), entry(2, 0, last)], **run.requested.values)
+        write_lines(run.directory / "clients.jsonl", *(columns(n, [{"global": 2}] * 2) for n in (1, 2)))
+    words = ["compare", file, "--out", out, "--seeds", "0-2", "--engine", "processes"]
+    p = f"{ttest_rel([0.75, 0.8125, 0.875], [0.5, 0.5, 0.5]).pvalue:.3f}"
+    for more, row in (
+        ([], "C | 3 | +25.00 |"),
+        (["--against", "A"], "C − A | 3 | -56.25 |"),
+        (["--pair", "A/B"], "A − B | 3 | +31.25 | +31.25 |"),
+        (["--pair", "A/B", "--round", "best"], "A − B | 3 | +0.00 |"),
+        (["--pair", "A/B", "--round", "window"], "A − B | 3 | +15.62 |"),
+    ):
+        assert pbfl(*words, *more).exit_code == 0
+        text = (out / "paired.md").read_text()
+        assert row in text
+        assert ("mean of the last 10 scored" in (out / "table.md").read_text()) == ("window" in more)
+        assert pbfl("report", out, "--out", page, *more).exit_code == 0
+        cells = re.findall(r">([+-]\d+\.\d\d)</td>", page.read_text())
+        assert re.search(r"\| ([+-]\d+\.\d\d) \|", text)[1] in cells  # type: ignore[index]
+    assert pbfl(*words, "--pair", "A/B").exit_code == 0
+    assert f" | {p} | {p} | " in (out / "paired.md").read_text()
+    for command in (words, ["report", out]):
+        assert "--against D: must be one of A, B, C" in pbfl(*command, "--against", "D").stderr
+        assert "--pair A: must be FIRST/SECOND" in pbfl(*command, "--pair", "A").stderr
+    assert "--against C: must be one of A, B" in pbfl(*words, "--only", "A,B", "--against", "C").stderr
+
+
+def test_each_seed_may_deal_the_data_anew(file: Path, tmp_path: Path) -> None:
+    words = ["compare", file, "--out", tmp_path / "out", "--dry-run", "--deal-anew"]
+    assert "--deal-anew: needs --seeds" in pbfl(*words).stderr
+    assert pbfl(*words, "--seeds", "4,5").exit_code == 0
+    planned = planned_runs.plan(compare.read(str(file))[1], [], [4, 5], tmp_path, deal_anew=True)
+    assert [run.requested.values["partition-seed"] for run in planned] == [4, 5, 4, 5]
 
 
 def test_data_that_look_wrong_are_warned_of_once_before_the_runs(file: Path, tmp_path: Path) -> None:
@@ -430,7 +471,7 @@ def test_a_dry_run_says_of_every_run_whether_it_is_finished_or_refused(
 
 
 def test_a_dry_run_of_a_run_that_patience_ended_lacks_nothing(file: Path, tmp_path: Path) -> None:
-    more = ["num-server-rounds=9", "patience=1"]
+    more = ["num-server-rounds=9", "patience=1", "patience-on=test"]
     (run,) = rows(file, tmp_path, more, only=["A"])
     write_run(run.directory, LINES[:2], **run.requested.values)
     RunDirectory(run.directory).update(ended_after=2)

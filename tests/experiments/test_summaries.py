@@ -2,18 +2,21 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.stats import ttest_rel
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import results, summary
 from pbfl_flwr.experiments.notes import majority_lines
-from pbfl_flwr.experiments.pairs import paired_sheet, probability
+from pbfl_flwr.experiments.pairs import AT, Asked, paired_sheet, probability
 from pbfl_flwr.experiments.report import cost_sheet, fairness_sheet
 from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.experiments.run_tables import client_sheet
+from pbfl_flwr.experiments.statistics import holm
 from tests.small_runs import columns, edit, entry, rounds_of, rows_of, write_lines, write_run
 
 ROUNDS = {"num-server-rounds": 2}
@@ -67,6 +70,7 @@ def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> Non
         "validation": 50,
         "validation_last": 25,
     }
+    figures |= {"window": 64.0625}  # all four are among the last ten
     figures |= {"last_round": 4, "best_round": 2, "validation_chosen_round": 3}
     figures |= {"validation_round": 3, "validation_last_round": 4}
     figures |= {"mean": 56.25, "std": 12.5, "best_std": 25, "worst": 50, "best_decile": 97.5, "lowest": 5}
@@ -129,68 +133,193 @@ def test_majorities_of_several_partitions_are_told_once_each_in_ascending_order(
     assert majority_lines([None, None]) == []
 
 
-def test_pairs_on_the_same_clients(tmp_path: Path) -> None:
+def test_a_pair_of_one_run_each_says_on_how_many_clients_and_has_no_p(tmp_path: Path) -> None:
     places = [
         run(tmp_path / "a", 0.5, [1, 3, 4]),
         run(tmp_path / "b", 0.25, [0, 3, 2], method="tinyproto"),
     ]
-    (found,) = rows_of(paired_sheet(results.load(places)))
-    assert found["first − second"] == "fedproto − tinyproto"
-    assert (found["n"], found["difference"]) == ("3", "+25.00")  # (1/4 + 0 + 2/4)/3
-    assert found["better / equal / worse"] == "2 / 1 / 0"
-    assert "not informative" in found["remark"]
+    sheet = paired_sheet(results.load(places))
+    (found,) = rows_of(sheet)
+    assert (
+        found["first − second"] == "tinyproto − fedproto"
+    )  # without training alone the first row is compared with
+    assert (found["runs"], found["difference"]) == ("1", "-25.00")
+    assert (found["95% interval"], found["p"], found["p (Holm)"]) == ("-", "-", "-")
+    assert found["clients better / equal / worse"] == "0 / 1 / 2"
+    assert found["remark"] == "consistent over clients of this run: 2 of 3"
+    assert "With one run a side there is no interval and no p; --seeds makes several." in sheet.notes
 
 
-def test_p_values_are_adjusted_for_the_rows_of_their_kind(tmp_path: Path) -> None:
-    """Two families, over clients and over seeds, of three rows each."""
-    correct = {"fedproto": [9] * 8, "tinyproto": [*range(8)], "protonorm": [0, 1, 2, 3, 4, 5, 7, 6]}
-    runs = [
-        run(tmp_path / f"{method}{seed}", weighted, each, method=method, seed=seed)
-        for (method, each), weighted in zip(correct.items(), (0.75, 0.5, 0.25), strict=True)
-        for seed in (0, 1)
+def test_runs_are_the_units_and_weighted_and_unweighted_stand_side_by_side(tmp_path: Path) -> None:
+    places = []
+    for method, shares, mean in (
+        ("fedproto", (0.5, 0.75, 0.625), 0.5),
+        ("local", (0.25, 0.625, 0.125), 0.5625),
+    ):
+        for seed, weighted in enumerate(shares):
+            path = write_run(tmp_path / f"{method}{seed}", [entry(1, 0, weighted)], method=method, seed=seed)
+            edit(path / "rounds.jsonl", accuracy=with_mean(path, mean - seed / 16))
+            write_lines(path / "clients.jsonl", client_line(1, [4, 1] if method == "fedproto" else [1, 1]))
+            places.append(path)
+    sheet = paired_sheet(results.load(places))
+    (row,) = rows_of(sheet)
+    differences = [0.25, 0.125, 0.5]  # mean 7/24, sample deviation 0.19094
+    error, mean = 0.19094065395649334 / 3**0.5, 7 / 24
+    low, high = (100 * (mean + way * 4.302652729911275 * error) for way in (-1, 1))
+    assert sum(differences) / 3 == pytest.approx(mean)
+    assert row["first − second"] == "fedproto − local"
+    assert (row["runs"], row["difference"], row["unweighted"]) == ("3", "+29.17", "-6.25")
+    assert row["95% interval"] == f"{low:+.2f} to {high:+.2f}"
+    t = mean / error
+    assert row["p"] == row["p (Holm)"] == f"{1 - t / (t**2 + 2) ** 0.5:.3f}"
+    assert row["clients better / equal / worse"] == "1 / 1 / 0"
+    assert row["remark"] == "weighted and unweighted differ in sign"
+    assert any("share one partition, so this holds for this partition" in note for note in sheet.notes)
+
+
+def with_mean(path: Path, mean: float) -> dict[str, Any]:
+    """The accuracies in the only line of a run's rounds.jsonl, with this unweighted one."""
+    accuracy: dict[str, Any] = json.loads((path / "rounds.jsonl").read_text())["accuracy"]
+    return {**accuracy, "global": {**accuracy["global"], "mean": mean}}
+
+
+FOUR = {  # label -> accuracies with three seeds
+    "local": (0.5, 0.625, 0.75),
+    "fedproto": (0.625, 0.75, 0.9375),
+    "tinyproto": (0.5, 0.6875, 0.75),
+    "protonorm": (0.75, 0.75, 0.75),
+}
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> list[results.RunGroup]:
+    return results.load(
+        [
+            run(tmp_path / f"{method}{seed}", weighted, [1, 3], method=method, seed=seed)
+            for method, shares in FOUR.items()
+            for seed, weighted in enumerate(shares)
+        ]
+    )
+
+
+def p_of(first: str, second: str) -> float:
+    return float(ttest_rel(FOUR[first], FOUR[second]).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("asked", "labels"),
+    [
+        (Asked(), ["fedproto − local", "tinyproto − local", "protonorm − local"]),
+        (Asked("fedproto"), ["local − fedproto", "tinyproto − fedproto", "protonorm − fedproto"]),
+        (Asked(pairs=("tinyproto/protonorm",)), ["tinyproto − protonorm"]),
+        (Asked(pairs=("fedproto/local", "protonorm/fedproto")), ["fedproto − local", "protonorm − fedproto"]),
+        (Asked(only=("fedproto", "protonorm")), ["protonorm − fedproto"]),
+        (Asked("local", only=("local", "tinyproto")), ["tinyproto − local"]),
+    ],
+)
+def test_holms_family_is_what_is_asked(four: list[results.RunGroup], asked: Asked, labels: list[str]) -> None:
+    rows = rows_of(sheet := paired_sheet(four, asked=asked))
+    assert [row["first − second"] for row in rows] == labels
+    plain = [p_of(*label.split(" − ")) for label in labels]
+    assert [row["p"] for row in rows] == [probability(p) for p in plain]
+    assert [row["p (Holm)"] for row in rows] == [probability(p) for p in holm(plain)]
+    many = f"{len(labels)} test{'s' if len(labels) > 1 else ''}"
+    assert any(note == f"p (Holm): adjusted for the {many} of this table." for note in sheet.notes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (Asked("nobody"), "--against nobody: must be one of a, b/c"),
+        (Asked("a", ("a/b/c",)), "--against and --pair: each says which pairs are compared"),
+        (Asked(pairs=("a/a",)), "--pair a/a: must be FIRST/SECOND, two different ones of a, b/c"),
+        (Asked(pairs=("a",)), "--pair a: must be FIRST/SECOND"),
+    ],
+)
+def test_pairs_that_are_not_there_are_refused(asked: Asked, said: str) -> None:
+    with pytest.raises(PbflError, match=re.escape(said)):
+        asked.check(["a", "b/c"])
+    Asked(pairs=("a/b/c", "b/c/a")).check(["a", "b/c"])
+
+
+def test_several_partitions_are_the_units(tmp_path: Path) -> None:
+    """Two runs on each of three partitions: their means are tested, and clients are others on each."""
+    places = [
+        run(
+            tmp_path / f"{method}{dealt}{seed}",
+            share,
+            [1, 3],
+            method=method,
+            seed=seed,
+            **{"partition-seed": dealt},
+        )
+        for method, shares in (("fedproto", (0.5, 0.75, 0.875)), ("local", (0.25, 0.625, 0.25)))
+        for dealt, mean in enumerate(shares)
+        for seed, share in enumerate((mean - 0.125, mean + 0.125))
     ]
-    for path in runs:
-        edit(path / "clients.jsonl", num_test=[10] * 8)
-    rows = rows_of(paired_sheet(results.load(runs)))
-    # All eight differ and agree, 2/2⁸; the last two methods differ on two clients, one for each; two seeds, 2/2².
-    assert [(row["over"], row["p"], row["p (Holm)"]) for row in rows] == [
-        ("clients", "0.008", "0.023"), ("seeds", "0.500", "1.000"),
-        ("clients", "0.008", "0.023"), ("seeds", "0.500", "1.000"),
-        ("clients", "1.000", "1.000"), ("seeds", "0.500", "1.000"),
-    ]  # fmt: skip
-    assert [row["95% interval"] for row in rows][1] == "+25.00 to +25.00"
+    groups = results.load(places)
+    assert [(group.label, len(group.runs)) for group in groups] == [("fedproto", 6), ("local", 6)]
+    (row,) = rows_of(sheet := paired_sheet(groups))
+    assert (row["runs"], row["difference"]) == ("6 on 3 partitions", "+33.33")
+    assert row["p"] == probability(float(ttest_rel((0.5, 0.75, 0.875), (0.25, 0.625, 0.25)).pvalue))
+    assert row["clients better / equal / worse"] == "-"
+    assert any("paired t-test over the partitions" in note for note in sheet.notes)
+    assert not any("different data" in note for note in fairness_sheet(groups).notes)
+
+
+def test_the_round_that_is_compared(tmp_path: Path) -> None:
+    """The last one, the best one, or the mean of the last ten: in figures, pairs, and over clients."""
+    shares = {"fedproto": [0.5, *[0.25] * 10, 0.375], "local": [0.25] * 12}
+    places = []
+    for method, each in shares.items():
+        places.append(
+            write_run(
+                tmp_path / method, [entry(n, 0, share) for n, share in enumerate(each, 1)], method=method
+            )
+        )
+        right = {0.5: [4, 0], 0.25: [1, 1], 0.375: [1, 2]}
+        write_lines(
+            places[-1] / "clients.jsonl", *(client_line(n, right[share]) for n, share in enumerate(each, 1))
+        )
+    cases: tuple[tuple[results.Round, str, str], ...] = (
+        ("last", "+12.50", "1 / 1 / 0"),
+        ("best", "+25.00", "1 / 0 / 1"),
+        ("window", "+1.25", "1 / 1 / 0"),
+    )
+    for at, difference, clients in cases:
+        groups = results.load(places, at=at)
+        assert groups[0].first.figures["window"] == pytest.approx(26.25)
+        (row,) = rows_of(sheet := paired_sheet(groups))
+        assert (row["difference"], row["clients better / equal / worse"]) == (difference, clients)
+        assert ("mean of the last 10 scored" in fairness_sheet(groups).columns) == (at == "window")
+        assert any(AT[at] in note for note in sheet.notes)
+
+
+def test_probabilities() -> None:
     assert [probability(p) for p in (None, 0.00099, 0.001)] == ["-", "< 0.001", "0.001"]
 
 
 ALL = ("a0", "a1", "b0", "b1")  # FedProto and TinyProto, two seeds each
-CLIENTS, SEEDS = ("clients", "2"), ("seeds", "2")
-OTHER_SAMPLES = "Different data on the clients, so not compared: fedproto − tinyproto."
+OTHER_SAMPLES = "Different data on the clients, so not compared: tinyproto − fedproto."
 OF_ONE_ROW = "Runs of one row on different data: tinyproto."
 
 
 @pytest.mark.parametrize(
-    ("names", "partitions", "scored", "rows", "said"),
+    ("names", "partitions", "scored", "runs", "said"),
     [
-        (ALL, "xxxx", {}, [CLIENTS, SEEDS], None),
+        (ALL, "xxxx", {}, ["2"], None),
         (ALL, "xxyy", {}, [], OTHER_SAMPLES),
         (ALL, "xxxy", {}, [], OTHER_SAMPLES),
-        (ALL, "xx??", {}, [CLIENTS, SEEDS], None),  # of a time without hashes
-        (ALL[:3], "xxx", {}, [CLIENTS], "Only one common seed, so not compared over seeds: fedproto − tinyproto."),
-        (("a0", "b1"), "xx", {}, [], "No common seed, so not compared: fedproto − tinyproto."),
+        (ALL, "xx??", {}, ["2"], None),  # of a time without hashes
+        (ALL[:3], "xxx", {}, ["1"], None),
+        (("a0", "b1"), "xx", {}, [], "No common seed, so not compared: tinyproto − fedproto."),
         (
             ALL,
             "xxxx",
             {"b0": [1], "b1": [1]},
-            [("clients", "1")],
-            "Accuracies cover different clients (fraction-train, fraction-evaluate, failures), "
-            "so not compared over seeds: fedproto − tinyproto.",
-        ),
-        (
-            ALL,
-            "xxxx",
-            {"a0": [0], "a1": [1]},
             [],
-            "No client scored by both in every common seed, so not compared over clients: fedproto − tinyproto.",
+            "Accuracies cover different clients (fraction-train, fraction-evaluate, failures), "
+            "so not compared: tinyproto − fedproto.",
         ),
     ],
 )  # fmt: skip
@@ -199,7 +328,7 @@ def test_what_is_compared_with_what(
     names: tuple[str, ...],
     partitions: str,
     scored: dict[str, list[int]],
-    rows: list[tuple[str, str]],
+    runs: list[str],
     said: str | None,
 ) -> None:
     """Pairs need the same samples on the same clients; ``scored`` are the clients of a run if not both."""
@@ -211,7 +340,7 @@ def test_what_is_compared_with_what(
         edit(path / "partition.json", data=None if data == "?" else data)
     groups = results.load([tmp_path / name for name in names])
     sheet = paired_sheet(groups)
-    assert [row[1:3] for row in sheet.rows] == rows
+    assert [row[1] for row in sheet.rows] == runs
     assert [note for note in sheet.notes if "so not compared" in note][:1] == ([said] if said else [])
     assert (OF_ONE_ROW in fairness_sheet(groups).notes) == (partitions == "xxxy")
 
@@ -223,11 +352,9 @@ def test_rows_name_unlike_predictors_and_notes_stay_short(tmp_path: Path) -> Non
     for name in ("run.json", "rounds.jsonl", "clients.jsonl"):
         file = places[2] / name
         file.write_text(file.read_text().replace('"global"', '"head"'))
-    sheet = paired_sheet(results.load(places))
-    remarks = {row[0]: row[-1] for row in sheet.rows}
-    assert remarks["fedproto − tinyproto"] == "no pair differs"
-    assert remarks["fedproto − protonorm"].startswith("global vs. head")
-    assert "Only one common seed, so not compared over seeds: every pair." in sheet.notes
+    remarks = {row[0]: row[-1] for row in paired_sheet(results.load(places)).rows}
+    same = "consistent over clients of this run: 0 of 2"
+    assert remarks == {"tinyproto − fedproto": same, "protonorm − fedproto": f"head vs. global; {same}"}
 
 
 def test_pairs_at_other_moments_and_of_other_lengths_are_remarked(tmp_path: Path) -> None:
@@ -237,12 +364,15 @@ def test_pairs_at_other_moments_and_of_other_lengths_are_remarked(tmp_path: Path
     edit(places[1] / "run.json", moment="before")
     write_lines(places[2] / "rounds.jsonl", entry(2, 0.25, 0.5))
     groups = results.load(places)
-    remarks = {row[0]: row[-1] for row in paired_sheet(groups).rows}
+    every = Asked(pairs=("fedproto/tinyproto", "fedproto/protonorm", "tinyproto/protonorm"))
+    remarks = {row[0]: row[-1].rpartition("; ")[0] for row in paired_sheet(groups, asked=every).rows}
     moments, lengths = "scored after vs. before local training", "1 vs. 2 rounds"
-    assert remarks["fedproto − tinyproto"] == f"{moments}; no pair differs"
-    assert remarks["fedproto − protonorm"] == f"{lengths}; no pair differs"
     said = "scored before vs. after local training"
-    assert remarks["tinyproto − protonorm"] == f"{said}; {lengths}; no pair differs"
+    assert remarks == {
+        "fedproto − tinyproto": moments,
+        "fedproto − protonorm": lengths,
+        "tinyproto − protonorm": f"{said}; {lengths}",
+    }
     for sheet in (fairness_sheet(groups), summary.comparison_sheet("", groups)):
         assert [row["scored"] for row in rows_of(sheet)] == ["after", "before", "after"]
         assert any(note.startswith("Scored: before or after") for note in sheet.notes)
@@ -269,9 +399,9 @@ def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
             run(tmp_path / "b1", 0.25, [0, 4], method="tinyproto", seed=1),
         ]
     )
-    over_clients, over_seeds = paired_sheet(groups).rows
-    assert over_clients[1:4] == ("clients", "2", "+25.00")  # ((4 - 0)/8 + (6 - 6)/8)/2
-    assert over_seeds[1:4] == ("seeds", "2", "+37.50")  # (0.25 + 0.5)/2
+    (row,) = rows_of(paired_sheet(groups, asked=Asked(pairs=("fedproto/tinyproto",))))
+    assert (row["runs"], row["difference"]) == ("2", "+37.50")  # (0.25 + 0.5)/2
+    assert row["clients better / equal / worse"] == "1 / 1 / 0"  # 4/8 and 0/8, 6/8 and 6/8
 
 
 def test_devices_with_names_are_paired_by_name(tmp_path: Path) -> None:
@@ -291,14 +421,13 @@ def test_devices_with_names_are_paired_by_name(tmp_path: Path) -> None:
     ]
     groups = results.load(runs)
     # of 4 test samples each: x 1 and 0, y 3 and 3
-    assert [results.mean_over_seeds(group, [0, 1]) for group in groups] == [
+    assert [results.mean_over_seeds(group, [(1, 0), (1, 1)]) for group in groups] == [
         {"x": 0.125, "y": 0.75},
         {"y": 0.75, "x": 0.125},
     ]
-    rows = rows_of(paired_sheet(groups))
-    assert [(row["over"], row["better / equal / worse"]) for row in rows] == [
-        ("clients", "0 / 2 / 0"), ("seeds", "0 / 2 / 0")
-    ]  # fmt: skip
+    (row,) = rows_of(paired_sheet(groups))
+    assert row["clients better / equal / worse"] == "0 / 2 / 0"
+    assert row["remark"] == "all runs differ by the same"
     assert [row[:2] + row[-2:] for row in client_sheet(groups).rows] == [
         ("0", "x", "25.00", "25.00"),
         ("1", "y", "75.00", "75.00"),
@@ -379,7 +508,7 @@ def test_runs_are_repetitions_only_where_their_results_may_differ_by_the_seed_al
         ),  # which change no result
         run(tmp_path / "c", 0.5, [1, 3], seed=2, **{"cps-dim": 2}),
     ]
-    found = [(group.label, [*group.by_seed()]) for group in results.load(places)]
+    found = [(group.label, [run.seed for run in group.runs]) for group in results.load(places)]
     assert found == [("fedproto (cps-dim=auto)", [0, 1]), ("fedproto (cps-dim=2)", [2])]
 
 
@@ -400,7 +529,7 @@ def test_a_run_that_is_older_than_a_key_has_its_default(tmp_path: Path, newer: s
     ]
     default = json.loads((old / "run.json").read_text())["configuration"][newer]
     found = results.load([without(old, newer), *others])
-    assert [[*group.by_seed()] for group in found] == [[0, 1], [2]]
+    assert [[run.seed for run in group.runs] for group in found] == [[0, 1], [2]]
     assert [group.label for group in found] == [f"fedtgp ({newer}={value})" for value in (default, 0.25)]
 
 
@@ -463,7 +592,7 @@ def test_a_predictor_that_one_seed_lacks_is_not_said_to_be_unscored(tmp_path: Pa
     assert "Not scored for every seed: fedproto, 1 of 2 seeds." in notes
     assert not [note for note in notes if note.startswith("Never scored")]
     notes = paired_sheet(groups).notes
-    assert "Not scored for every seed, so not compared over seeds: fedproto − local." in notes
+    assert "Not scored for every seed, so not compared: fedproto − local." in notes
     never = [write_run(tmp_path / f"c{seed}", [without], seed=seed, method="fedavg") for seed in (0, 1)]
     notes = fairness_sheet(results.load([*runs, *never], by="global")).notes
     assert "Never scored by global: fedavg." in notes

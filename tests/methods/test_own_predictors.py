@@ -107,7 +107,7 @@ def test_methods_that_share_a_name_are_compared_with_a_remark(tmp_path: Path) ->
     places = [run(tmp_path, module).directory.path for module in ("two_one", "two_other")]
     groups = results.load(places)
     (pair,) = rows_of(paired_sheet(groups))
-    remark = "cosine of two_one:build vs. cosine of two_other:build, which each define it"
+    remark = "cosine of two_other:build vs. cosine of two_one:build, which each define it"
     assert remark in pair["remark"]
     notes = comparison_sheet("", groups).notes
     assert (

@@ -26,10 +26,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.notes import titled
-from pbfl_flwr.experiments.pairs import paired_sheet
+from pbfl_flwr.experiments.pairs import EVERY_AGAINST_ONE, Asked, paired_sheet
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.plan.configuration import DirectoryName
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, finished_groups
+from pbfl_flwr.experiments.results import Round
 from pbfl_flwr.experiments.summary import comparison_sheet, table_files
 from pbfl_flwr.experiments.tables import Tables
 
@@ -73,10 +74,16 @@ def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
     }
 
 
-def tables(title: str, planned: Sequence[PlannedRun], by: str = "") -> Tables:
-    """Return the table of the finished runs, and the one with a row per pair of labels; ``by`` is a predictor."""
-    groups = finished_groups(planned, by)
+def tables(
+    title: str,
+    planned: Sequence[PlannedRun],
+    by: str = "",
+    at: Round = "last",
+    asked: Asked = EVERY_AGAINST_ONE,
+) -> Tables:
+    """Return the table of the finished runs, and that of the pairs asked for; ``by`` is a predictor."""
+    groups = finished_groups(planned, by, at=at)
     sheet = comparison_sheet(titled(title, by), groups)
-    pairs = paired_sheet(groups, titled(f"{title}: pairs", by))
+    pairs = paired_sheet(groups, titled(f"{title}: pairs", by), asked)
     shown = [sheet, pairs] if len(groups) > 1 else [sheet]
     return Tables(shown, {**table_files(sheet, groups), **pairs.files("paired")})

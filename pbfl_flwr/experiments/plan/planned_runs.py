@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pbfl_flwr.config import PREDICTORS, Scalar, in_order
+from pbfl_flwr.config import PREDICTORS, Scalar, Settings, in_order
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError, abbreviate, writing
 from pbfl_flwr.experiments.plan import configuration
-from pbfl_flwr.experiments.results import FinishedRun, RunGroup, Statistic, with_the_same_keys
+from pbfl_flwr.experiments.results import FinishedRun, Round, RunGroup, Statistic, with_the_same_keys
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.runs.directory import RunDirectory
@@ -48,6 +48,8 @@ def plan(
     seeds: Sequence[Scalar],
     out: Path,
     block: str = "",
+    *,
+    deal_anew: bool = False,
 ) -> list[PlannedRun]:
     """Return every run of a table, not checked yet.
 
@@ -57,13 +59,15 @@ def plan(
         seeds: one run per label and seed, also if a seed is repeated; if empty, the seed in the keys.
         out: directory of the runs.
         block: of a reproduction.
+        deal_anew: whether each seed is also that of the partition.
     """
     assigned = configuration.gather(None, assignments)
     planned = []
     for label, keys in runs.items():
         values = {**keys, **assigned.values}
         for seed in dict.fromkeys(seeds or [values.get("seed", 0)]):
-            requested = configuration.absolute({**values, "seed": seed})
+            dealt = {"partition-seed": seed} if deal_anew else {}
+            requested = configuration.absolute({**values, "seed": seed, **dealt})
             planned.append(
                 PlannedRun(
                     label,
@@ -169,8 +173,7 @@ def check_finished(run: PlannedRun) -> bool:
     wanted = configuration.check(run.requested)
     about = directory.record()
     made = configuration.check(configuration.RequestedKeys(about.configuration))
-    now = wanted.relevant() | {"patience": wanted.run.patience}
-    then = made.relevant() | {"patience": made.run.patience}
+    now, then = ({**each.relevant(), **_patience(each)} for each in (wanted, made))
     if odd := [f"{key} = {value}" for key, value in then.items() if now.get(key) != value]:
         raise PbflError(
             f"{run.directory} was run with {', '.join(odd)}; give the same keys, or another --out"
@@ -186,6 +189,11 @@ def check_finished(run: PlannedRun) -> bool:
             "rounds, or another --out"
         )
     return done >= rounds
+
+
+def _patience(settings: Settings) -> dict[str, Scalar]:
+    run = settings.run
+    return {"patience": run.patience, **({"patience-on": run.patience_on} if run.patience else {})}
 
 
 @dataclass(frozen=True)
@@ -265,11 +273,11 @@ def reason_not_to_write(planned: Iterable[PlannedRun]) -> str:
 
 
 def finished_groups(
-    planned: Iterable[PlannedRun], by: str = "", statistic: Statistic = "weighted"
+    planned: Iterable[PlannedRun], by: str = "", statistic: Statistic = "weighted", at: Round = "last"
 ) -> list[RunGroup]:
-    """Return the finished runs of every label that has any; ``by`` and ``statistic`` as in :class:`FinishedRun`."""
+    """Return the finished runs of every label that has any; the arguments are those of :class:`FinishedRun`."""
     done = [run for run in planned if finished(run)]
-    loaded = [FinishedRun.load(run.directory, by=by, statistic=statistic) for run in done]
+    loaded = [FinishedRun.load(run.directory, by=by, statistic=statistic, at=at) for run in done]
     by_label: dict[str, list[FinishedRun]] = {}
     for run, finished_run in zip(done, with_the_same_keys(loaded), strict=True):
         by_label.setdefault(run.label, []).append(finished_run)
