@@ -1,4 +1,4 @@
-# make run   the main job: FedProto, 20 clients, four architectures, handwritten digits, 20 rounds
+# make run   the main job: FedProto, 20 clients, four architectures, handwritten digits, 20 rounds; then each client alone
 # make test  format, lint, types and tests
 # make test-long  more tests of real processes, some of which wait minutes for Flower
 # make test-newest-flower  tests of messages, grid and engines on the newest Flower that installs, in .venv-newest
@@ -24,6 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 run: install
 	$(BIN)/pbfl run fedproto-digits
+	@echo; echo "The same clients, each training alone:"
+	$(BIN)/pbfl run fedproto-digits --set method=local
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal --durations=12

@@ -30,9 +30,9 @@ KEYS: dict[str, dict[str, Scalar]] = {
     },
     "har": {  # as the comparison har-people, with fewer windows and rounds
         "dataset": "har",
-        "max-samples": 1500,
+        "max-samples": 1000,
         "num-clients": 25,
-        "num-server-rounds": 10,
+        "num-server-rounds": 6,
         "partition": "dirichlet",
         "models": "sensor-4",
         "feature-dim": 128,

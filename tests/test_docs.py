@@ -56,7 +56,8 @@ def test_documented_runs_are_accepted(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
-    Path("mine.toml").touch()
+    comparison = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL)
+    Path("mine.toml").write_text(comparison[0] if " compare " in line else "")
     monkeypatch.setattr(configuration, "preflight", ready)
     monkeypatch.setattr(reproduction, "absent", lambda planned: {})
     words = shlex.split(line.replace("<", "").replace(">", ""))
