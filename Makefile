@@ -2,7 +2,7 @@
 # make test  format, lint, types and tests
 # make test-long  more tests of real processes, some of which wait minutes for Flower
 # make test-newest-flower  tests of messages, grid and engines on the newest Flower that installs, in .venv-newest
-# make keys  docs/keys.md and the keys in pyproject.toml, from their declarations
+# make keys  the keys in pyproject.toml and the rules in docs/privacy.md, from their declarations
 # make docs  the documentation as a site in docs/_build/html; fails on a link that leads nowhere
 # Needs Python 3.11 or newer and make; everything else goes into .venv.
 

@@ -1,7 +1,10 @@
 """The documentation as a site: ``make docs`` builds it and fails on a link that leads nowhere."""
 
 import re
+from pathlib import Path
 from typing import Any
+
+from pbfl_flwr.experiments.catalogue import keys_page
 
 project = "pbfl-flwr"
 html_title = "pbfl-flwr"
@@ -28,5 +31,6 @@ def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
 
 
 def setup(app: Any) -> None:
-    """Take docstrings before they are read as Google's."""
+    """Write the page of keys, and take docstrings before they are read as Google's."""
+    Path(__file__).with_name("keys.md").write_text(keys_page(), encoding="utf-8")
     app.connect("autodoc-process-docstring", escape, priority=100)

@@ -1,10 +1,10 @@
-"""Writes what follows from declarations: docs/keys.md, the rules in docs/privacy.md, the keys in pyproject.toml."""
+"""Writes what follows from declarations: the rules in docs/privacy.md, the keys in pyproject.toml."""
 
 import json
 from pathlib import Path
 
 from pbfl_flwr.config import GROUPS, Group
-from pbfl_flwr.experiments.catalogue import keys_page, rules_table
+from pbfl_flwr.experiments.catalogue import rules_table
 from pbfl_flwr.methods import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +30,6 @@ def config_block() -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "keys.md").write_text(keys_page(), encoding="utf-8")
     privacy = ROOT / "docs" / "privacy.md"
     before, _, after = privacy.read_text(encoding="utf-8").partition(RULES_BEGIN)
     after = after.partition(RULES_END)[2]

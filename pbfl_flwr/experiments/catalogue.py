@@ -109,7 +109,7 @@ def show_keys(word: str, console: Console) -> None:
 
 
 def keys_page() -> str:
-    """Return all keys as a Markdown page, the content of docs/keys.md."""
+    """Return all keys as a Markdown page, which the site has."""
     lines = [
         "# All keys",
         "",
