@@ -1,6 +1,7 @@
 """All keys of the run configuration, in groups: type, range, default and meaning, each declared here alone.
 
-``pbfl list keys``, the site's page of keys and the block in pyproject.toml that tells Flower which keys there are follow from it.
+``pbfl list keys``, the site's page of keys, and the block in pyproject.toml that tells Flower which keys there are
+follow from it.
 A method's own keys are declared likewise, as the class ``Config`` of its module.
 """
 
