@@ -42,7 +42,7 @@ KEYS: dict[str, dict[str, Scalar]] = {
         "learning-rate": 0.003,
     },
 }
-RUNS_A_SIDE = (1, 2, 3, 5, 10)
+RUNS_A_SIDE = (1, 2, 3, 5, 8)
 DRAWS = 4000
 
 
