@@ -17,7 +17,8 @@ from pbfl_flwr.config import DataSettings, Scalar, parse
 from pbfl_flwr.data import load_pool
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.deploy import certificates as security
-from pbfl_flwr.flower.deploy.doctor import CheckTargets, Status, check_connection
+from pbfl_flwr.flower.deploy.doctor import CheckTargets, check_connection
+from pbfl_flwr.flower.deploy.findings import Status
 from pbfl_flwr.flower.deploy.local_federation import Deployment, complete
 from pbfl_flwr.flower.deploy.superlink import ENDED
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
@@ -129,16 +130,17 @@ def results(rounds: Sequence[RoundRecord], disconnected: Collection[int] = ()) -
 
 def refuses_strangers(deployment: Deployment, place: Path) -> None:
     """Neither a SuperNode with an unknown key is admitted, nor does one join a SuperLink of a foreign CA."""
-    security.make_keys(place, ["stranger"])
+    security.make_keys(place, ["stranger", "visitor"])
+    deployment._flwr("supernode", "register", str(place / "visitor.pub"), "--format", "json")
     security.make_certificates(place / "elsewhere", ["127.0.0.1"], 30)
     foreign = place / "elsewhere" / "ca.pem"
     ca, known = deployment.ca, deployment.key(0)
     # The doctor reports beforehand what a SuperNode would meet.
-    findings = check_connection(CheckTargets(deployment.fleet_address, ca, known))
-    assert [finding.what for finding in findings if finding.status is Status.FAILED] == []
-    findings = check_connection(CheckTargets(deployment.fleet_address, foreign, known))
+    findings = check_connection(CheckTargets(deployment.fleet_address, ca, place / "visitor"))
+    assert {finding.status for finding in findings} == {Status.OK}
+    findings = check_connection(CheckTargets(deployment.fleet_address, foreign, place / "visitor"))
     (failed,) = [finding for finding in findings if finding.status is Status.FAILED]
-    assert failed.what == "tls"
+    assert failed.what == "supernode"
     assert "unable to get local issuer certificate" in failed.message
     refused = {
         "[code: 2004]": deployment.start_node(90, {"client-id": 3}, place / "stranger", ca),

@@ -112,13 +112,18 @@ def doctor(
     insecure: Annotated[bool, typer.Option("--insecure", help="Expect a SuperLink without TLS.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Check whether this machine can take part: versions, address, TLS, key, disk, memory, GPU."""
+    """Check whether this machine can take part: versions, disk, memory, GPU, and whether the SuperLink admits it.
+
+    For that it starts a SuperNode with these arguments, and ends it as soon as the SuperLink has answered.
+    """
     import json
     from dataclasses import asdict
 
-    from pbfl_flwr.flower.deploy.doctor import CheckTargets, Status, examine
+    from pbfl_flwr.flower.deploy.doctor import CheckTargets, examine
+    from pbfl_flwr.flower.deploy.findings import Status
 
-    findings = examine(CheckTargets(superlink, ca, key, control, state_dir, device, insecure))
+    targets = CheckTargets(superlink, ca, key, control, state_dir, device, insecure)
+    findings = examine(targets, lambda line: say(screen(stderr=True), line))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:

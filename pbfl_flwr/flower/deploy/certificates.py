@@ -23,7 +23,6 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
     load_pem_private_key,
-    load_ssh_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -32,7 +31,6 @@ from pbfl_flwr.util.atomic_files import write_atomically
 
 CA_CERTIFICATE, CA_KEY = "ca.pem", "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.pem", "server.key"
-NODE_CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
 KEY_USAGES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
@@ -194,22 +192,6 @@ def make_keys(directory: Path, names: Sequence[str]) -> None:
         public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
         pairs |= {name: private, f"{name}.pub": public + f" {name}\n".encode()}
     _write(directory, pairs, private=names)
-
-
-def read_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Return a SuperNode's private key.
-
-    Raises:
-        PbflError: if it cannot be read or Flower does not accept it.
-    """
-    expected = "an OpenSSH private key on a NIST curve without a passphrase, as written by pbfl keys"
-    try:
-        key = load_ssh_private_key(_read(path), None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise PbflError(f"{path} cannot be used as a key ({error}); must be {expected}") from None
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, NODE_CURVES):
-        raise PbflError(f"{path} is another type of key; must be {expected}")
-    return key
 
 
 def readable_by_others(path: Path) -> bool:

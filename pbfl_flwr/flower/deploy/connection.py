@@ -24,14 +24,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def server_certificate(
-    address: str, ca: Path | None, timeout: float = 10.0, *, verify: bool = True
-) -> x509.Certificate:
+def server_certificate(address: str, ca: Path | None, timeout: float = 10.0) -> x509.Certificate:
     """Connect with TLS and return the server's certificate.
 
-    ``ca`` is the PEM file of the authority, None means the system's. Without ``verify`` a certificate is accepted that
-    it has not signed, of another host name, or out of date. The timeout, in seconds, is for connecting and for each
-    answer.
+    ``ca`` is the PEM file of the authority, None means the system's. The timeout, in seconds, is for connecting and for
+    each answer.
 
     Raises:
         PbflError: if the address cannot be reached or does not use TLS, if ``ca`` holds no certificate, or if the
@@ -42,8 +39,6 @@ def server_certificate(
         context = ssl.create_default_context(cafile=ca)
     except OSError as error:
         raise PbflError(f"{ca} holds no PEM certificate ({error}): copy it again, unchanged") from None
-    if not verify:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2", "http/1.1"])  # gRPC servers close connections that do not offer HTTP/2
     try:
         plain = socket.create_connection((host, port), timeout)

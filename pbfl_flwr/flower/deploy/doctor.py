@@ -1,7 +1,8 @@
 """Checks of a device or the server before a federation starts: ``pbfl doctor``.
 
-Every check is a function that returns findings: subject, status, message and advice. Checks change nothing, neither on
-this machine nor on the SuperLink. Imports nothing of Flower, of which there may be another version.
+Every check is a function that returns findings: subject, status, message and advice. Checks change nothing on this
+machine; a SuperNode is online for a moment (:mod:`pbfl_flwr.flower.deploy.admission`). Imports nothing of Flower, of
+which there may be another version.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import socket
 import ssl
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
 from pathlib import Path
 from typing import get_args
 
@@ -30,6 +31,8 @@ from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.errors import PbflError, expanded, format_exception, printable
 from pbfl_flwr.flower.deploy import certificates as security
 from pbfl_flwr.flower.deploy import connection
+from pbfl_flwr.flower.deploy.admission import check_admission
+from pbfl_flwr.flower.deploy.findings import FAILED, OK, WARNING, Finding
 from pbfl_flwr.flower.deploy.processes import health
 from pbfl_flwr.util.memory import available_memory
 from pbfl_flwr.util.paths import home
@@ -41,34 +44,6 @@ NO_KERNELS = "install a torch build for this GPU, end other programs on it, or u
 LOW_MEMORY = 1e9  # bytes; a client that trains a small network on a CPU needs about as much
 EXPIRES_SOON = timedelta(days=30)
 ANSWER_SECONDS = 10.0  # timeout of a connection
-
-
-class Status(StrEnum):
-    """Outcome of a check."""
-
-    OK = "ok"
-    WARNING = "warning"
-    FAILED = "failed"
-
-
-OK, WARNING, FAILED = Status
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check, one line of output.
-
-    Attributes:
-        what: subject of the check.
-        status: its outcome.
-        message: the result in words; the fields are the keys of ``pbfl doctor --json``.
-        advice: what to do; empty if nothing.
-    """
-
-    what: str
-    status: Status
-    message: str
-    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,8 +69,8 @@ class CheckTargets:
     insecure: bool = False
 
 
-def examine(targets: CheckTargets) -> list[Finding]:
-    """Run all checks; basic ones come first.
+def examine(targets: CheckTargets, tell: Callable[[str], None] = lambda line: None) -> list[Finding]:
+    """Run all checks; basic ones come first. ``tell`` is called with a line before a check that takes a minute.
 
     Raises:
         PbflError: if ``device`` is not a valid value.
@@ -103,7 +78,7 @@ def examine(targets: CheckTargets) -> list[Finding]:
     if targets.device not in DEVICES:
         raise PbflError(f"--device {targets.device}: must be one of {', '.join(DEVICES)}")
     findings = check_versions()
-    findings += check_connection(targets)
+    findings += check_connection(targets, tell)
     if targets.state_dir is not None:
         findings += [check_state_dir(targets.state_dir), check_home()]
     return [*findings, check_memory(), check_gpu(targets.device)]
@@ -131,14 +106,20 @@ def check_versions() -> list[Finding]:
     return [*findings, Finding("pbfl-flwr", OK, package["Version"])]
 
 
-def check_connection(targets: CheckTargets) -> list[Finding]:
-    """Check key file, address, TLS and Control API; TLS is skipped if the address does not answer."""
+def check_connection(targets: CheckTargets, tell: Callable[[str], None] = lambda line: None) -> list[Finding]:
+    """Check key file, address, whether the SuperLink admits the device, its certificate's end, and the Control API.
+
+    What needs the check before it is left out if that one failed.
+    """
     findings = [] if targets.key is None else [check_key_file(targets.key)]
     if targets.superlink is not None:
-        address = check_address("superlink", targets.superlink)
-        findings.append(address)
-        if address.status is OK:
-            findings.append(check_tls(targets.superlink, targets.ca, targets.insecure))
+        findings.append(check_address("superlink", targets.superlink))
+        if all(finding.status is not FAILED for finding in findings):
+            findings.append(
+                check_admission(targets.superlink, targets.ca, targets.key, targets.insecure, tell)
+            )
+            if findings[-1].status is not FAILED and not targets.insecure:
+                findings.append(check_certificate(targets.superlink, targets.ca))
     if targets.control is not None:
         findings.append(check_control_api(targets.control, targets.ca, targets.insecure))
     return findings
@@ -147,12 +128,12 @@ def check_connection(targets: CheckTargets) -> list[Finding]:
 def check_key_file(path: Path) -> Finding:
     """Check that the device's private key can be read, and by its owner alone."""
     try:
-        security.read_node_key(path)
-    except PbflError as error:
-        return Finding("key", FAILED, str(error), "pbfl keys makes one")
+        path.open().close()
+    except OSError as error:
+        return Finding("key", FAILED, f"{path} cannot be read ({error.strerror})", "pbfl keys makes one")
     if security.readable_by_others(path):
         return Finding("key", WARNING, f"{path} is readable by others", f"chmod 600 {path}")
-    return Finding("key", OK, f"{path} is a private key")
+    return Finding("key", OK, f"{path} can be read")
 
 
 def check_address(what: str, address: str) -> Finding:
@@ -177,22 +158,12 @@ def check_address(what: str, address: str) -> Finding:
     return Finding(what, OK, f"{address} ({ip}) answers")
 
 
-def check_tls(address: str, ca: Path | None, insecure: bool) -> Finding:
-    """Check the chain of the server's certificate, its host names and its end; or that TLS is off if ``insecure``."""
+def check_certificate(address: str, ca: Path | None) -> Finding:
+    """Check how long the server's certificate, which a SuperNode accepts, will be valid."""
     try:
-        trusted = None if insecure else ca
-        certificate = connection.server_certificate(address, trusted, ANSWER_SECONDS, verify=not insecure)
+        certificate = connection.server_certificate(address, ca, ANSWER_SECONDS)
     except PbflError as error:
-        if insecure:
-            message = "not used: anyone on the network path can read and change what is sent"
-            return Finding("tls", WARNING, message, "for tests only; see pbfl certs")
-        advice = (
-            "on the server: pbfl certs; on the device: its ca.pem, and its clock (timedatectl set-ntp true)"
-        )
-        return Finding("tls", FAILED, str(error), advice)
-    if insecure:
-        advice = "leave out --insecure and give --ca"
-        return Finding("tls", FAILED, "--insecure, but the server uses TLS", advice)
+        return Finding("tls", WARNING, str(error))
     end = certificate.not_valid_after_utc
     message = f"verified, for {', '.join(security.alternatives(certificate))}, until {end:%Y-%m-%d}"
     if end - datetime.now(UTC) < EXPIRES_SOON:

@@ -1,9 +1,12 @@
-"""The doctor, against Flower's own Fleet API with TLS in this process: every answer is the real one."""
+"""The doctor, against Flower's own Fleet API with TLS in this process, and on recorded outputs of SuperNodes."""
 
 import json
 import os
+import re
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import warnings
@@ -16,33 +19,43 @@ from typing import Any
 
 import pytest
 import torch
+from cryptography.hazmat.primitives import serialization
 from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import NodeAuthServerInterceptor
 from flwr.server.superlink.linkstate import LinkStateFactory
 from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME
 from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.superlink.cli.flower_superlink import _run_fleet_api_grpc_rere
 from flwr.superlink.federation import NoOpFederationManager
 
+from pbfl_flwr.flower.deploy import admission, connection, doctor
 from pbfl_flwr.flower.deploy import certificates as security
-from pbfl_flwr.flower.deploy import connection, doctor
-from pbfl_flwr.flower.deploy.doctor import CheckTargets, Finding, Status
+from pbfl_flwr.flower.deploy.doctor import CheckTargets
+from pbfl_flwr.flower.deploy.findings import Finding, Status
 from tests.small_runs import pbfl
 
 
 @pytest.fixture(scope="module")
 def superlink(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """A Fleet API with TLS and SuperNode authentication, and the key pair ``known``."""
+    """A Fleet API with TLS and SuperNode authentication, and the registered key pair ``known``."""
     files = tmp_path_factory.mktemp("security")
     security.make_certificates(files, ["127.0.0.1"], 60)
     security.make_keys(files, ["known"])
+    public = serialization.load_ssh_public_key((files / "known.pub").read_bytes())
     objects = ObjectStoreFactory()
     states = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), objects)
+    states.state().create_node("", "", public_key_to_bytes(public), 0)
     ca, certificate, key = ((files / name).read_bytes() for name in ("ca.pem", "server.pem", "server.key"))
     server = _run_fleet_api_grpc_rere(
         "127.0.0.1:0", states, objects, True, (ca, certificate, key), [NodeAuthServerInterceptor(states)]
     )
     yield SimpleNamespace(address=server.bound_address, files=files)
     server.stop(None)
+
+
+def said(name: str) -> str:
+    """What a SuperNode printed, without the lines of its web server."""
+    return (Path(__file__).parent / "supernode_outputs" / f"{name}.txt").read_text()
 
 
 def findings_by_subject(targets: CheckTargets) -> dict[str, Finding]:
@@ -53,26 +66,89 @@ def test_reports_what_a_supernode_would_meet(superlink: SimpleNamespace, tmp_pat
     address, ca, key = superlink.address, superlink.files / "ca.pem", superlink.files / "known"
     findings = findings_by_subject(CheckTargets(address, ca, key))
     assert {what: finding.status for what, finding in findings.items()} == dict.fromkeys(
-        ("superlink", "tls", "key"), Status.OK
+        ("superlink", "supernode", "tls", "key"), Status.OK
     )
     security.make_certificates(tmp_path, ["127.0.0.1"], 60)
-    foreign = findings_by_subject(CheckTargets(address, tmp_path / "ca.pem", key))["tls"]
+    foreign = findings_by_subject(CheckTargets(address, tmp_path / "ca.pem", key))["supernode"]
     assert foreign.status is Status.FAILED
     assert foreign.message.endswith("unable to get local issuer certificate")
-    assert "its clock (timedatectl" in foreign.advice
-    finding = doctor.check_tls(address, None, insecure=True)
-    assert (finding.status, finding.message) == (Status.FAILED, "--insecure, but the server uses TLS")
     if os.name == "posix":
         security.make_keys(tmp_path, ["open"])
         (tmp_path / "open").chmod(0o644)
         assert doctor.check_key_file(tmp_path / "open").status is Status.WARNING
 
 
+KEY = Path("site-a")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "status", "words"),
+    [
+        ("admitted", None, Status.OK, "admits this device as node 2354141738751265943"),
+        ("unknown-key", 1, Status.FAILED, "not registered.*flwr supernode register site-a.pub --name site-a"),
+        ("wrong-clock", 0, Status.FAILED, r"a clock .* \d\d:\d\d:\d\d UTC; .*timedatectl set-ntp true"),
+        ("control", 1, Status.FAILED, "this is the Control API, .*port 9092"),
+        ("control-insecure", 1, Status.FAILED, "this is the Control API, .*port 9092"),
+        ("foreign-ca", 1, Status.FAILED, "refused: unable to get local issuer certificate; .*ca.pem"),
+        ("clock-of-1970", 1, Status.FAILED, "certificate is not yet valid; set the clock: timedatectl"),
+        ("other-host", 1, Status.FAILED, "for other names .*pbfl certs --renew with a --host"),
+        ("tls-to-plain", 1, Status.FAILED, "no TLS on this port"),
+        ("insecure-to-tls", 1, Status.FAILED, "leave out --insecure and give --ca"),
+        ("damaged-key", 1, Status.FAILED, "Unable to parse the private key file; pbfl keys"),
+        ("damaged-ca", 1, Status.FAILED, "--ca holds no PEM certificate"),
+        (
+            "nobody-listens",
+            1,
+            Status.FAILED,
+            "ended with exit code 1: failed to connect .*Connection refused",
+        ),
+    ],
+)
+def test_translates_what_a_supernode_says(name: str, code: int | None, status: Status, words: str) -> None:
+    finding = admission.translated(said(name), code, KEY, insecure=name == "insecure-to-tls")
+    assert finding.status is status
+    assert re.search(words, f"{finding.message}; {finding.advice}"), finding
+
+
+def test_without_a_key_it_tells_whether_the_superlink_asks_for_one() -> None:
+    assert admission.translated(said("no-key"), 1, None, insecure=False).status is Status.OK
+    for insecure, words in ((False, "as it does anybody"), (True, "without TLS: anyone on the network path")):
+        finding = admission.translated(said("admitted"), None, None, insecure)
+        assert finding.status is Status.WARNING
+        assert words in finding.message
+
+
+@pytest.mark.parametrize(("then", "status"), [("admitted", Status.OK), ("unknown-key", Status.FAILED)])
+def test_asks_again_when_a_killed_supernode_is_forgotten(
+    then: str, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([(said("unknown-key"), 1), (said(then), None)])
+    monkeypatch.setattr(admission, "FORGOTTEN_SECONDS", 0.0)
+    monkeypatch.setattr(admission, "answer", lambda options: next(answers))
+    told: list[str] = []
+    finding = admission.check_admission("x:9092", None, KEY, False, told.append)
+    assert finding.status is status
+    assert finding.message.endswith("still counted as online") is (status is Status.OK)
+    assert len(told) == 1
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_finds_the_supernode_that_uses_a_key(tmp_path: Path) -> None:
+    (tmp_path / "key").touch()
+    (tmp_path / "flower-supernode").write_text("input()")
+    words = [sys.executable, "flower-supernode", "--auth-supernode-private-key", "key"]
+    with subprocess.Popen(words, cwd=tmp_path, stdin=subprocess.PIPE) as process:
+        assert admission.user_of(tmp_path / "key") == process.pid
+        assert admission.user_of(tmp_path / "flower-supernode") is None
+        process.communicate(b"\n")
+    assert admission.user_of(tmp_path / "key") is None
+
+
 def test_warns_before_the_certificate_expires(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["127.0.0.1"], 5)
     shown = security.read_certificate(tmp_path / "server.pem")
     monkeypatch.setattr(connection, "server_certificate", lambda *_, **__: shown)
-    finding = doctor.check_tls("127.0.0.1:1", tmp_path / "ca.pem", insecure=False)
+    finding = doctor.check_certificate("127.0.0.1:1", tmp_path / "ca.pem")
     assert finding.status is Status.WARNING
     end = datetime.now(UTC) + timedelta(days=5)
     assert finding.message == f"verified, for 127.0.0.1, until {end:%Y-%m-%d}"
