@@ -47,7 +47,7 @@ CONFIG: dict[str, Scalar] = {
     "learning-rate": 0.1,
     "join-timeout": 600.0,
 }
-RESTART_SECONDS = 15.0  # RestartSec of the unit in docs/deploy.md
+RESTART_SECONDS = 15.0  # RestartSec of the unit in docs/deploy
 
 
 class Federation:

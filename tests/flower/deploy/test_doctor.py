@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import NodeAuthServerInterceptor
 from flwr.server.superlink.linkstate import LinkStateFactory
 from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME
@@ -42,6 +43,7 @@ def superlink(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamesp
     security.make_certificates(files, ["127.0.0.1"], 60)
     security.make_keys(files, ["known"])
     public = serialization.load_ssh_public_key((files / "known.pub").read_bytes())
+    assert isinstance(public, ec.EllipticCurvePublicKey)
     objects = ObjectStoreFactory()
     states = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), objects)
     states.state().create_node("", "", public_key_to_bytes(public), 0)
