@@ -690,7 +690,8 @@ def test_certificates_and_keys_say_what_goes_where(tmp_path: Path) -> None:
     assert pbfl("certs", "--out", tmp_path / "s", "--host", "fl.example.org", "--renew").exit_code == 0
     result = pbfl("keys", "--out", tmp_path / "k", "a", "b")
     assert result.exit_code == 0
-    assert f"flwr supernode register {tmp_path / 'k' / 'b.pub'}" in result.stdout
+    assert f"{tmp_path / 'k' / 'b'}: stays on device b" in " ".join(result.stdout.split())
+    assert "flwr supernode register b.pub --name b" in " ".join(result.stdout.split())
     assert pbfl("keys", "--out", tmp_path / "k", "b").exit_code == 2
 
 
@@ -713,6 +714,8 @@ def test_a_run_says_over_how_many_clients_its_accuracies_are(tmp_path: Path) -> 
     assert said not in pbfl("show", write_run(tmp_path / "all", [entry(1, 0.5, 0.5)])).stdout
     few = write_run(tmp_path / "few", [over(1, entry(1, 0.5, 0.5), "head")])
     assert f"{said}: head over 1 of 2." in pbfl("show", few).stdout
+    best = write_run(tmp_path / "best", [over(1, entry(1, 0.75, 0.5), "head"), entry(2, 0.5, 0.5)])
+    assert f"{said}: head over 1 of 2 in the best round." in pbfl("show", best).stdout
 
 
 def test_a_run_cannot_steer_the_terminal(tmp_path: Path) -> None:

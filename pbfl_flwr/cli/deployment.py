@@ -78,8 +78,14 @@ def keys(
     with writing(out):
         security.make_keys(out, names)
     for name in names:
-        say(console, f"  {out / name}: copy to device {name} only; secret")
-        say(console, f"  {out / name}.pub: copy to the server: flwr supernode register {out / name}.pub")
+        say(
+            console,
+            f"  {out / name}: stays on device {name}; if this is another machine, move it there; secret",
+        )
+        say(
+            console,
+            f"  {out / name}.pub: copy to the server, and there: flwr supernode register {name}.pub --name {name}",
+        )
 
 
 def doctor(

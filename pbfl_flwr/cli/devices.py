@@ -92,14 +92,25 @@ def check_data(
         raise PbflError(f"refused: {refused}")
     if (file := names_file(labels)) is not None:
         more["labels"] = str(file.absolute())
-    keys = {"client-id": "NAME", "data-path": str(inspection.path), **more}
-    say(screen(), f"ok: {_node_config({key: value for key, value in keys.items() if value})}")
+    keys = {
+        "client-id": "NAME",
+        "data-path": str(inspection.path),
+        "data-client": inspection.data_client,
+        **more,
+    }
+    say(
+        screen(),
+        f"ok: {_node_config({key: value for key, value in keys.items() if value not in (None, '')})}",
+    )
 
 
-def _node_config(keys: Mapping[str, str]) -> str:
+def _node_config(keys: Mapping[str, str | int | None]) -> str:
     """Return a shell-quoted ``--node-config`` with these keys, or a message on the first key it cannot hold."""
     written = []
     for key, value in keys.items():
+        if not isinstance(value, str):
+            written.append(f"{key}={value}")
+            continue
         if UNWRITABLE.search(value) or {"'", '"'} <= set(value):
             return (
                 f"but --node-config cannot contain {key} = {value!r}: must be values without control characters "

@@ -274,6 +274,23 @@ class FinishedRun:
         """
         return self.scores.get(self.predictor)
 
+    @property
+    def coverage(self) -> dict[str, str]:
+        """Predictor -> "n of M clients", with the rounds if these differ, where accuracies do not cover all clients."""
+        total, covered = len(self.about.clients), {}
+        for name, score in self.scores.items():
+            points = {"last": score.last, "best": score.best, "validation-chosen": score.chosen}
+            numbers = {kind: point[1].clients for kind, point in points.items() if point is not None}
+            if min(numbers.values()) < total:
+                covered[name] = ", ".join(
+                    f"{number} of {total} in the {kind} round"
+                    for kind, number in numbers.items()
+                    if number < total
+                )
+                if len(set(numbers.values())) == 1:
+                    covered[name] = f"{numbers['last']} of {total}"
+        return covered
+
     @cached_property
     def points(self) -> list[tuple[int, Accuracy]]:
         """(round, accuracy) by the shown predictor, of the round that is compared or of all in the window."""

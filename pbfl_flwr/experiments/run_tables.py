@@ -54,7 +54,7 @@ def accuracy_sheet(groups: Sequence[RunGroup]) -> Sheet:
     notes = (
         "Sample-weighted accuracy on the clients' test data in %, with its round; the rightmost columns are for "
         f"the last round.{FIRST_SEED if len(groups) > 1 else ''}",
-        *coverage_lines([(group.label, RunGroup("", (group.first,)).coverage) for group in groups]),
+        *coverage_lines([(group.label, group.first.coverage) for group in groups]),
     )
     columns += [VALIDATION, VALIDATION_LAST, MEAN, STD, WORST, AUC_MACRO, AUC_MICRO]
     return summary_sheet("Predictors and rounds", rows, [RUN, predictor], columns, notes, about_runs=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings, parse
 from pbfl_flwr.data import DATASETS, kind_of, names_file, own_pool, read_names
 from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.own.pflib import clients_in
 from pbfl_flwr.data.partition.assign import make_partition
 from pbfl_flwr.errors import expanded
 
@@ -21,6 +22,12 @@ BAR = 40
 ROUGH = 4.0
 SHORTEST_SERIES = 16
 _ROWS_AT_A_TIME = 4096
+OWN_CLASSES = ("npz", "table", "image-folder", "flwr-datasets")  # the others have all classes of the dataset
+
+SAME_CLASSES = (
+    "the classes are those found here, and must be the same on all devices: where one may lack a class, name all of "
+    "them with --labels on every device"
+)
 
 
 @dataclass(frozen=True)
@@ -35,8 +42,9 @@ class Inspection:
         vocabulary_size: V if the values are token ids, else 0.
         labels: class names.
         train, test: samples of each class in a device's train/test split.
-        notes: messages of the loader.
+        notes: messages of the loader, and on what other devices must have.
         warnings: allowed but suspicious properties.
+        data_client: of a PFLlib folder, the client whose files these are; None if there is only one.
     """
 
     path: str
@@ -53,6 +61,7 @@ class Inspection:
     test: tuple[int, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    data_client: int | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -108,11 +117,17 @@ def inspect(settings: DataSettings, files: int | None = None) -> Inspection:
 
     Args:
         settings: see :func:`settings_for`.
-        files: for a PFLlib folder, the client whose files are read.
+        files: for a PFLlib folder, the client whose files are read; None: those of all clients, one after the other,
+            and the result is the first one's.
 
     Raises:
         PbflError: for whatever a device would refuse, with the same message.
     """
+    clients = clients_in(Path(settings.data_dir)) if settings.dataset == "pflib" and files is None else []
+    if len(clients) > 1:
+        first, *_ = [inspect(settings, client) for client in clients]
+        note = f"the files of {len(clients)} clients can be read; these are client {clients[0]}'s: each device needs a"
+        return replace(first, notes=(*first.notes, f"{note} data-client of its own"))
     pool = own_pool(settings, files)
     split = make_partition(pool, settings, 1).splits[0]
     K = pool.num_classes
@@ -131,8 +146,9 @@ def inspect(settings: DataSettings, files: int | None = None) -> Inspection:
         pool.label_names,
         tuple(train.tolist()),
         tuple(test.tolist()),
-        pool.notes,
+        (*pool.notes, *([SAME_CLASSES] if settings.dataset in OWN_CLASSES and not settings.classes else [])),
         tuple(_warnings(pool, train, test, low, high)),
+        files,
     )
 
 

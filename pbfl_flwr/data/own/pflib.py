@@ -60,15 +60,21 @@ def pflib_client(settings: DataSettings, client: int | None) -> Pool:
     root = given_path(settings, "a PFLlib/HtFLlib dataset folder with config.json and train/<i>.npz")
     config = _read_config(root / "config.json")
     if client is None:
-        clients = sorted(path.stem for path in (root / "train").glob("*.npz"))
-        if len(clients) != 1 or not clients[0].isdecimal():
+        clients = clients_in(root)
+        if len(clients) != 1:
             raise PbflError(
                 f"{root / 'train'} holds the files of {len(clients)} clients; set data-client (a whole number) to "
                 "one of them"
             )
-        client = int(clients[0])
+        client = clients[0]
     hint = "set data-client (a whole number) to another client of the folder"
     return _pool(settings, root, [client], config, hint)
+
+
+def clients_in(root: Path) -> list[int]:
+    """Return the numbers of the clients whose training files lie in such a folder, in ascending order."""
+    names = (path.stem for path in (root / "train").glob("*.npz"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _pool(settings: DataSettings, root: Path, clients: Iterable[int], config: _Config, hint: str) -> Pool:

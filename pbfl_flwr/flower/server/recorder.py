@@ -342,18 +342,20 @@ def log_failures(replies: Replies) -> None:
         log(WARNING, "round %s: client %s failed: %s", phase.number, phase.client_label(client), reason)
 
 
-def log_record(record: RoundRecord, primary_predictor: str, num_rounds: int) -> None:
-    """Log the warnings and the accuracy of a finished round of ``num_rounds``."""
+def log_record(record: RoundRecord, primary_predictor: str, num_rounds: int, num_clients: int) -> None:
+    """Log the warnings and the accuracy of a finished round of ``num_rounds``, and if it is not over all clients."""
     for warning in record.warnings:
         log(WARNING, "round %s: %s", record.round, warning)
     accuracy = record.latest.accuracy.get(primary_predictor)
+    few = accuracy is not None and accuracy.clients < num_clients
     log(
         INFO,
-        "round %s/%s: accuracy %s (%s), %s clients trained, %.1f s",
+        "round %s/%s: accuracy %s (%s%s), %s clients trained, %.1f s",
         record.round,
         num_rounds,
         f"{100 * accuracy.weighted:.1f} %" if accuracy else "not scored yet",
         primary_predictor,
+        f", over {accuracy.clients} of {num_clients}" if accuracy and few else "",
         len(record.trained),
         record.seconds.total,
     )

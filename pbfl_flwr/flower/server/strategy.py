@@ -369,7 +369,8 @@ class MethodStrategy(hooks.Hooks):
         self.history.append(record)
         self._count_participations(finished.clients)
         self._clients.recorded()
-        recorder.log_record(record, self.primary_predictor, self._last_round)
+        clients = len(self._clients.roster.clients)
+        recorder.log_record(record, self.primary_predictor, self._last_round, clients)
         return record
 
     def _count_participations(self, clients: ClientsRecord) -> None:

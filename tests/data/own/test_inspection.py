@@ -24,7 +24,7 @@ from pbfl_flwr.data import (
     own_pool,
     read_names,
 )
-from pbfl_flwr.data.own.inspection import inspect, settings_for
+from pbfl_flwr.data.own.inspection import SAME_CLASSES, inspect, settings_for
 from pbfl_flwr.data.partition.assign import make_partition
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan.configuration import check, gather
@@ -280,7 +280,10 @@ def test_check_data_command(tmp_path: Path, photos: Path) -> None:
     code, text = call(str(photos), "--json")
     actual = json.loads(text)
     assert (code, actual["refused"], actual["counts"], actual["input_shape"]) == (0, None, [4, 4], [3, 6, 10])
-    assert [note.partition(" files ignored")[0] for note in actual["notes"]] == ["1"]  # notes.txt
+    assert [note.partition(" files ignored")[0] for note in actual["notes"]] == [
+        "1",
+        SAME_CLASSES,
+    ]  # notes.txt
     code, text = call(str(photos), "--labels", "cat,dog", "--json")
     assert (code, json.loads(text)["refused"]) == (2, f"{photos} has the class 'emu'; labels allows cat, dog")
     assert call(str(photos), "--model", "har-cnn")[0] == 2

@@ -10,6 +10,7 @@ import torch
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import check_data, client_data, export_pfl_directory, load_pool
 from pbfl_flwr.errors import PbflError
+from tests.small_runs import pbfl
 
 
 class Malicious:
@@ -179,3 +180,22 @@ def test_rejects_inputs_of_too_many_axes(directory):
         write_client(directory, client, *[(np.zeros((2,) * 6), np.array([0, 1]))] * 2)
     with pytest.raises(PbflError, match="must be 1 to 4 axes, none of length 0"):
         load_pool(DataSettings(dataset="pflib", data_dir=str(directory)))
+
+
+def test_check_data_reads_every_client_and_asks_for_one(directory):
+    result = pbfl("check-data", directory)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert (
+        "note: the files of 2 clients can be read; these are client 0's: each device needs a data-client"
+        in text
+    )
+    assert "split on a device: 6 for training, 2 for testing" in text
+    assert f"ok: --node-config \"client-id='NAME' data-path='{directory}' data-client=0\"" in text
+    result = pbfl("check-data", directory, "--data-client", 1)
+    assert "split on a device: 3 for training, 2 for testing" in result.output
+    assert "data-client=1" in result.output
+    (directory / "test" / "1.npz").write_bytes(b"")
+    result = pbfl("check-data", directory)
+    assert result.exit_code == 2
+    assert str(directory / "test" / "1.npz") in result.output.replace("\n", "")

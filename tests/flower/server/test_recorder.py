@@ -1,6 +1,7 @@
 """What a run writes and resumes from: histories, checkpoints, why it ended; full disks and killed servers."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from pbfl_flwr.data import check_data, client_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import handshake
 from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.server.recorder import log_record
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
@@ -40,7 +42,7 @@ from tests.flower.inprocess import (
     silent,
     stored_rounds,
 )
-from tests.small_runs import edit
+from tests.small_runs import edit, entry, over, rounds_of
 
 
 def lines(run: Federation) -> list[dict[str, Any]]:
@@ -368,9 +370,9 @@ def test_best_state_is_the_scored_one(tmp_path: Path, moment: str) -> None:
     figures = {}
     for line in run.strategy.history:
         entries: list[tuple[Accuracies | None, int]] = [(line, line.round), (line.final, line.round + 1)]
-        for entry, number in entries:
-            if entry is not None and "global" in entry.accuracy:
-                figures[number] = entry.accuracy["global"].weighted
+        for scored, number in entries:
+            if scored is not None and "global" in scored.accuracy:
+                figures[number] = scored.accuracy["global"].weighted
     best = max(figures, key=lambda number: (figures[number], -number))
     tensors, about = load_tensors(tmp_path / "run" / "best.safetensors")
     assert float(about["accuracy"]) == pytest.approx(figures[best], abs=1e-6)
@@ -472,3 +474,13 @@ def test_killed_server_resumes_with_the_same_bits(tmp_path: Path, owner: Any, na
         assert same_tensors(ours, theirs), file
     assert stored_rounds(resumed) == stored_rounds(whole)
     assert lines(resumed) == lines(whole)
+
+
+@pytest.mark.parametrize(("clients", "said"), [(2, "(head)"), (1, "(head, over 1 of 2)")])
+def test_the_streamed_line_says_over_how_many_clients_it_is(
+    clients: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (record,) = rounds_of(over(clients, entry(3, 0.5, 0.25), "head"))
+    with caplog.at_level(logging.INFO, "flwr"):
+        log_record(record, "head", 4, 2)
+    assert caplog.messages[0].startswith(f"round 3/4: accuracy 50.0 % {said}, 2 clients trained")
