@@ -19,7 +19,7 @@ from pbfl_flwr.cli.common import (
     own_network,
     running,
 )
-from pbfl_flwr.errors import PbflError, writing
+from pbfl_flwr.errors import PbflError, expanded, writing
 from pbfl_flwr.experiments.console import print_hanging, say, screen
 
 deploy = typer.Typer(help="Federations of SuperLink and SuperNodes.", no_args_is_help=True)
@@ -141,6 +141,42 @@ def doctor(
             print_hanging(console, head, message, len(head), colours[finding.status])
     failed = any(finding.status is Status.FAILED for finding in findings)
     raise typer.Exit(FAILED if failed else COMPLETED)
+
+
+@deploy.command()
+def register(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="KEYS", click_type=NON_EMPTY_PATH, help="Folder with NAME.pub of each device."
+        ),
+    ],
+    link: Annotated[
+        str, typer.Argument(metavar="[SUPERLINK]", help="Its connection in Flower's config.toml.")
+    ] = "",
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="RUN", help="A run of these devices: their networks and versions."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Inventory; default KEYS/inventory.json.")
+    ] = None,
+) -> None:
+    """Register the public keys of a folder with their names, write an inventory and print it; may be repeated."""
+    from pbfl_flwr.experiments.console import print_blocks
+    from pbfl_flwr.flower.deploy import inventory
+    from pbfl_flwr.flower.deploy.processes import flwr
+    from pbfl_flwr.runs.directory import RunDirectory
+
+    console, file = screen(), out or folder / "inventory.json"
+    clients = [] if run is None else RunDirectory(expanded(run)).record().clients
+    with writing(file):
+        lines = inventory.register(folder, file, lambda *words: flwr(words), link, clients)
+    rows = [device.row for device in inventory.Inventory.read(file).devices]
+    print_blocks(console, inventory.COLUMNS, rows, words=len(inventory.COLUMNS))
+    for line in lines:
+        say(console, line)
+    say(console, f"written to {file}")
 
 
 def app(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import shutil
 import signal
@@ -15,11 +16,12 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy import watchdog
 
+CLI_SECONDS = 120.0
 HANGUPS: tuple[signal.Signals, ...] = () if sys.platform == "win32" else (signal.SIGHUP,)
 """Signals sent when the terminal closes; none on Windows."""
 
@@ -140,6 +142,44 @@ def executable(name: str) -> str:
     if not path.exists():
         raise PbflError(f"'{path}' is missing: install Flower into this environment")
     return str(path)
+
+
+def flwr(
+    arguments: Sequence[str], directory: Path | None = None, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run ``flwr`` and return what it prints with ``--format json``, which must be among the arguments.
+
+    Without directory and environment it has those of this process.
+
+    Raises:
+        PbflError: with Flower's message, if it fails or does not answer within two minutes.
+    """
+    try:
+        done = subprocess.run(
+            [executable("flwr"), *arguments],
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CLI_SECONDS,
+            start_new_session=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise PbflError(f"flwr {arguments[0]} did not answer within {CLI_SECONDS:.0f} s") from None
+    try:
+        result: dict[str, Any] = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        result = {}
+    if done.returncode or not result.get("success", bool(result)):
+        reason = (
+            result.get("error-message")
+            or (done.stdout + done.stderr).strip()
+            or f"exit code {done.returncode}"
+        )
+        raise PbflError(f"flwr {arguments[0]}: {reason}")
+    return result
 
 
 def free_port() -> int:

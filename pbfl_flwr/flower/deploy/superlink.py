@@ -28,7 +28,14 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.config.toml import toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy.bundle import copy_included
-from pbfl_flwr.flower.deploy.processes import Processes, executable, free_port, healthy, signals_ignored
+from pbfl_flwr.flower.deploy.processes import (
+    Processes,
+    executable,
+    flwr,
+    free_port,
+    healthy,
+    signals_ignored,
+)
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.runs.locks import claim, lock_of
 from pbfl_flwr.util.atomic_files import private_opener
@@ -36,7 +43,6 @@ from pbfl_flwr.util.atomic_files import private_opener
 LOG = "flower.log"
 ENDED = ("finished:completed", "finished:failed", "finished:stopped")
 START_SECONDS = 60.0
-CLI_SECONDS = 120.0
 CONNECTION = "own"  # the SuperLink's name in config.toml
 ATTEMPTS = 3  # another process may take the free port before the SuperLink does
 
@@ -191,32 +197,7 @@ class ManagedSuperLink(ABC):
         self._follower = self._spawn("flwr", "log", run_id, "--stream")
 
     def _flwr(self, *arguments: str) -> dict[str, Any]:
-        try:
-            done = subprocess.run(
-                [executable("flwr"), *arguments],
-                cwd=self._scratch / "empty",
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=CLI_SECONDS,
-                start_new_session=True,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise PbflError(f"flwr {arguments[0]} did not answer within {CLI_SECONDS:.0f} s") from None
-        try:
-            result: dict[str, Any] = json.loads(done.stdout)
-        except json.JSONDecodeError:
-            result = {}
-        if done.returncode or not result.get("success", bool(result)):
-            reason = (
-                result.get("error-message")
-                or (done.stdout + done.stderr).strip()
-                or f"exit code {done.returncode}"
-            )
-            raise PbflError(f"flwr {arguments[0]}: {reason}")
-        return result
+        return flwr(arguments, self._scratch / "empty", self._environment())
 
     def _environment(self) -> dict[str, str]:
         loopback = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))

@@ -34,6 +34,11 @@ def digest(names: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16] if names else ""
 
 
+def digest_of_key(public_key: bytes) -> str:
+    """Return a hash of a node's public key, as PEM; so long that nobody finds another key with the same one."""
+    return hashlib.sha256(public_key).hexdigest()[:32]
+
+
 def declared_identity(client: int | str, task: Task, labels: Sequence[str], columns: str) -> str:
     """Return a device's identity in four lines: client id, K and input shape, digest of the classes, columns."""
     shape = "x".join(map(str, task.input_shape))

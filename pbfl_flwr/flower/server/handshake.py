@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 
@@ -13,6 +12,7 @@ from flwr.serverapp import Grid
 from pbfl_flwr.errors import LONGEST, PbflError, printable
 from pbfl_flwr.flower.code_version import code_version
 from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.identity import digest_of_key
 from pbfl_flwr.flower.server.grid import OnWait, ignore, poll, simulates
 from pbfl_flwr.flower.server.replies import error_reason
 from pbfl_flwr.flower.server.roster import MAX_TEXT, client_from_reply
@@ -21,7 +21,6 @@ from pbfl_flwr.runs.records import ClientRecord
 
 JOIN_PAUSE = 2.0  # seconds; Flower's simulation registers its nodes in a loop without pauses
 MAX_NODES_NAMED = 3  # in one line
-KEY_DIGITS = 32  # of a public key's hash; so many that nobody finds another key with the same ones
 CLIENT_ID = "client-id = "  # contained in a reason if it already identifies the client
 
 
@@ -116,8 +115,7 @@ def _with_key(client: ClientRecord, node: NodeInfo) -> ClientRecord:
     """
     if client.simulated or not node.public_key:
         return client
-    key = hashlib.sha256(node.public_key).hexdigest()[:KEY_DIGITS]
-    return client.with_key(key, printable(node.name[:MAX_TEXT]))
+    return client.with_key(digest_of_key(node.public_key), printable(node.name[:MAX_TEXT]))
 
 
 def refusals(refused: Mapping[int, str], num_nodes: int) -> list[str]:

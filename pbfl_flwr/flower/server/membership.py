@@ -104,23 +104,24 @@ class Membership:
     def _start(self, grid: Grid) -> list[str]:
         """Ask every node of a new run and return a line for every node that is not used."""
         run, M, least = self.run, self.run.num_clients, self.run.min_clients
+        needed = least or M
         nodes = wait_for_nodes(grid, M, run.join_timeout, self.on_wait)
         if len(nodes) != M and simulates(grid):
             raise PbflError(
                 f"num-clients = {M}, but the simulation has num-supernodes = {len(nodes)}: must be the same number; "
                 f"--federation-config 'num-supernodes={M}' sets it (pbfl run does), num-clients = 0 takes all nodes"
             )
-        if len(nodes) < (least or M):
+        if len(nodes) < needed:
             few = f"but only {len(nodes)} nodes joined within {run.join_timeout:.0f} s"
             if least:
                 raise PbflError(f"min-clients = {least}, {few}")
             raise PbflError(f"num-clients = {M}, {few}; a deployment needs {M} running SuperNodes")
         clients, refused = self._handshake(grid, nodes)
-        if refused and not 0 < least <= len(clients):
+        if refused and len(clients) < needed:
             raise PbflError("\n".join(refusals(refused, len(nodes))))
         unfit = [*dict.fromkeys(map(str, self._place(clients, nodes).values()))]
         placed = self.roster.clients.values()
-        if unfit and not 0 < least <= len(placed):
+        if unfit and len(placed) < needed:
             too_few = [f"min-clients = {least}, but only {len(placed)} of {len(nodes)} devices can take part"]
             raise PbflError("\n".join([*(too_few if least else []), *unfit]))
         if len(placed) < M and any(client.simulated for client in placed):

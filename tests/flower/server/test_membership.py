@@ -99,6 +99,16 @@ def test_clients_join_in_any_round(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert late in report.overviews(results.load([tmp_path / "run"]))[0]["warnings"]
 
 
+def test_one_device_more_than_clients_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "m", "b", "z", "a")
+    fed = begun(tmp_path, nodes, {1: [0, 1, 2, 3]}, min_clients=0, num_clients=3)
+    assert [client.name for client in fed.strategy.roster.clients.values()] == ["a", "b", "m"]
+    told = [n for n in fed.strategy.history[0].warnings if "already has its num-clients = 3" in n]
+    assert len(told) == 1
+    assert "client-id z" in told[0]
+    assert [line.trained for line in fed.strategy.history] == [[0, 1, 2]] * 3
+
+
 def test_warns_once_of_clients_with_other_pretrained_weights(tmp_path: Path) -> None:
     """When they differ at the start, and when one that joins changes the line."""
     nodes = sites(tmp_path, "a", "b", "c")
@@ -124,7 +134,9 @@ def test_device_keeps_its_number(tmp_path: Path) -> None:
     fed = begun(tmp_path, nodes, {1: [0, 1], 2: [2, 3]}, method="fesem")
     assert [line.trained for line in fed.strategy.history] == [[0, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert len(fed.strategy.state.assigned) == 4
-    assert "over 2 of 4" not in shown(tmp_path / "run")
+    assert "clients: head over 2 of 4 in the best round." in shown(
+        tmp_path / "run"
+    )  # the first, not the last
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fesem", "gfpl"])

@@ -1,0 +1,170 @@
+"""The devices of a SuperLink by name: registers their public keys, and keeps what is known of them in one file.
+
+Flower's commands print node ids, not names, and its list has no keys: which id a key got is known from its registration
+or from a run in which the device took part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+
+from pbfl_flwr.errors import PbflError, reading
+from pbfl_flwr.flower.messages.identity import digest_of_key
+from pbfl_flwr.runs.records import ClientRecord, Record
+from pbfl_flwr.util.atomic_files import write_atomically
+
+COLUMNS = ("name", "status", "last seen", "network", "pbfl-flwr", "node")
+KEY_TAKEN = "[code: 23]"
+Flwr = Callable[..., dict[str, Any]]
+"""Runs ``flwr`` with these words, with --format json, and returns what it prints; raises PbflError if it fails."""
+
+
+class Device(Record):
+    """What is known of a device.
+
+    Attributes:
+        name: of its key, which is its client-id.
+        key: hash of its public key, as in run.json.
+        node: Flower's id, as text; empty if its key was not registered by this command and was in no run.
+        status: Flower's: registered, online, offline; empty if the SuperLink does not know the node.
+        last_seen: time in UTC; empty if it was never online.
+        architecture, version: its network and pbfl-flwr's version in the last run that was looked at.
+    """
+
+    name: str
+    key: str
+    node: str = ""
+    status: str = ""
+    last_seen: str = ""
+    architecture: str = ""
+    version: str = ""
+
+    @property
+    def row(self) -> list[str]:
+        """The cells of the table."""
+        cells = (self.name, self.status, self.last_seen, self.architecture, self.version, self.node)
+        return [cell or "-" for cell in cells]
+
+
+class Inventory(Record):
+    """The devices, by name."""
+
+    devices: list[Device]
+
+    @classmethod
+    def read(cls, file: Path) -> Inventory:
+        """Return the content of a file, which need not exist.
+
+        Raises:
+            PbflError: if it is damaged.
+        """
+        with reading(str(file)):
+            return cls.from_json(file.read_bytes(), file) if file.exists() else cls(devices=[])
+
+    def write(self, file: Path) -> None:
+        """Write the file, all or nothing."""
+        write_atomically(file, (json.dumps(self.to_json(), indent=1) + "\n").encode())
+
+
+def register(
+    folder: Path, file: Path, flwr: Flwr, link: str = "", clients: Sequence[ClientRecord] = ()
+) -> list[str]:
+    """Register the public keys of a folder that are not registered yet, under their names, and write the inventory.
+
+    A key that has replaced another one of the same name is registered before that one is unregistered.
+
+    Args:
+        folder: with NAME.pub of every device.
+        file: the inventory.
+        flwr: asks the SuperLink.
+        link: name of its connection; empty: the default one.
+        clients: of the last run, which say node, network and version.
+
+    Returns:
+        What was done or could not be done, a line each; the inventory is written in any case.
+
+    Raises:
+        PbflError: if the folder has no keys, one cannot be read, or the SuperLink cannot be asked.
+    """
+    keys = read_keys(folder)
+    known = {device.name: device for device in Inventory.read(file).devices}
+    asked = [*([link] if link else []), "--format", "json"]
+    nodes = _nodes(flwr, asked)
+    members = {client.key: client for client in clients}
+    devices = {
+        name: known[name] if name in known and known[name].key == key else Device(name=name, key=key)
+        for name, key in keys.items()
+    }
+    for name, device in devices.items():
+        if member := members.get(device.key):
+            seen = {"architecture": member.architecture, "version": member.code_version}
+            devices[name] = device.model_copy(update={**seen, "node": str(member.node)})
+    new = [name for name, device in devices.items() if device.node not in nodes]
+
+    def add(name: str) -> tuple[str, str]:
+        try:
+            result = flwr("supernode", "register", str(folder / f"{name}.pub"), *asked, f"--name={name}")
+            return str(result["node-id"]), ""
+        except PbflError as error:
+            reason = str(error).splitlines()[-1]
+            taken = "; --run tells its node, if it took part in a run" if KEY_TAKEN in reason else ""
+            return "", f"{name}: {reason}{taken}"
+
+    lines = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # every call starts a process
+        for name, (node, reason) in zip(new, pool.map(add, new), strict=True):
+            devices[name] = devices[name].model_copy(update={"node": node})
+            lines += [reason] if reason else []
+            old = known.get(name)
+            if node and old and old.key != devices[name].key and old.node in nodes:
+                flwr("supernode", "unregister", old.node, *asked)
+                lines.append(f"{name}: has another key now; the old one is unregistered")
+    lines.append(f"{sum(bool(devices[name].node) for name in new)} keys registered")
+    nodes = _nodes(flwr, asked)
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}"
+    every = [_seen(device, nodes, now) for device in devices.values()]
+    Inventory(devices=every).write(file)
+    if strangers := sorted(set(nodes) - {device.node for device in every}):
+        lines.append(f"registered without a key in {folder}: node {', '.join(strangers)}")
+    return lines
+
+
+def read_keys(folder: Path) -> dict[str, str]:
+    """Return name -> hash of every public key NAME.pub in a folder, in ascending order of the names.
+
+    Raises:
+        PbflError: if there is none, or one cannot be read.
+    """
+    keys: dict[str, str] = {}
+    for path in sorted(folder.glob("*.pub")):
+        try:
+            public = load_ssh_public_key(path.read_bytes())
+        except (OSError, ValueError, UnsupportedAlgorithm) as error:
+            raise PbflError(f"{path} is not a public key ({error}); must be as pbfl keys writes it") from None
+        keys[path.stem] = digest_of_key(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    if not keys:
+        raise PbflError(f"{folder} has no public keys; must be a folder with NAME.pub of every device")
+    return keys
+
+
+def _nodes(flwr: Flwr, asked: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Return node id -> what Flower lists of it, of those that are registered."""
+    listed = flwr("supernode", "list", *asked)["nodes"]
+    return {node["node-id"]: node for node in listed if node["status"] not in ("unregistered", "deleted")}
+
+
+def _seen(device: Device, nodes: Mapping[str, Mapping[str, Any]], now: str) -> Device:
+    """Return a device with its status; one that is online is seen ``now``."""
+    if (node := nodes.get(device.node)) is None:
+        return device.model_copy(update={"status": ""})
+    seen = {"online": now, "offline": str(node["offline-at"])}.get(node["status"], "")
+    return device.model_copy(update={"status": node["status"], "last_seen": seen})

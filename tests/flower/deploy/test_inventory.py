@@ -1,0 +1,110 @@
+"""Registering the keys of a folder, against a SuperLink that answers as Flower's does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.deploy import certificates as security
+from pbfl_flwr.flower.deploy.inventory import Device, Inventory, read_keys, register
+from tests.flower.server.test_membership import member
+
+
+class Link:
+    """What ``flwr supernode`` answers; node ids are 101, 102, ... in the order of registration."""
+
+    def __init__(self) -> None:
+        self.keys: dict[bytes, str] = {}
+        self.names: dict[str, str] = {}
+        self.status: dict[str, str] = {}
+
+    def __call__(self, *words: str) -> dict[str, Any]:
+        assert words[0] == "supernode"
+        assert "json" in words
+        if words[1] == "list":
+            every = {"offline-at": "2026-11-26 18:28:13Z"}
+            return {"nodes": [{"node-id": node, "status": s, **every} for node, s in self.status.items()]}
+        if words[1] == "unregister":
+            self.status[words[2]] = "unregistered"
+            return {"success": True}
+        key = Path(words[2]).read_bytes()
+        if key in self.keys:
+            raise PbflError("flwr supernode: Using SuperLink: x\n\n[code: 23] Public key already in use.")
+        node = self.keys[key] = str(101 + len(self.keys))
+        self.names[node], self.status[node] = words[-1], "registered"
+        return {"success": True, "node-id": int(node)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    security.make_keys(tmp_path / "keys", ["b", "a"])
+    return tmp_path / "keys"
+
+
+def devices(folder: Path) -> dict[str, Device]:
+    return {device.name: device for device in Inventory.read(folder / "i.json").devices}
+
+
+def test_registers_every_key_once_and_says_when_a_device_was_seen(folder: Path) -> None:
+    link = Link()
+    assert register(folder, folder / "i.json", link, "devices") == ["2 keys registered"]
+    assert {link.names[device.node]: name for name, device in devices(folder).items()} == {
+        "--name=a": "a",
+        "--name=b": "b",
+    }
+    link.status[devices(folder)["a"].node] = "offline"
+    link.status[devices(folder)["b"].node] = "online"
+    security.make_keys(folder, ["c"])
+    assert register(folder, folder / "i.json", link) == ["1 keys registered"]
+    assert {name: device.status for name, device in devices(folder).items()} == {
+        "a": "offline",
+        "b": "online",
+        "c": "registered",
+    }
+    assert devices(folder)["a"].last_seen == "2026-11-26 18:28:13Z"
+    assert devices(folder)["b"].last_seen > devices(folder)["a"].last_seen
+    assert devices(folder)["c"].row == ["c", "registered", "-", "-", "-", devices(folder)["c"].node]
+
+
+def test_a_changed_key_replaces_the_old_one(folder: Path) -> None:
+    link = Link()
+    register(folder, folder / "i.json", link)
+    before = devices(folder)
+    for name in ("a", "a.pub"):
+        (folder / name).unlink()
+    security.make_keys(folder, ["a"])
+    lines = register(folder, folder / "i.json", link)
+    assert lines == ["a: has another key now; the old one is unregistered", "1 keys registered"]
+    after = devices(folder)
+    assert (link.status[before["a"].node], link.status[after["a"].node]) == ("unregistered", "registered")
+    assert after["b"] == before["b"]
+
+
+def test_a_run_says_which_node_a_key_has_and_what_runs_there(folder: Path) -> None:
+    link = Link()
+    register(folder, folder / "i.json", link)
+    nodes = {name: device.node for name, device in devices(folder).items()}
+    (folder / "i.json").unlink()
+    lines = register(folder, folder / "i.json", link)
+    assert lines[:2] == [
+        f"{name}: [code: 23] Public key already in use.; --run tells its node, if it took part in a run"
+        for name in "ab"
+    ]
+    assert lines[-1] == f"registered without a key in {folder}: node 101, 102"
+    clients = [
+        member(name, int(nodes[name]), **{"code-version": "0.1.0"}).with_key(key, name)
+        for name, key in read_keys(folder).items()
+    ]
+    assert register(folder, folder / "i.json", link, clients=clients) == ["0 keys registered"]
+    assert {name: device.node for name, device in devices(folder).items()} == nodes
+    assert devices(folder)["a"].version == "0.1.0"
+    assert devices(folder)["a"].architecture == clients[0].architecture
+
+
+def test_refuses_a_folder_without_keys_and_a_file_that_is_none(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match="has no public keys"):
+        read_keys(tmp_path)
+    (folder / "c.pub").write_text("hello")
+    with pytest.raises(PbflError, match=r"c\.pub is not a public key"):
+        register(folder, folder / "i.json", Link())
