@@ -691,7 +691,9 @@ def test_certificates_and_keys_say_what_goes_where(tmp_path: Path) -> None:
     result = pbfl("keys", "--out", tmp_path / "k", "a", "b")
     assert result.exit_code == 0
     assert f"{tmp_path / 'k' / 'b'}: stays on device b" in " ".join(result.stdout.split())
-    assert "flwr supernode register b.pub --name b" in " ".join(result.stdout.split())
+    assert "b.pub: copy to the server, into a folder for pbfl deploy register" in " ".join(
+        result.stdout.split()
+    )
     assert pbfl("keys", "--out", tmp_path / "k", "b").exit_code == 2
 
 

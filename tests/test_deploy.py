@@ -19,6 +19,7 @@ from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.deploy import certificates as security
 from pbfl_flwr.flower.deploy.doctor import CheckTargets, check_connection
 from pbfl_flwr.flower.deploy.findings import Status
+from pbfl_flwr.flower.deploy.inventory import Inventory, register
 from pbfl_flwr.flower.deploy.local_federation import Deployment, complete
 from pbfl_flwr.flower.deploy.superlink import ENDED
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
@@ -130,15 +131,19 @@ def results(rounds: Sequence[RoundRecord], disconnected: Collection[int] = ()) -
 
 def refuses_strangers(deployment: Deployment, place: Path) -> None:
     """Neither a SuperNode with an unknown key is admitted, nor does one join a SuperLink of a foreign CA."""
-    security.make_keys(place, ["stranger", "visitor"])
-    deployment._flwr("supernode", "register", str(place / "visitor.pub"), "--format", "json")
+    security.make_keys(place, ["stranger"])
+    security.make_keys(place / "keys", ["visitor"])
+    lines = register(place / "keys", place / "inventory.json", deployment._flwr)
+    assert lines[0] == "1 keys registered"
+    (device,) = Inventory.read(place / "inventory.json").devices
+    assert (device.name, device.status) == ("visitor", "registered")
     security.make_certificates(place / "elsewhere", ["127.0.0.1"], 30)
     foreign = place / "elsewhere" / "ca.pem"
     ca, known = deployment.ca, deployment.key(0)
     # The doctor reports beforehand what a SuperNode would meet.
-    findings = check_connection(CheckTargets(deployment.fleet_address, ca, place / "visitor"))
+    findings = check_connection(CheckTargets(deployment.fleet_address, ca, place / "keys" / "visitor"))
     assert {finding.status for finding in findings} == {Status.OK}
-    findings = check_connection(CheckTargets(deployment.fleet_address, foreign, place / "visitor"))
+    findings = check_connection(CheckTargets(deployment.fleet_address, foreign, place / "keys" / "visitor"))
     (failed,) = [finding for finding in findings if finding.status is Status.FAILED]
     assert failed.what == "supernode"
     assert "unable to get local issuer certificate" in failed.message

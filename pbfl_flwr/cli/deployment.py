@@ -84,7 +84,7 @@ def keys(
         )
         say(
             console,
-            f"  {out / name}.pub: copy to the server, and there: flwr supernode register {name}.pub --name {name}",
+            f"  {out / name}.pub: copy to the server, into a folder for pbfl deploy register",
         )
 
 

@@ -135,7 +135,7 @@ def translated(output: str, code: int | None, key: Path | None, insecure: bool) 
         return _admitted(admitted[1], key, insecure)
     if REFUSED in output and key:
         message = "the key is not registered, or another SuperNode with it is online"
-        advice = f"on the server: flwr supernode register {key.name}.pub --name {key.name}"
+        advice = f"on the server: pbfl deploy register, with {key.name}.pub among the keys"
         return Finding(WHAT, FAILED, message, advice)
     if UNKNOWN_TO_ALL in output:
         message = "the SuperLink admits registered keys only"

@@ -87,7 +87,7 @@ KEY = Path("site-a")
     ("name", "code", "status", "words"),
     [
         ("admitted", None, Status.OK, "admits this device as node 2354141738751265943"),
-        ("unknown-key", 1, Status.FAILED, "not registered.*flwr supernode register site-a.pub --name site-a"),
+        ("unknown-key", 1, Status.FAILED, "not registered.*pbfl deploy register, with site-a.pub"),
         ("wrong-clock", 0, Status.FAILED, r"a clock .* \d\d:\d\d:\d\d UTC; .*timedatectl set-ntp true"),
         ("control", 1, Status.FAILED, "this is the Control API, .*port 9092"),
         ("control-insecure", 1, Status.FAILED, "this is the Control API, .*port 9092"),
