@@ -102,7 +102,8 @@ def test_clients_join_in_any_round(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_one_device_more_than_clients_is_left_out_with_a_warning(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "m", "b", "z", "a")
     fed = begun(tmp_path, nodes, {1: [0, 1, 2, 3]}, min_clients=0, num_clients=3)
-    assert [client.name for client in fed.strategy.roster.clients.values()] == ["a", "b", "m"]
+    about = RunDirectory(tmp_path / "run").record()
+    assert [client.name for client in about.clients] == ["a", "b", "m"]
     told = [n for n in fed.strategy.history[0].warnings if "already has its num-clients = 3" in n]
     assert len(told) == 1
     assert "client-id z" in told[0]
