@@ -49,6 +49,7 @@ test-newest-flower: $(NEWEST)/.installed
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/deptry pbfl_flwr client_app server_app
 	$(BIN)/mypy
 
 format: install
