@@ -2,6 +2,7 @@
 # make test  format, lint, types and tests
 # make test-long  more tests of real processes, some of which wait minutes for Flower
 # make test-newest-flower  tests of messages, grid and engines on the newest Flower that installs, in .venv-newest
+# make test-lowest  tests on the lowest versions that pyproject.toml allows, in .venv-lowest; torch is that of .venv
 # make keys  the keys in pyproject.toml and the rules in docs/privacy.md, from their declarations
 # make docs  the documentation as a site in docs/_build/html; fails on a link that leads nowhere
 # Needs Python 3.11 or newer and make; everything else goes into .venv.
@@ -11,8 +12,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NEWEST := .venv-newest
+LOWEST := .venv-lowest
+TORCH := torch* functorch nvidia* triton* cuda*
+LOWEST_TESTS := tests/config tests/runs tests/sinks tests/data/own tests/test_cli.py tests/flower/engines/test_local.py \
+	tests/experiments/test_pictures.py tests/experiments/test_statistics.py
 
-.PHONY: install run test test-long test-newest-flower lint format keys docs clean
+.PHONY: install run test test-long test-newest-flower test-lowest lint format keys docs clean
 
 install: $(STAMP)
 
@@ -37,7 +42,7 @@ test-long: install
 $(NEWEST)/.installed: pyproject.toml | $(STAMP)
 	$(BIN)/python -m venv --clear $(NEWEST)
 	mkdir $(NEWEST)/torch
-	ln -s $(foreach name,torch* functorch nvidia* triton* cuda*,$(abspath $(wildcard $(VENV)/lib/python*/site-packages/$(name)))) $(NEWEST)/torch
+	ln -s $(foreach name,$(TORCH),$(abspath $(wildcard $(VENV)/lib/python*/site-packages/$(name)))) $(NEWEST)/torch
 	echo $(abspath $(NEWEST)/torch) > $$(echo $(NEWEST)/lib/python*/site-packages)/torch.pth
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet -e '.[simulation,test]'
 	touch $@
@@ -45,6 +50,23 @@ $(NEWEST)/.installed: pyproject.toml | $(STAMP)
 test-newest-flower: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pip list | grep -E '^(flwr|ray) '
 	$(NEWEST)/bin/python -m pytest tests/flower/engines tests/flower/messages tests/flower/test_flower_version.py
+
+# torch and what it needs are borrowed by a .pth file, too, and kept from uv by an override: it knows nothing of them, and
+# so cannot write into them through the links.
+$(LOWEST)/.installed: pyproject.toml | $(STAMP)
+	$(BIN)/python -m venv --clear $(LOWEST)
+	mkdir $(LOWEST)/torch
+	ln -s $(foreach name,$(TORCH) sympy* mpmath* networkx*,$(abspath $(wildcard $(VENV)/lib/python*/site-packages/$(name)))) $(LOWEST)/torch
+	echo $(abspath $(LOWEST)/torch) > $$(echo $(LOWEST)/lib/python*/site-packages)/torch.pth
+	printf '%s; sys_platform == "never"\n' torch torchvision > $(LOWEST)/borrowed.txt
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
+		--overrides $(LOWEST)/borrowed.txt \
+		-e '.[simulation,test,parquet,flwr-datasets,tensorboard,wandb,mlflow,prometheus]'
+	touch $@
+
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/pbfl run fedproto-digits --set num-server-rounds=2 --run-dir $(LOWEST)/run-$$$$
+	$(LOWEST)/bin/python -m pytest --numprocesses=3 --dist=worksteal $(LOWEST_TESTS)
 
 lint: install
 	$(BIN)/ruff format --check .
@@ -64,5 +86,5 @@ docs: install
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) $(NEWEST) docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(NEWEST) $(LOWEST) docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
