@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,6 +18,7 @@ from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.console import say, screen
 from pbfl_flwr.flower.deploy.bundle import top_level
 from pbfl_flwr.flower.flower_version import refuse_older
+from pbfl_flwr.util.extras import require
 
 if TYPE_CHECKING:
     from pbfl_flwr.flower.engines.placement import Resources
@@ -181,8 +181,8 @@ def engine_for(
 
     if ray_address and engine != "ray":
         raise PbflError(f"--ray-address: only with --engine ray, not {engine}")
-    if engine != "processes" and not find_spec("ray"):
-        raise PbflError(f"--engine {engine}: Ray is missing; pip install 'pbfl-flwr[simulation]'")
+    if engine != "processes":
+        require(f"--engine {engine}", "ray")
     if app_dir is not None and engine != "flower":
         raise PbflError(
             f"--app: not used with --engine {engine}, whose clients run the installed package; add --engine flower"

@@ -201,8 +201,8 @@ def export(
         f"{card.num_classes} classes, d = {card.feature_dim}",
     )
     say(console, f"written to {out}: {', '.join(files)}")
-    if exporting.ONNX not in files:
-        say(console, "no ONNX: pip install 'pbfl-flwr[onnx]'")
+    if line := exporting.lacking_for_onnx():
+        say(console, line)
 
 
 def predict(

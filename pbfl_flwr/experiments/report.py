@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pbfl_flwr.config import NEUTRAL
-from pbfl_flwr.errors import PbflError, printable
+from pbfl_flwr.errors import printable
 from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.pairs import EVERY_AGAINST_ONE, Asked, paired_sheet
 from pbfl_flwr.experiments.results import RunGroup
@@ -35,9 +35,9 @@ from pbfl_flwr.experiments.summary import (
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.util.atomic_files import write_atomically
+from pbfl_flwr.util.extras import require
 
 TEMPLATES = "experiments/templates"
-NEEDED = "pbfl report needs matplotlib and jinja2: pip install 'pbfl-flwr[report]'"
 
 
 def write(
@@ -56,15 +56,12 @@ def write(
         The files written, the page first.
 
     Raises:
-        PbflError: if matplotlib or jinja2 is not installed, or the page cannot be written.
+        PbflError: if the extra ``report`` is not installed, or the page cannot be written.
     """
-    try:
-        import jinja2  # noqa: F401, before the pictures are drawn
+    require("pbfl report", "matplotlib", "jinja2", "sklearn")
+    from pbfl_flwr.experiments import pictures
+    from pbfl_flwr.experiments.pictures import style
 
-        from pbfl_flwr.experiments import pictures
-        from pbfl_flwr.experiments.pictures import style
-    except ModuleNotFoundError as error:
-        raise PbflError(f"{NEEDED} ({error})") from None
     sections = pictures.draw(groups)
     written = [out]
     write_atomically(out, page(groups, sections, asked).encode())

@@ -35,6 +35,7 @@ from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import RejectedPayload, Weights, joined, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import classification, fit
+from pbfl_flwr.util.extras import require
 
 NOBODY = -1  # in Centres.assigned: a client that never answered
 SAME = 1e-12  # squared distance of equal updates through rounding, relative to their squared lengths
@@ -174,6 +175,7 @@ class FeSEM(Method[Centres, Weights, Weights]):
         k-means runs on N coordinates with the same pairwise distances, computed from the inner products, so that its
         cost does not depend on the size of the network.
         """
+        require("method = 'fesem'", "sklearn")
         from sklearn.cluster import KMeans
 
         N = len(uploads)

@@ -15,6 +15,7 @@ from torch import Tensor
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import HEAD_PREFIX
+from pbfl_flwr.models.layers import torchvision_models
 from pbfl_flwr.models.pretrained import POSITIONS
 from pbfl_flwr.models.registry import ModelName
 from pbfl_flwr.task import Task
@@ -127,7 +128,7 @@ def _our_names(architecture: str) -> list[str]:
 
 
 def _their_shapes(architecture: str) -> dict[str, torch.Size]:
-    from torchvision import models
+    models = torchvision_models(architecture)
 
     more = {"aux_logits": False, "init_weights": False} if architecture == "googlenet" else {}
     with torch.device("meta"):

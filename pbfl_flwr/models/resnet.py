@@ -16,12 +16,13 @@ from pbfl_flwr.models.layers import (
     input_convolution,
     linear_head,
     replaced_classifier,
+    torchvision_models,
 )
 from pbfl_flwr.task import Task
 
 
 def _of_torchvision(name: str, task: Task) -> SplitModel:
-    from torchvision import models
+    models = torchvision_models(name)
 
     channels, _, _ = image_shape(name, task)
     net = getattr(models, name)(weights=None, num_classes=task.num_classes)

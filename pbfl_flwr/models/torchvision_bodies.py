@@ -8,7 +8,13 @@ from torch import nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.models.layers import global_average, image_shape, input_convolution, linear_head
+from pbfl_flwr.models.layers import (
+    global_average,
+    image_shape,
+    input_convolution,
+    linear_head,
+    torchvision_models,
+)
 from pbfl_flwr.task import Task
 
 # MobileNetV2: stem, the seven groups of inverted residuals in the paper's table 2, last 1x1 convolution: 19 layers.
@@ -21,7 +27,7 @@ def mobilenet_v2(task: Task) -> SplitModel:
 
     As in the references its Dropout(0.2) is part of the body, so features are noisy in training mode.
     """
-    from torchvision import models
+    models = torchvision_models("mobilenet-v2")
 
     channels, _, _ = image_shape("mobilenet-v2", task)
     layers = models.mobilenet_v2(weights=None, num_classes=task.num_classes).features
@@ -36,7 +42,7 @@ def mobilenet_v2(task: Task) -> SplitModel:
 
 def shufflenet_v2(task: Task) -> SplitModel:
     """ShuffleNetV2 x1.0 of torchvision; last layer 1024."""
-    from torchvision import models
+    models = torchvision_models("shufflenet-v2")
 
     channels, _, _ = image_shape("shufflenet-v2", task)
     net = models.shufflenet_v2_x1_0(weights=None, num_classes=task.num_classes)
@@ -51,7 +57,7 @@ def efficientnet_b0(task: Task) -> SplitModel:
     As in the references its Dropout(0.2) is part of the head; unlike torchvision's it is not in-place, since the
     features are also needed without dropout.
     """
-    from torchvision import models
+    models = torchvision_models("efficientnet-b0")
 
     channels, _, _ = image_shape("efficientnet-b0", task)
     stages = models.efficientnet_b0(weights=None, num_classes=task.num_classes).features
@@ -68,7 +74,7 @@ def googlenet(task: Task) -> SplitModel:
     Raises:
         PbflError: if inputs are no images, or too small.
     """
-    from torchvision import models
+    models = torchvision_models("googlenet")
 
     channels, height, width = image_shape("googlenet", task)
     if min(height, width) < SMALLEST_IMAGE:

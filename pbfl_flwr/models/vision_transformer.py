@@ -12,12 +12,12 @@ from torch import nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.models.layers import image_shape, impose_width, linear_head
+from pbfl_flwr.models.layers import image_shape, impose_width, linear_head, torchvision_models
 from pbfl_flwr.task import Task
 
 
 def _of_torchvision(name: str, patch: int, task: Task) -> SplitModel:
-    from torchvision import models
+    models = torchvision_models(name)
 
     channels, height, width = image_shape(name, task)
     if height != width or height % patch:

@@ -43,6 +43,7 @@ from pbfl_flwr.method import Client, Update
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.rules import rule_named
 from pbfl_flwr.prototypes.stages import scale_by_counts
+from pbfl_flwr.util.extras import require
 
 RELEASES = "releases"  # name in the client's memory of its number of noisy releases
 
@@ -55,6 +56,7 @@ def clip_norms(rows: Tensor, bound: float) -> Tensor:
 
 def delta_of(epsilon: float, mu: float) -> float:
     """Return δ(ε) of a Gaussian mechanism with Δ/σ = μ."""
+    require("dp-noise", "scipy")
     from scipy.special import log_ndtr, ndtr
 
     shifted = log_ndtr(-epsilon / mu - mu / 2)  # in logarithms, since e^ε could overflow
@@ -69,6 +71,7 @@ def epsilon_of(noise: float, releases: int, delta: float) -> float:
         releases: T.
         delta: δ.
     """
+    require("dp-noise", "scipy")
     from scipy.optimize import brentq
 
     if not releases:
@@ -89,6 +92,7 @@ def gaussian(rows: int, width: int, generator: torch.Generator | None = None) ->
     """
     if generator is not None:
         return torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    require("dp-noise", "scipy")
     from scipy.special import ndtri
 
     words = np.frombuffer(os.urandom(4 * rows * width * 8), dtype=np.uint64).reshape(4, rows, width)

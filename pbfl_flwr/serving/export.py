@@ -17,7 +17,6 @@ local ones the result of it.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import warnings
 from pathlib import Path
@@ -31,6 +30,7 @@ from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.network import Served, rebuild
 from pbfl_flwr.serving.states import SavedModel
 from pbfl_flwr.util.atomic_files import create_private, make_directory, write_atomically
+from pbfl_flwr.util.extras import lacking
 
 CARD, WEIGHTS, PROTOTYPES, PROGRAM, ONNX = (
     "card.json",
@@ -70,9 +70,9 @@ def export(model: SavedModel, directory: Path, allowed_code: str = "") -> list[s
     return [CARD, *hashes]
 
 
-def has_onnx() -> bool:
-    """Whether the packages that write ONNX are installed."""
-    return all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript"))
+def lacking_for_onnx() -> str:
+    """Return the line that says what to install to write ONNX; "" if it is written."""
+    return lacking("ONNX", "onnx", "onnxscript")
 
 
 def _programs(served: Served, card: Card, directory: Path) -> None:
@@ -83,7 +83,7 @@ def _programs(served: Served, card: Card, directory: Path) -> None:
         try:
             program = torch.export.export(served, (example,), dynamic_shapes=batch)
             torch.export.save(program, create_private(directory / PROGRAM))
-            if has_onnx():
+            if not lacking_for_onnx():
                 onnx_program = torch.onnx.export(
                     program,
                     (),

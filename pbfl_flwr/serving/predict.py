@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from pbfl_flwr.data.own.columns import CLIENT, LABEL, SUFFIXES
 from pbfl_flwr.data.own.image_folder import one_image
+from pbfl_flwr.data.own.images import SUFFIXES as IMAGES
 from pbfl_flwr.data.own.npz import read_arrays
 from pbfl_flwr.data.own.table import features
 from pbfl_flwr.data.sources.files import files_under
@@ -66,7 +66,7 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
             yield from _inputs(card, images)
         elif not path.is_file():
             raise PbflError(f"there is no {path}")
-        elif suffix in IMG_EXTENSIONS:
+        elif suffix in IMAGES:
             yield str(path), 0, _image(card, path)
         elif suffix == ".npz":
             yield str(path), 1, _arrays(card, path)
@@ -80,7 +80,7 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
 def _is_image(path: Path, folder: Path) -> bool:
     """Return whether an image folder would read this file: an image suffix, and no name begins with a dot."""
     visible = not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return visible and path.suffix.lower() in IMG_EXTENSIONS
+    return visible and path.suffix.lower() in IMAGES
 
 
 def _image(card: Card, path: Path) -> NDArray[Any]:

@@ -10,7 +10,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 from pbfl_flwr.config import comma_list
 from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.runs.records import Record, RoundRecord, RunRecord
+from pbfl_flwr.util.extras import lacking
 
 Metrics = dict[str, float]
 
@@ -62,10 +62,8 @@ def check(sinks: str) -> None:
     for name in names(sinks):
         if name not in SINKS:
             problems.append(f"sinks = '{sinks}': unknown sink '{name}'; must be one of {', '.join(SINKS)}")
-        elif find_spec(library := SINKS[name][0]) is None:
-            problems.append(
-                f"sinks = '{sinks}': {library} is not installed on the server; pip install 'pbfl-flwr[{name}]'"
-            )
+        elif line := lacking(f"sinks = '{sinks}' on the server", SINKS[name][0]):
+            problems.append(line)
     if problems:
         raise PbflError("\n".join(problems))
 

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pbfl_flwr.util.extras import require
+
 
 @dataclass(frozen=True)
 class Areas:
@@ -41,6 +43,7 @@ def areas(labels: NDArray[np.int64], scores: NDArray[np.float64]) -> Areas:
         labels: (N,).
         scores: (N, K), larger for more likely classes.
     """
+    require("auc = true", "sklearn")
     from sklearn.metrics import roc_auc_score  # slow to import
 
     truth = labels[:, None] == np.arange(scores.shape[1])

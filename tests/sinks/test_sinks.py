@@ -81,14 +81,18 @@ def test_unknown_sinks_and_missing_libraries_are_named_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sinks.names("wandb, ,mlflow,wandb, ") == ["wandb", "mlflow"]
-    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    for library, _ in sinks.SINKS.values():
+        monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(PbflError) as caught:
         sinks.check("tensorboard, paper,wandb")
     lines = str(caught.value).splitlines()
-    assert "tensorboard is not installed on the server; pip install 'pbfl-flwr[tensorboard]'" in lines[0]
+    assert (
+        "on the server needs tensorboard, which is not installed: pip install 'pbfl-flwr[tensorboard]'"
+        in lines[0]
+    )
     assert "unknown sink 'paper'; must be one of tensorboard, wandb, mlflow, prometheus" in lines[1]
     assert "pbfl-flwr[wandb]" in lines[2]
-    with pytest.raises(PbflError, match="mlflow is not installed"):
+    with pytest.raises(PbflError, match="needs mlflow, which is not installed"):
         run(tmp_path, "mlflow")
     assert not (tmp_path / "run" / "run.json").exists()
 

@@ -23,6 +23,7 @@ from pbfl_flwr.data.contract import Rows
 from pbfl_flwr.data.labels import FRACTION, names_in, numbered_classes, shown
 from pbfl_flwr.data.sources.files import check_memory, given_path
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.util.extras import require
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,8 +54,9 @@ def column_names(path: Path) -> tuple[str, ...]:
 
     Raises:
         PbflError: if the file cannot be read or is too large for this machine's memory, there are no or too many
-            columns, or a name is missing, repeated or a number.
+            columns, or a name is missing, repeated or a number, or pandas or pyarrow is not installed.
     """
+    require(str(path), *["pyarrow"] * (path.suffix.lower() == ".parquet"), "pandas")
     with _readable(path):
         if path.suffix.lower() == ".parquet":
             import pyarrow.parquet as pq
@@ -126,10 +128,6 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except PbflError:
         raise
-    except ImportError as error:
-        raise PbflError(
-            f"{path} needs pyarrow: pip install 'pbfl-flwr[parquet]'; CSV works without it"
-        ) from error
     except (
         OSError,
         ValueError,

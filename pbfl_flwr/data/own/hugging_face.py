@@ -29,6 +29,7 @@ from pbfl_flwr.data.own.image_folder import image_size
 from pbfl_flwr.data.own.images import decode_images, small_enough
 from pbfl_flwr.data.sources.files import files_under, given_path
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.util.extras import require
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,13 +47,7 @@ def flwr_datasets(settings: DataSettings) -> Pool:
         PbflError: if flwr-datasets is not installed, the dataset cannot be read, a column is missing or of another
             type, or the partitioner refuses the data.
     """
-    try:
-        import datasets  # noqa: F401
-        import flwr_datasets  # noqa: F401
-    except ImportError as error:
-        raise PbflError(
-            "dataset 'flwr-datasets' needs flwr-datasets: pip install 'pbfl-flwr[flwr-datasets]'"
-        ) from error
+    require("dataset 'flwr-datasets'", "flwr_datasets")
     where = settings.data_dir
     files: list[Path] = []
     if not where.startswith(HUB):

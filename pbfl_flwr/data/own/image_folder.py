@@ -11,7 +11,7 @@ with a dot (``.git``, ``._a.png``) are ignored.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from pbfl_flwr.config import DataSettings, class_name
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.labels import by_name, numbers_of
-from pbfl_flwr.data.own.images import decode_images, open_image
+from pbfl_flwr.data.own.images import SUFFIXES, decode_images, open_image
 from pbfl_flwr.data.sources.files import files_under, given_path
 from pbfl_flwr.errors import PbflError, abbreviate
 
@@ -78,10 +78,8 @@ def image_folder(settings: DataSettings) -> Pool:
         samples = ((open_image(path), label) for path, label in [*train, *test])
         inputs, labels, notes = decode_images(samples, len(train) + len(test), allocate, side, root, channels)
         folders = [*class_folders.values(), *tested.values()]
-        from torchvision.datasets.folder import IMG_EXTENSIONS
-
         if ignored := sum(len(files_under(folder)) for folder in folders) - len(train) - len(test):
-            kinds = ", ".join(IMG_EXTENSIONS)
+            kinds = ", ".join(SUFFIXES)
             notes = (
                 *notes,
                 f"{ignored} files ignored that are not images ({kinds}) or whose names begin with a dot",
@@ -181,12 +179,6 @@ def labelled_files(
     Raises:
         PbflError: if there is no class folder, a class has two folders or, without ``numbered``, no image.
     """
-    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
-
-    def taken(path: str) -> bool:
-        below = path[len(str(folder)) :]
-        return path.lower().endswith(IMG_EXTENSIONS) and f"{os.sep}." not in below
-
     try:
         named_folders = sorted((class_name(path.name), path) for path in _folders(folder))
         if not named_folders:
@@ -199,10 +191,21 @@ def labelled_files(
             )
         of_names = range(len(folder_of)) if numbered is None else numbered([*folder_of], folder)
         numbers = {path.name: number for path, number in zip(folder_of.values(), of_names, strict=True)}
-        samples = make_dataset(str(folder), numbers, is_valid_file=taken, allow_empty=numbered is not None)
+        samples = {name: [*_images(folder, name)] for name in sorted(numbers)}
+        if numbered is None and not all(samples.values()):
+            empty = ", ".join(name for name, paths in samples.items() if not paths)
+            raise FileNotFoundError(f"no image for the classes {empty}")
     except OSError as error:
         raise PbflError(
             f"dataset '{dataset}': {error}; {folder} should hold <class>/* with images "
-            f"({', '.join(IMG_EXTENSIONS)})"
+            f"({', '.join(SUFFIXES)})"
         ) from error
-    return [(Path(path), label) for path, label in samples], folder_of
+    return [(path, numbers[name]) for name, paths in samples.items() for path in paths], folder_of
+
+
+def _images(folder: Path, name: str) -> Iterator[Path]:
+    """Yield the images below ``folder/name``, following links, in the order of torchvision's ``ImageFolder``."""
+    for place, _, files in sorted(os.walk(folder / name, followlinks=True)):
+        for path in (os.path.join(place, file) for file in sorted(files)):
+            if path.lower().endswith(SUFFIXES) and f"{os.sep}." not in path[len(str(folder)) :]:
+                yield Path(path)

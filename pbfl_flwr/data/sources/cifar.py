@@ -14,19 +14,19 @@ from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.own.image_folder import image_folder
-from pbfl_flwr.data.sources.files import damaged, data_root, fetch, files_under
+from pbfl_flwr.data.sources.files import damaged, data_root, fetch, files_under, torchvision_datasets
 
 
 def cifar10(settings: DataSettings) -> Pool:
     """Return 60,000 images, 10 classes."""
-    from torchvision import datasets
+    datasets = torchvision_datasets(settings)
 
     return _load(settings, datasets.CIFAR10)
 
 
 def cifar100(settings: DataSettings) -> Pool:
     """Return 60,000 images, 100 fine classes."""
-    from torchvision import datasets
+    datasets = torchvision_datasets(settings)
 
     return _load(settings, datasets.CIFAR100)
 

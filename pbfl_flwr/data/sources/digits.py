@@ -11,6 +11,7 @@ from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.sources.files import check_no_path
+from pbfl_flwr.util.extras import require
 
 
 def digits(settings: DataSettings) -> Pool:
@@ -25,6 +26,7 @@ def digits(settings: DataSettings) -> Pool:
 
 
 def _decode(allocate: Allocate) -> Pool:
+    require("dataset 'digits'", "sklearn")
     from sklearn.datasets import load_digits
 
     bunch = load_digits()

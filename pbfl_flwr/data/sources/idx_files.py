@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
-from pbfl_flwr.data.sources.files import UNREADABLE, check_memory, damaged, data_root, fetch, missing
+from pbfl_flwr.data.sources.files import (
+    UNREADABLE,
+    check_memory,
+    damaged,
+    data_root,
+    fetch,
+    missing,
+    torchvision_datasets,
+)
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 _MNIST_FILES = tuple(
@@ -34,38 +42,37 @@ _EMNIST_FILES = tuple(
 
 def mnist(settings: DataSettings) -> Pool:
     """Return 60,000 + 10,000 digits."""
-    from torchvision import datasets
-
     return _load(
-        settings, "MNIST", _MNIST_FILES, tuple("0123456789"), lambda root: datasets.MNIST(root, download=True)
+        settings,
+        "MNIST",
+        _MNIST_FILES,
+        tuple("0123456789"),
+        lambda root: torchvision_datasets(settings).MNIST(root, download=True),
     )
 
 
 def fashion_mnist(settings: DataSettings) -> Pool:
     """Return 60,000 + 10,000 pieces of clothing."""
-    from torchvision import datasets
-
-    names = tuple(datasets.FashionMNIST.classes)
-    return _load(settings, "FashionMNIST", _MNIST_FILES, names, _download_fashion, (DEBIAN_FASHION_MNIST,))
-
-
-def _download_fashion(root: Path) -> object:
-    from torchvision import datasets
-
-    return datasets.FashionMNIST(root, download=True)
+    dataset = torchvision_datasets(settings).FashionMNIST
+    return _load(
+        settings,
+        "FashionMNIST",
+        _MNIST_FILES,
+        tuple(dataset.classes),
+        lambda root: dataset(root, download=True),
+        (DEBIAN_FASHION_MNIST,),
+    )
 
 
 def emnist(settings: DataSettings) -> Pool:
     """Return 112,800 + 18,800 characters, 47 classes."""
-    from torchvision import datasets
-
-    names = tuple(datasets.EMNIST.classes_split_dict["balanced"])
+    dataset = torchvision_datasets(settings).EMNIST
     return _load(
         settings,
         "EMNIST",
         _EMNIST_FILES,
-        names,
-        lambda root: datasets.EMNIST(root, "balanced", download=True),
+        tuple(dataset.classes_split_dict["balanced"]),
+        lambda root: dataset(root, "balanced", download=True),
     )
 
 

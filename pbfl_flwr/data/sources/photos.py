@@ -14,14 +14,14 @@ from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.own.images import decode_images
-from pbfl_flwr.data.sources.files import damaged, data_root, fetch, files_under
+from pbfl_flwr.data.sources.files import damaged, data_root, fetch, files_under, torchvision_datasets
 
 _GTSRB_CLASSES = 43
 
 
 def flowers102(settings: DataSettings) -> Pool:
     """Return 8,189 photographs, 3x64x64, 102 classes."""
-    from torchvision import datasets
+    datasets = torchvision_datasets(settings)
 
     folder = data_root(settings) / "flowers-102"
     needed = [folder / name for name in ("jpg", "imagelabels.mat", "setid.mat")]
@@ -31,7 +31,7 @@ def flowers102(settings: DataSettings) -> Pool:
 
 def gtsrb(settings: DataSettings) -> Pool:
     """Return 39,270 traffic signs, 3x32x32, 43 classes."""
-    from torchvision import datasets
+    datasets = torchvision_datasets(settings)
 
     folder = data_root(settings) / "gtsrb"
     needed = [folder / "GTSRB" / "Training", folder / "GTSRB" / "Final_Test", folder / "GT-final_test.csv"]

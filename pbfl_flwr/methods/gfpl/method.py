@@ -37,6 +37,7 @@ from pbfl_flwr.payloads import RejectedPayload, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import FitReport, each_feature, fit, forward
 from pbfl_flwr.training.optimizers import param_group
+from pbfl_flwr.util.extras import require
 
 Dual = tuple[nn.Linear, Tensor]  # l(ω3) and Z
 
@@ -219,8 +220,9 @@ def build(settings: Settings) -> Gfpl:
     """Return the method.
 
     Raises:
-        PbflError: if its settings leave nothing to train or retrain.
+        PbflError: if its settings leave nothing to train or retrain, or scikit-learn is not installed.
     """
+    require("method = 'gfpl'", "sklearn")
     config = parse_section(Config, settings)
     if config.retrain == "projection" and not config.dual_classifier:
         raise PbflError(

@@ -1,0 +1,55 @@
+"""What only an extra installs: a device has the base dependencies alone, and whatever needs more says so in one line.
+
+Imports of these modules stand in the functions that need them, behind :func:`require`.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from pbfl_flwr.errors import PbflError
+
+EXTRAS = {  # module -> extra of pyproject.toml that installs it
+    "torchvision": "experiments",
+    "sklearn": "experiments",
+    "scipy": "privacy",
+    "pandas": "tables",
+    "pyarrow": "parquet",
+    "flwr_datasets": "flwr-datasets",
+    "ray": "simulation",
+    "matplotlib": "report",
+    "jinja2": "report",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "prometheus_client": "prometheus",
+}
+
+
+def lacking(who: str, *modules: str) -> str:
+    """Return the line that says what to install for the first of the modules that is not there; "" if all are.
+
+    Args:
+        who: what needs them, e.g. a key with its value, a command, a file.
+        modules: keys of :data:`EXTRAS`; none is imported.
+    """
+    for module in modules:
+        if find_spec(module) is None:
+            return f"{who} needs {module}, which is not installed: pip install 'pbfl-flwr[{EXTRAS[module]}]'"
+    return ""
+
+
+def require(who: str, *modules: str) -> None:
+    """Check that modules are installed.
+
+    Args:
+        who: see :func:`lacking`.
+        modules: likewise.
+
+    Raises:
+        PbflError: saying what to install.
+    """
+    if line := lacking(who, *modules):
+        raise PbflError(line)
