@@ -39,7 +39,24 @@ DownT = TypeVar("DownT", bound=Payload)
 UpT = TypeVar("UpT", bound=Upload)
 UpT_co = TypeVar("UpT_co", bound=Payload, covariant=True)
 
-Predictor = Callable[[Tensor, Tensor], Tensor]
+
+@dataclass(frozen=True, eq=False)
+class WithInputs:
+    """A predictor that reads inputs too, since another network than the client's own takes part.
+
+    Attributes:
+        scores: (inputs (B, ...), normalised and on the client's device, features (B, d), logits (B, K)) -> finite
+            scores (B, K).
+    """
+
+    scores: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def __call__(self, inputs: Tensor, features: Tensor, logits: Tensor) -> Tensor:
+        """Return the scores (B, K)."""
+        return self.scores(inputs, features, logits)
+
+
+Predictor = Callable[[Tensor, Tensor], Tensor] | WithInputs
 """(features (B, d), logits (B, K)) -> finite scores (B, K); the class with the highest score is predicted."""
 
 EXCLUDED = -1e30

@@ -96,6 +96,16 @@ METHODS: dict[str, Entry] = {
         "fedkd.method",
         own_keys=True,
     ),
+    "fedmrl": Entry(
+        "fuses each client's features with those of a small averaged network; both classify the result",
+        "fedmrl",
+        own_keys=True,
+    ),
+    "fedl2g": Entry(
+        "clients learn guiding vectors for features or logits, by what a step helps their own loss",
+        "fedl2g",
+        own_keys=True,
+    ),
     "fedproto": Entry("averages class means (prototypes); features are regularised towards them", "fedproto"),
     "fedtgp": Entry(
         "the server trains prototypes with an adaptive-margin contrastive loss", "fedtgp", own_keys=True

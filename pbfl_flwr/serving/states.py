@@ -114,8 +114,9 @@ def read_state(file: Path) -> SavedModel:
     tensors, metadata = load_tensors(file)
     if not metadata.get("card"):
         raise PbflError(
-            f"{file} does not describe its model's inputs: it is no client state, is from an older version, or from "
-            "an app whose data lacks class names or normalisation by channel, or exceeds the limits of a card"
+            f"{file} does not describe its model's inputs: it is no client state, is from an older version, from a "
+            "method whose clients predict with two networks (fedmrl), or from an app whose data lacks class names or "
+            "normalisation by channel, or exceeds the limits of a card"
         )
     try:
         card = Card.model_validate_json(metadata["card"])

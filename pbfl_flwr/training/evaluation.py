@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import PREDICTORS, in_order
 from pbfl_flwr.data import Shard
-from pbfl_flwr.method import Client, Predictor
+from pbfl_flwr.method import Client, Predictor, WithInputs
 from pbfl_flwr.training.class_metrics import Areas, ByClass, areas
-from pbfl_flwr.training.loop import REMEDY, Diverged, each_feature
+from pbfl_flwr.training.loop import REMEDY, Diverged, each_batch
 from pbfl_flwr.util.user_code import returned
 
 
@@ -74,10 +74,15 @@ def _scores(
     answers: dict[str, list[Tensor]] = {name: [] for name in predictors}
     scored: dict[str, list[Tensor]] = {name: [] for name in predictors}
     loss = 0.0
-    for features, labels in each_feature(client, shard):
+    for inputs, labels in each_batch(client, shard):
+        features = client.model.features(inputs)
         answered = logits = client.model.head(features)
         for name, predictor in predictors.items():
-            scores = returned(predictor, predictor(features, logits), Tensor)
+            if isinstance(predictor, WithInputs):
+                found = predictor(inputs, features, logits)
+            else:
+                found = predictor(features, logits)
+            scores = returned(predictor, found, Tensor)
             if scores.shape != (len(labels), client.task.num_classes):
                 raise ValueError(
                     f"predictor '{name}' returns scores of shape {tuple(scores.shape)}, expected (B, K)"

@@ -306,14 +306,18 @@ def take(
     return inputs, shard.labels[index].to(device)
 
 
-@torch.no_grad()
-def each_feature(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (features (B, d), labels (B,)) over a shard in evaluation mode, in large batches."""
+def each_batch(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (inputs (B, ...), labels (B,)) over a shard, in large batches, with the network in evaluation mode."""
     client.model.eval()
     size = client.evaluation.eval_batch_size
     for start in range(0, len(shard.labels), size):
-        batch = slice(start, start + size)
-        inputs, labels = take(client.data, shard, batch, client.device, client.training.layout)
+        yield take(client.data, shard, slice(start, start + size), client.device, client.training.layout)
+
+
+@torch.no_grad()
+def each_feature(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (features (B, d), labels (B,)) over a shard in evaluation mode, in large batches."""
+    for inputs, labels in each_batch(client, shard):
         yield client.model.features(inputs), labels
 
 

@@ -100,6 +100,8 @@ def needs_one_architecture(method: str) -> bool:
 # A round of one method must not take longer than all others: fewer steps where a method has many of its own.
 SHORT: dict[str, dict[str, Scalar]] = {
     "fedtgp": {"fedtgp.server-epochs": 2},
+    "fedmrl": {"fedmrl.auxiliary": "cnn2"},
+    "fedl2g": {"fedl2g.warm-up-rounds": 1},
     "fml": {"fml.auxiliary": "cnn2"},
     "fedkd": {"fedkd.auxiliary": "cnn2"},
     "tinyproto": {"tinyproto.server-epochs": 2},

@@ -18,7 +18,11 @@ from tests.methods.conftest import TASK, settings_of
 # Batches of 4 leave 1 sample over; client 3 begins in round 7, and in round 8 only client 2 is there.
 LABELS = {0: (0, 0, 1, 1, 2, 2, 0, 1, 1), 1: (3,), 2: (), 3: (2, 2, 2, 2, 2)}
 PRESENT = {1: (0, 2), 2: (1, 2), 7: (0, 1, 3), 8: (2,)}
-MORE: dict[str, dict[str, Any]] = {"tinyproto": {"cps_dim": 3}, "gfpl": {"own": {"start": 1, "interval": 1}}}
+MORE: dict[str, dict[str, Any]] = {
+    "tinyproto": {"cps_dim": 3},
+    "gfpl": {"own": {"start": 1, "interval": 1}},
+    "fedl2g": {"own": {"warm_up_rounds": 0}},
+}
 ARCHITECTURES = {"clean": "tests.methods.tiny_nets:normed", "htfl": "cnn4"}  # the first with BatchNorm
 
 

@@ -8,7 +8,7 @@ client has a single class, one a single training sample, a class is tested that 
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from pbfl_flwr.flower.client import app as client_module
 from pbfl_flwr.flower.client.worker import Worker
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.strategy import MethodStrategy
-from pbfl_flwr.method import Client, Method, Predictor, Round
+from pbfl_flwr.method import Client, Method, Predictor, Round, WithInputs
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.runs.tensor_files import load_tensors, save_tensors
@@ -97,14 +97,14 @@ def played(any_method: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
     seen = Played(any_method, federation(tmp_path_factory.mktemp("run"), any_method, strategy=Recorder))
 
     def watching(client: Client, predictors: Mapping[str, Predictor], predicts: tuple[str, ...]) -> Scores:
-        def watched(name: str, predictor: Predictor) -> Callable[[Tensor, Tensor], Tensor]:
-            def scores(features: Tensor, logits: Tensor) -> Tensor:
-                actual = predictor(features, logits)
+        def watched(name: str, predictor: Predictor) -> Predictor:
+            def scores(*read: Tensor) -> Tensor:
+                actual: Tensor = predictor(*read)
                 seen.scored.append((client.id, name, actual))
-                assert actual.shape == (len(features), client.task.num_classes)
+                assert actual.shape == (len(read[0]), client.task.num_classes)
                 return actual
 
-            return scores
+            return WithInputs(scores) if isinstance(predictor, WithInputs) else scores
 
         return evaluate(client, {name: watched(name, p) for name, p in predictors.items()}, predicts)
 

@@ -50,7 +50,7 @@ def windows(settings: Settings, client: int) -> ClientData:
 def two_rounds(directory: Path, name: str, kind: str, models: str) -> None:
     clients = max(2, models.count(",") + 1, 4 * (models == "sensor-4"))
     keys: dict[str, Any] = {"num-clients": clients, "models": models, "feature-dim": 8, **MORE.get(name, {})}
-    if name in ("fml", "fedkd"):
+    if name in ("fml", "fedkd", "fedmrl"):
         keys[f"{name}.auxiliary"] = AUXILIARY[kind]
     run = federation(directory, name, data={"texts": texts, "windows": windows}[kind], **keys).run()
     assert [line.failures for line in run.strategy.history] == [[], []]

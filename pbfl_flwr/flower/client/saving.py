@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pbfl_flwr.flower.client.session import ClientSession
 from pbfl_flwr.flower.messages.report import Report, plain
-from pbfl_flwr.method import Nearest, Predictor, Update, resolved_moment
+from pbfl_flwr.method import Nearest, Predictor, Update, WithInputs, resolved_moment
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.runs.client_store import ClientState
 from pbfl_flwr.runs.saved_model import Card, fault
@@ -34,6 +34,7 @@ def state_after_round(
     session: ClientSession, update: Update[Payload], predictors: Mapping[str, Predictor], report: Report
 ) -> ClientState:
     """Return the client's state after it has trained."""
+    alone = not any(isinstance(predictor, WithInputs) for predictor in predictors.values())
     return ClientState(
         session.client.round,
         report.participations,
@@ -41,7 +42,7 @@ def state_after_round(
         update.memory,
         update.payload.to_tensors(),
         plain(report.to_record()),
-        _card(session, report.participations),
+        _card(session, report.participations) if alone else "",
         _prototypes(predictors),
     )
 
