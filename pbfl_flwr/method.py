@@ -56,8 +56,11 @@ class WithInputs:
         return self.scores(inputs, features, logits)
 
 
-Predictor = Callable[[Tensor, Tensor], Tensor] | WithInputs
-"""(features (B, d), logits (B, K)) -> finite scores (B, K); the class with the highest score is predicted."""
+Predictor = Callable[..., Tensor]
+"""(features (B, d), logits (B, K)) -> finite scores (B, K); the class with the highest score is predicted.
+
+One that is a :class:`WithInputs` gets the inputs as well.
+"""
 
 EXCLUDED = -1e30
 """Score of a class that may not be predicted: finite, because scores must be finite."""

@@ -19,9 +19,11 @@ from typing import ClassVar, Literal
 
 from pbfl_flwr.config import Alignment, Auto, Scalar, Settings, parse
 from pbfl_flwr.config.parsing import named_values
+from pbfl_flwr.config.resolve import APP
 from pbfl_flwr.config.toml import toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.server.app import serve
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.methods.external import config_of
@@ -37,6 +39,7 @@ __all__ = [
     "TinyProto",
     "configure",
     "make_client_app",
+    "serve",
     "strategy_of",
 ]
 
@@ -48,18 +51,24 @@ def configure(method: str, **keys: Scalar) -> Settings:
         method: its name in METHODS, or ``my_package.module:build``.
         keys: run-config keys, with underscores. The method's own need no prefix, except where there is a common key of
             the same name: ``**{"fml.max-grad-norm": 5.0}``, or of a method of your own ``method_settings="..."``.
+            Keys of an app, ``**{"app.noise": 0.1}``, are handed on in ``Settings.app``.
 
     Raises:
         PbflError: naming every key that is unknown, has an invalid value, or may be the method's or the common one.
     """
     if is_external(method):
-        values = {key.replace("_", "-"): value for key, value in keys.items()}
+        values = {_kebab(key): value for key, value in keys.items()}
         return parse({"method": method, **_with_own_settings(method, values)}, SECTIONS)
-    names = {key: key.replace("_", "-") for key in keys}
+    names = {key: _kebab(key) for key in keys}
     if method in SECTIONS:
         own = set(SECTIONS[method].key_names()) - set(Settings().as_dict())
         names = {key: f"{method}.{name}" if name in own else name for key, name in names.items()}
     return parse({"method": method, **{name: keys[key] for key, name in names.items()}}, SECTIONS)
+
+
+def _kebab(key: str) -> str:
+    """Return a keyword as a key; an app's own keys stay as they are."""
+    return key if key.startswith(APP) else key.replace("_", "-")
 
 
 def _with_own_settings(method: str, values: dict[str, Scalar]) -> dict[str, Scalar]:

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("methods",),
     ("flower",),
     ("strategies", "serving"),
+    ("testing",),
     ("experiments",),
     ("cli",),
 )

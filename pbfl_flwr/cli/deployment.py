@@ -181,12 +181,20 @@ def register(
 
 def app(
     out: Annotated[Path, typer.Argument(metavar="DIR", click_type=NON_EMPTY_PATH, help="A new directory.")],
+    own: Annotated[
+        bool, typer.Option("--own", help="Write an app to start one of your own from, with a test, instead.")
+    ] = False,
     app_dir: AppDirectory = None,
 ) -> None:
     """Write a Flower app of a few kB for slow links, with which devices run their installed pbfl-flwr."""
-    from pbfl_flwr.flower.deploy.bundle import slim
+    from pbfl_flwr.flower.deploy.bundle import own_app, slim
 
     source = checkout(app_dir)
+    if own:
+        with writing(out):
+            own_app(source, out)
+        say(screen(), f"try it with python -m pytest {out}, run it with flwr run {out}")
+        return
     with writing(out):
         slim(source, out)
     message = f"use flwr run {out}, not the checkout; server and devices need the same pbfl-flwr, which a run checks"

@@ -30,6 +30,9 @@ from pbfl_flwr.util.user_code import code_in
 
 G = TypeVar("G", bound=Group)
 
+APP = "app."
+"""Prefix of the keys that an app has for itself; this project only hands them on, see :attr:`Settings.app`."""
+
 # One row per key, one column per protocol: the behaviour of the published code bases (sources: the method cards).
 # A row "<method>.<key>" overrides it for one method.
 PROTOCOLS: dict[str, dict[str, str | int]] = {
@@ -61,6 +64,7 @@ class Settings(BaseModel):
         run, data, models, training, evaluation, conventions, prototypes, privacy: the groups of
             keys, with the protocol applied.
         method_section: the keys ``<method>.<key>`` of the chosen method, without the prefix.
+        app: the keys ``app.<key>`` of an app or of functions of a user's, without the prefix; nothing here reads them.
         allowed: functions ``my_package.module:function`` that may be imported; None for all that the keys name, as in a
             configuration that was written in this process.
     """
@@ -76,6 +80,7 @@ class Settings(BaseModel):
     prototypes: PrototypeSettings = PrototypeSettings()
     privacy: PrivacySettings = PrivacySettings()
     method_section: dict[str, Scalar] = {}
+    app: dict[str, Scalar] = {}
     allowed: frozenset[str] | None = None
 
     @property
@@ -94,6 +99,7 @@ class Settings(BaseModel):
         for name in GROUPS:
             flat.update(getattr(self, name).model_dump(by_alias=True))
         flat.update({f"{self.run.method}.{key}": value for key, value in self.method_section.items()})
+        flat.update({f"{APP}{key}": value for key, value in self.app.items()})
         return flat
 
     def relevant(self) -> dict[str, Scalar]:
@@ -122,7 +128,9 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
     problems: list[str] = []
     for name, value in run_config.items():
         prefix, _, key = name.rpartition(".")
-        if name in known:
+        if name.startswith(APP) and name != APP:
+            table, key = APP, name.removeprefix(APP)
+        elif name in known:
             table = known[name]
         elif prefix in sections and key in sections[prefix].key_names():
             table = f"{prefix}."
@@ -141,7 +149,8 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
         if name == method or f"{name}." in by_table
     }
     section = chosen.model_dump(by_alias=True) if (chosen := own.get(method)) else {}
-    if problems or (problems := _conflicts(settings := Settings(**groups, method_section=section))):
+    groups |= {"method_section": section, "app": by_table.get(APP, {})}
+    if problems or (problems := _conflicts(settings := Settings(**groups))):
         raise PbflError("\n".join(problems))
     settings = _apply_protocol(settings)
     return settings.model_copy(update={"data": settings.data.allowing(settings.code)})

@@ -44,7 +44,7 @@ def look_ahead(
         )
     with torch.no_grad():
         for parameter, slope in zip(after, slopes, strict=True):
-            parameter -= rate * slope
+            parameter.sub_(rate * slope)
     value = _mean(judged[0](ahead), judged[1])
     wanted = torch.autograd.grad(value, after, materialize_grads=True)
     change = torch.stack([(w * slope).sum() for w, slope in zip(wanted, slopes, strict=True)]).sum()

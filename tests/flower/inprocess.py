@@ -6,19 +6,16 @@ into any client's reply of any round.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, is_dataclass
-from functools import lru_cache
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.proto.node_pb2 import NodeInfo
@@ -26,10 +23,9 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 from rich.console import Console
-from torch import Tensor
 
-from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
-from pbfl_flwr.data import ClientData, Shard, load_pool
+from pbfl_flwr.config import Scalar, Settings, parse
+from pbfl_flwr.data import ClientData
 from pbfl_flwr.experiments.show import show_run
 from pbfl_flwr.flower.client import device, session
 from pbfl_flwr.flower.client.app import make_client_app
@@ -45,20 +41,18 @@ from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Record, RoundRecord
 from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.task import Task
+from pbfl_flwr.testing import contract
+from pbfl_flwr.testing.clients import SPLITS as SPLITS
+from pbfl_flwr.testing.clients import tiny_client as tiny_client
+from pbfl_flwr.testing.contract import NUM_CLIENTS as NUM_CLIENTS
+from pbfl_flwr.testing.contract import copies as copies
+from pbfl_flwr.testing.contract import needs_one_architecture as needs_one_architecture
+from pbfl_flwr.testing.contract import same_tensors as same_tensors
+from pbfl_flwr.testing.contract import tensors_in as tensors_in
 
 TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
 
 FIRST_NODE = 7_000_000_000
-# Training samples and test samples of each class. Client 1 has one training sample (and resnet4, with BatchNorm),
-# client 3 one class; class 9 is held by nobody and tested by client 0.
-SPLITS: tuple[tuple[dict[int, int], dict[int, int]], ...] = (
-    ({0: 9, 1: 6, 2: 5}, {0: 3, 1: 3, 9: 2}),
-    ({0: 1}, {0: 2, 4: 1}),
-    ({1: 12, 3: 6, 4: 4, 5: 3}, {1: 4, 3: 2}),
-    ({6: 10}, {6: 4}),
-    ({5: 7, 7: 8, 8: 6, 2: 2}, {5: 2, 7: 2, 8: 2}),
-)
-NUM_CLIENTS = len(SPLITS)
 KINDS = ("fedproto", "fedavg", "fesem", "fedgen", "fedkd", "gfpl")
 """A method for each kind of payload: rows, weights, a cluster's weights, a generator, factors, mixtures."""
 
@@ -69,32 +63,8 @@ Fault = Callable[[Message, Answer], "Message | Delayed | None"]
 Watcher = Callable[[Sequence[Message], Sequence[Message]], None]
 
 
-@lru_cache(maxsize=16)
-def tiny_client(client: int) -> ClientData:
-    """Digits, dealt as SPLITS says; the same samples every time."""
-    pool = load_pool(DataSettings(dataset="digits"))
-    labels = torch.from_numpy(pool.labels)
-
-    def shard(wanted: Mapping[int, int], skip: int) -> Shard:
-        rows = [(labels == j).nonzero().flatten()[skip : skip + n] for j, n in wanted.items()]
-        index = torch.cat(rows)
-        return Shard(torch.from_numpy(pool.inputs)[index].contiguous(), labels[index])
-
-    train, test = SPLITS[client]
-    scale, shift = pool.affine()
-    # Clients take different samples of a class that two of them hold.
-    return ClientData(
-        shard(train, 20 * client), shard(test, 100 + 5 * client), 10, pool.label_names, scale, shift
-    )
-
-
 def tiny_data(settings: Settings, client: int) -> ClientData:
     return tiny_client(client)
-
-
-def needs_one_architecture(method: str) -> bool:
-    settings = parse({"method": method, "models": "resnet4", "feature-dim": 64}, SECTIONS)
-    return build_method(settings).same_architecture
 
 
 # A round of one method must not take longer than all others: fewer steps where a method has many of its own.
@@ -113,16 +83,7 @@ SHORT: dict[str, dict[str, Scalar]] = {
 
 def configuration(directory: Path, method: str = "fedproto", **keys: Scalar) -> dict[str, Scalar]:
     """Return the run configuration of a tiny run: five clients, cnn4 and resnet4, d = 64, two short rounds."""
-    base: dict[str, Scalar] = {
-        "method": method,
-        "num-clients": NUM_CLIENTS,
-        "num-server-rounds": 2,
-        "models": "resnet4" if needs_one_architecture(method) else "cnn4,resnet4",
-        "feature-dim": 64,
-        "batch-size": 8,
-        "run-dir": str(directory / "run"),
-        "join-timeout": 0.5,
-    }
+    base = {**contract.configuration(method), "run-dir": str(directory / "run"), "join-timeout": 0.5}
     overrides = {key.replace("_", "-"): value for key, value in keys.items()}
     return {**base, **SHORT.get(method, {}), **overrides}
 
@@ -427,13 +388,7 @@ class Federation:
     @property
     def fingerprint(self) -> str:
         """A hash of the server's state and of every client's counters: equal bits, equal fingerprint."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.strategy.state.to_tensors().items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        for line in self.strategy.history:
-            digest.update(repr((line.accuracy, line.test_loss, line.client_metrics, line.scalars)).encode())
-        return digest.hexdigest()
+        return contract.fingerprint(self.strategy)
 
 
 GRID_OPTIONS = ("order", "faults", "partitions", "nodes", "node_configs", "seconds")
@@ -489,35 +444,3 @@ def stored_rounds(run: Federation) -> dict[int, Any]:
         _, about = load_tensors(file)
         rounds[int(about["client"])] = int(about["round"]), int(about["participations"])
     return rounds
-
-
-def tensors_in(thing: Any, name: str = "") -> dict[str, Tensor]:
-    """Return every tensor within dataclasses, mappings and sequences, by path."""
-    if isinstance(thing, Tensor):
-        return {name: thing}
-    if is_dataclass(thing) and not isinstance(thing, type):
-        inner = [(field.name, getattr(thing, field.name)) for field in fields(thing)]
-    elif isinstance(thing, Mapping):
-        inner = [(str(key), value) for key, value in thing.items()]
-    elif isinstance(thing, (list, tuple)):
-        inner = [(str(index), value) for index, value in enumerate(thing)]
-    else:
-        return {}
-    result: dict[str, Tensor] = {}
-    for key, value in inner:
-        result |= tensors_in(value, f"{name}.{key}")
-    return result
-
-
-def copies(thing: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors_in(thing).items()}
-
-
-def same_tensors(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
-    """Whether names, dtypes, shapes and bits agree."""
-    return set(left) == set(right) and all(
-        left[name].dtype == right[name].dtype
-        and left[name].shape == right[name].shape
-        and torch.equal(left[name], right[name])
-        for name in left
-    )

@@ -8,15 +8,11 @@ import pytest
 import torch
 
 from pbfl_flwr.config import parse
-from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import Client, Round, Update
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models.build import build_model
-from pbfl_flwr.task import Task
+from pbfl_flwr.testing.clients import TASK as TASK
+from pbfl_flwr.testing.clients import client
 from pbfl_flwr.training.loop import batches, take
-from pbfl_flwr.util.user_code import own_code
-
-TASK = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))
 
 
 def settings_of(method, **keys):
@@ -46,29 +42,8 @@ def make_method():
 def make_client():
     """Return a client; equal arguments give equal clients (weights by architecture, data by id)."""
 
-    def make(id=0, architecture="mlp5", labels=(0, 0, 1, 1, 2, 2, 0, 1), round=1, memory=None, **training):
-        random = torch.Generator().manual_seed(100 + id)
-        y = torch.tensor(labels, dtype=torch.int64)
-        x = torch.randn(len(y), 1, 16, 16, generator=random) + y[:, None, None, None]
-        data = ClientData(
-            Shard(x, y),
-            Shard(x[:3], y[:3]),
-            4,
-            ("a", "b", "c", "d"),
-            torch.ones(1, 1, 1),
-            torch.zeros(1, 1, 1),
-        )
-        settings = settings_of("local", **training).training
-        return Client(
-            id,
-            round,
-            TASK,
-            build_model(own_code(architecture, [architecture]), TASK, 7),
-            data,
-            settings,
-            seed=0,
-            memory=memory or {},
-        )
+    def make(id=0, architecture="mlp5", labels=(0, 0, 1, 1, 2, 2, 0, 1), round=1, memory=None, **keys):
+        return client(labels, id=id, architecture=architecture, round=round, memory=memory, **keys)
 
     return make
 

@@ -17,7 +17,7 @@ from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
 from pbfl_flwr.flower.messages.report import Part, Report
 from pbfl_flwr.method import Round, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.payloads import Prototypes, Weights
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
 from pbfl_flwr.training.class_metrics import Areas, ByClass
 from pbfl_flwr.training.evaluation import evaluate
 from pbfl_flwr.training.loop import fit
@@ -106,8 +106,49 @@ def test_cosproto_by_hand():
     assert float(method.regularizer(*known, masks=first)) == pytest.approx((0 + 1 + 0 + 0) / 4)
 
 
+def test_moving_averages_by_hand():
+    """m = 0.75: old 4 and new 8 give 5; a new class starts where its holders are, one that nobody sent stays."""
+    for name, width in (("emaproto", 6), ("varproto", 12)):
+        method = build_method(settings_of(f"{name}:build", method_settings="momentum=0.75"))
+        present = {"old": [1, 0, 1, 0], "new": [1, 1, 0, 0]}
+        old, new = (
+            method.up(
+                torch.full((4, width), size) * torch.tensor(is_there).unsqueeze(1), torch.tensor(is_there) > 0
+            )
+            for size, is_there in ((4.0, present["old"]), (8.0, present["new"]))
+        )
+        result = method.aggregate(old, {0: new, 1: new}, Round(2, TASK, 2))
+        assert result.values[:, 0].tolist() == [5, 8, 4, 0]
+        assert result.present.tolist() == [True, True, True, False]
+        assert method.aggregate(old, {}, Round(2, TASK, 2)) is old
+
+
+def test_varproto_sends_variances_and_draws_from_them(make_client):
+    method = build_method(settings_of("varproto:build"))
+    moments = sys.modules["varproto"].Moments
+    nothing = method.init(TASK, 0)
+    upload = method.local_update(client := make_client(labels=(0, 0, 0, 1)), nothing).payload
+    z = client.model.features(client.data.train.inputs).detach()
+    torch.testing.assert_close(upload.means[0], z[:3].mean(0))
+    torch.testing.assert_close(upload.variances[0], z[:3].var(0, unbiased=False), atol=1e-5, rtol=1e-4)
+    assert upload.variances[1].tolist() == [0] * 6  # of one sample
+    with pytest.raises(RejectedPayload, match="a variance is negative"):
+        method.validate(moments(upload.values - 1, upload.present), nothing, TASK)
+    metrics = method.local_update(make_client(labels=(2, 2, 3, 3)), upload).metrics
+    assert metrics["loss.regularizer"] == 0  # no prototype of its classes
+    assert metrics["loss.pseudo"] > 0
+    same = method.local_update(make_client(labels=(0, 0, 1, 1)), upload).metrics
+    assert 0 < same["loss.regularizer"] < float((z - z.mean(0)).square().sum() + upload.values.square().sum())
+
+
 @pytest.mark.parametrize(
-    ("name", "keys", "term"), [("feddyn", "alpha=0.2", "prox"), ("cosproto", "weight=2.0", "regularizer")]
+    ("name", "keys", "term"),
+    [
+        ("feddyn", "alpha=0.2", "prox"),
+        ("cosproto", "weight=2.0", "regularizer"),
+        ("emaproto", "momentum=0.9", "all"),
+        ("varproto", "weight=0.5,momentum=0.9", "pseudo"),
+    ],
 )
 def test_the_examples_run(tmp_path, name, keys, term):
     run = federation(tmp_path, f"{name}:build", method_settings=keys).run()

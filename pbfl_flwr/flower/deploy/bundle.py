@@ -12,6 +12,7 @@ from pbfl_flwr.errors import PbflError
 
 ALWAYS = ("pyproject.toml", ".gitignore")  # these determine which files go into the bundle
 PARTS = ("client_app", "server_app", "LICENSE")  # of the slim app, besides pyproject.toml
+OWN_APP = "docs/examples/own_app"
 FAB_INCLUDE = re.compile(r"^fab-include = \[[^]]*\]\n(fab-exclude = .*\n)?", re.MULTILINE)
 PACKED = Path("pbfl_flwr/app")  # holds in a wheel the top-level files of a checkout; see pyproject.toml
 
@@ -37,6 +38,17 @@ def slim(app: Path, into: Path) -> None:
         raise PbflError(f"'{app / 'pyproject.toml'}' has no fab-include")
     _copy(app, PARTS, into)
     (into / "pyproject.toml").write_text(project, encoding="utf-8")
+
+
+def own_app(app: Path, into: Path) -> None:
+    """Write an app to be changed: a ServerApp, a ClientApp with data of its own, its pyproject.toml and a test.
+
+    Raises:
+        PbflError: if the directory exists.
+    """
+    if into.exists():
+        raise PbflError(f"'{into}' exists already; choose another directory")
+    shutil.copytree(top_level(app, OWN_APP), into, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def copy_included(app: Path, into: Path) -> Path:

@@ -286,7 +286,8 @@ def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:
 
     Args:
         strategy: its ``num_clients`` is the number of clients. It can run only once; make a new one to run again.
-        app: run for every client; ``context.node_config["partition-id"]`` is the client's number.
+        app: run for every client; ``context.node_config["partition-id"]`` is the client's number, and
+            ``context.run_config`` has the strategy's settings.
 
     Raises:
         PbflError: if this process is in a run already; also as
@@ -298,7 +299,8 @@ def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:
     with only_run(name), _restored(), as_worker(1):
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID
         torch.set_num_threads(1 if settings.training.threads == "auto" else settings.training.threads)
-        return strategy.start(LocalGrid(in_this_process(app), run_immediately, {}, settings.run.num_clients))
+        config, num_clients = settings.as_dict(), settings.run.num_clients
+        return strategy.start(LocalGrid(in_this_process(app), run_immediately, config, num_clients))
 
 
 @contextmanager

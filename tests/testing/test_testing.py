@@ -1,0 +1,112 @@
+"""What pbfl_flwr.testing finds: its checks fail where a method does what it may not."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pbfl_flwr.config import Settings
+from pbfl_flwr.method import Client, Round, Update
+from pbfl_flwr.methods.feddistill import FedDistill
+from pbfl_flwr.methods.fedproto import build as fedproto
+from pbfl_flwr.payloads import Logits, RejectedPayload
+from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.task import Task
+from pbfl_flwr.testing import check_method, client, uploads
+from tests.methods.conftest import settings_of
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+class ChangesBroadcast(FedDistill):
+    """A client scales what all of them were sent."""
+
+    def local_update(self, client: Client, down: Logits) -> Update[Logits]:
+        down.values.mul_(2)
+        return super().local_update(client, down)
+
+
+class ChangesUploads(FedDistill):
+    """The server scales what it was sent."""
+
+    def aggregate(self, state: Any, uploads: Any, round_info: Round) -> Any:
+        new = super().aggregate(state, uploads, round_info)
+        for upload in uploads.values():
+            upload.values.mul_(2)
+        return new
+
+
+class Draws(FedDistill):
+    """The server draws from the global generator."""
+
+    def aggregate(self, state: Any, uploads: Any, round_info: Round) -> Any:
+        new = super().aggregate(state, uploads, round_info)
+        noisy = replace(new.table, values=new.table.values + torch.rand(()))
+        return replace(new, table=noisy)
+
+
+def _built(method: type[FedDistill]) -> Callable[[Settings], FedDistill]:
+    return lambda settings: method(form="ce-soft")
+
+
+changes_broadcast, changes_uploads, draws = map(_built, (ChangesBroadcast, ChangesUploads, Draws))
+
+
+@pytest.mark.parametrize("name", ["changes_broadcast", "changes_uploads", "draws"])
+def test_a_method_that_does_what_it_may_not_is_found(name: str) -> None:
+    with pytest.raises(AssertionError):
+        check_method(f"{__name__}:{name}")
+
+
+def test_an_example_does_what_every_method_must_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    check_method("feddyn:build", method_settings="alpha=0.2")
+
+
+def test_the_page_on_methods_has_a_test_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (EXAMPLES.parent / "add-a-method.md").read_text(), re.DOTALL
+    )
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/add-a-method.md", "exec"), names)
+    for name in ("test_contract", "test_uploads"):
+        names[name]()
+
+
+def test_a_client_has_the_samples_of_its_labels() -> None:
+    made = client((2, 0, 0), id=5, learning_rate=0.3, architecture="cnn4")
+    assert made.data.train.labels.tolist() == [2, 0, 0]
+    assert (made.id, made.training.learning_rate, made.training.batch_size) == (5, 0.3, 4)
+    assert made.model.features(made.data.train.inputs).shape == (3, 6)
+    again = client((2, 0, 0), id=5, architecture="cnn4")
+    assert torch.equal(made.data.train.inputs, again.data.train.inputs)
+    wide = client((0, 1), task=Task(7, 3, (5,)), architecture="mlp-8")
+    assert wide.model.head(wide.model.features(wide.data.train.inputs)).shape == (2, 7)
+
+
+def test_uploads_are_those_that_the_server_gets() -> None:
+    method = fedproto(settings_of("fedproto"))
+    assert isinstance(method, Pipeline)
+    state, sent = uploads(method, [client((0, 0, 1, 1), id=3), client((2, 2), id=1)])
+    assert [*sent] == [1, 3]
+    assert sent[3].present.tolist() == [True, True, False, False]
+    after = method.aggregate(state, sent, Round(1, client().task, 2))
+    assert after.broadcast.present.tolist() == [True, True, True, False]
+    trained = client((0, 0, 1, 1), id=3)
+    _, later = uploads(method, [trained], after)
+    assert not torch.equal(later[3].values, sent[3].values)
+
+
+def test_an_upload_that_the_server_would_leave_out_is_refused() -> None:
+    class Wrong(FedDistill):
+        def local_update(self, client: Client, down: Logits) -> Update[Logits]:
+            update = super().local_update(client, down)
+            return replace(update, payload=replace(update.payload, num_examples=3))
+
+    with pytest.raises(RejectedPayload, match="unexpected counts"):
+        uploads(Wrong(), [client()])
