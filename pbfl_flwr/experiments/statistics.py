@@ -12,6 +12,8 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pbfl_flwr.util.extras import require
+
 CONFIDENCE = 0.95
 DECIMALS = 12  # of differences: equal accuracies may differ by rounding, different ones differ by far more
 
@@ -53,6 +55,7 @@ def paired(first: ArrayLike, second: ArrayLike) -> Paired:
     differences = _differences(first, second)
     mean, low, high, p = float(differences.mean()), None, None, None
     if np.ptp(differences):
+        require("a comparison of runs", "scipy")
         from scipy.stats import ttest_1samp  # takes seconds, which commands that only read need not wait for
 
         found = ttest_1samp(differences, 0.0)

@@ -110,13 +110,16 @@ def test_installed_wheel_makes_the_bundle_of_a_checkout(tmp_path: Path, fab: byt
         shutil.copytree(CHECKOUT / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
     (site / PACKED).mkdir()
     for source, target in wheel["force-include"].items():
-        shutil.copyfile(CHECKOUT / source, site / target)
+        copy = shutil.copytree if (CHECKOUT / source).is_dir() else shutil.copyfile
+        copy(CHECKOUT / source, site / target)
     (site / "LICENSE").write_text("of somebody else's package")
     assert build_fab_from_disk(copy_included(site, tmp_path / "copy")) == fab
     with patch.object(pbfl_flwr, "__file__", str(site / "pbfl_flwr/__init__.py")):
         assert pbfl("app", tmp_path / "slim").exit_code == 0
+        assert pbfl("app", "--own", tmp_path / "own").exit_code == 0
     slim(CHECKOUT, tmp_path / "same")
     assert build_fab_from_disk(tmp_path / "slim") == build_fab_from_disk(tmp_path / "same")
+    assert (tmp_path / "own" / "own_app" / "client.py").exists()
 
 
 def test_command_writes_a_slim_app_of_keys_and_entry_points_and_overwrites_none(tmp_path: Path) -> None:
