@@ -207,6 +207,7 @@ def report(
     png: Annotated[bool, typer.Option("--png", help="Also write the pictures as PNG files.")] = False,
     allowed: Allowed = None,
     svg: Annotated[bool, typer.Option("--svg", help="Also write the pictures as SVG files.")] = False,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Also write the pictures as PDF files.")] = False,
 ) -> None:
     """Write a self-contained HTML report of one or several runs: tables, statistics, pictures."""
     from pbfl_flwr.config import PREDICTORS, in_order
@@ -223,7 +224,8 @@ def report(
             check_names("--by", [by], in_order([*PREDICTORS, *scored]))
         asked = Asked(against, tuple(pairs or ()))
         asked.check([group.label for group in groups])
-        written = reporting.write(groups, expanded(out).absolute(), asked, png=png, svg=svg)
+        formats = [name for name, wanted in (("png", png), ("svg", svg), ("pdf", pdf)) if wanted]
+        written = reporting.write(groups, expanded(out).absolute(), asked, formats)
     console = screen()
     for line in left_out:
         say(console, line)

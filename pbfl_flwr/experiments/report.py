@@ -7,7 +7,7 @@ the page's content security policy forbids all scripts and requests.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,15 @@ def write(
     groups: Sequence[RunGroup],
     out: Path,
     asked: Asked = EVERY_AGAINST_ONE,
-    *,
-    png: bool = False,
-    svg: bool = False,
+    formats: Collection[str] = (),
 ) -> list[Path]:
-    """Write the page, and optionally each picture as a file in ``<stem>-pictures`` beside the page.
+    """Write the page, and each picture as a file of every format in ``<stem>-pictures`` beside the page.
 
-    ``asked`` are the pairs in it.
+    Args:
+        groups: of runs.
+        out: the page.
+        asked: the pairs in it.
+        formats: among png, svg and pdf.
 
     Returns:
         The files written, the page first.
@@ -67,12 +69,11 @@ def write(
     write_atomically(out, page(groups, sections, asked).encode())
     folder = out.with_name(f"{out.stem}-pictures")
     for picture in [picture for section in sections for picture in section.pictures]:
-        if png:
-            written.append(folder / f"{picture.name}.png")
-            write_atomically(written[-1], style.png(picture))
-        if svg:
-            written.append(folder / f"{picture.name}.svg")
-            write_atomically(written[-1], style.svg(picture).encode())
+        for name, draw in (("png", style.png), ("svg", style.svg), ("pdf", style.pdf)):
+            if name in formats:
+                written.append(folder / f"{picture.name}.{name}")
+                drawn = draw(picture)
+                write_atomically(written[-1], drawn.encode() if isinstance(drawn, str) else drawn)
     return written
 
 

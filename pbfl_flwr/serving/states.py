@@ -44,17 +44,18 @@ def state_file(path: Path, client: str) -> Path:
     if path.is_file():
         return path
     folder = _experiment(path)
+    place = folder if folder.is_dir() else path  # a run without states has no such folder
     if client:
         who: int | str = int(client) if client.isdecimal() else client
         homes = [folder, *_of_nodes(folder)]
         files = [file for home in homes if (file := ClientStore(home, "", who, "").path).is_file()]
         if not files:
-            raise PbflError(f"{folder} holds no client {client}; it holds {_shown(_in(folder))}{UNKEPT}")
+            raise PbflError(f"{place} holds no client {client}; it holds {_shown(_in(folder))}{UNKEPT}")
         return files[0]
     files = _in(folder)
     if len(files) != 1:
         raise PbflError(
-            f"{folder} holds {_shown(files)}; {'select one with --client' if files else UNKEPT[2:]}"
+            f"{place} holds {_shown(files)}; {'select one with --client' if files else UNKEPT[2:]}"
         )
     return files[0]
 

@@ -85,12 +85,13 @@ def test_every_picture_has_title_caption_and_labelled_axes(drawn: list[pictures.
                 assert axes.get_xlabel() or axes.get_label() == "<colorbar>", picture.name
 
 
-def test_pictures_are_svg_or_png_files(drawn: list[pictures.Section]) -> None:
+def test_pictures_are_svg_png_or_pdf_files(drawn: list[pictures.Section]) -> None:
     pictures_drawn = [picture for section in drawn for picture in section.pictures]
     assert len({picture.name for picture in pictures_drawn}) == len(pictures_drawn)
     for picture in pictures_drawn:
         assert ET.fromstring(style.svg(picture)).attrib["viewBox"]
     assert style.png(pictures_drawn[0]).startswith(b"\x89PNG")
+    assert style.pdf(pictures_drawn[0]).startswith(b"%PDF")
 
 
 def test_names_are_words_whatever_they_hold(hostile_run: Path) -> None:

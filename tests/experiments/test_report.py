@@ -65,14 +65,14 @@ def test_everything_is_there_and_nothing_is_fetched(page: Path) -> None:
 
 def test_one_run_works_too(three_runs: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "one.html"
-    result = pbfl("report", three_runs[0], "--out", out, "--png", "--svg")
+    result = pbfl("report", three_runs[0], "--out", out, "--png", "--svg", "--pdf")
     assert result.exit_code == 0, result.output
     text = Reader(out.read_text(encoding="utf-8")).text
     assert "Paired comparison" not in text
     assert "validation-chosen" in text
     files = list((tmp_path / "one-pictures").iterdir())
-    assert {file.suffix for file in files} == {".png", ".svg"}
-    assert len({file.stem for file in files}) * 2 == len(files) >= 20
+    assert {file.suffix for file in files} == {".png", ".svg", ".pdf"}
+    assert len({file.stem for file in files}) * 3 == len(files) >= 30
 
 
 def test_what_clients_say_stays_text(hostile_run: Path, tmp_path: Path) -> None:

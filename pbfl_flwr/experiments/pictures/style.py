@@ -234,6 +234,16 @@ def svg(picture: Picture) -> str:
     return text.getvalue()
 
 
+def pdf(picture: Picture) -> bytes:
+    """Return the picture as a PDF file, with its fonts embedded as text."""
+    data = io.BytesIO()
+    with rc_context({**RC, "pdf.fonttype": 42}):
+        picture.figure.savefig(
+            data, format="pdf", metadata={"CreationDate": None, "Creator": None, "Producer": None}
+        )
+    return data.getvalue()
+
+
 def png(picture: Picture) -> bytes:
     """Return the picture as a PNG file."""
     data = io.BytesIO()

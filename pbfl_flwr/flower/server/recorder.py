@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from flwr.common import log
 from pbfl_flwr import calls
 from pbfl_flwr.config import CHANGEABLE, Settings, completed, relevant
 from pbfl_flwr.data import LoadedData
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.flower.server.replies import Replies
 from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.method import Method, settings_in
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs.directory import ERROR, RESULT, RunDirectory, RunRefused
@@ -333,6 +335,17 @@ def log_start(settings: Settings, method: Method[Any, Any, Any]) -> None:
     ]
     for warning in warnings:
         log(WARNING, "%s", warning)
+
+
+def log_declared(settings: Settings, clients: Iterable[ClientRecord]) -> None:
+    """Log the architectures that clients declare, if any is none of the configured ones."""
+    declared = Counter(client.architecture for client in clients)
+    if declared.keys() - {str(name) for name in architectures(settings.models.models, settings.code)}:
+        log(
+            INFO,
+            "clients declare %s",
+            ", ".join(f"{printable(name)} x{n}" for name, n in sorted(declared.items())),
+        )
 
 
 def log_failures(replies: Replies) -> None:

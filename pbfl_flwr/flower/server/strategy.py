@@ -140,6 +140,7 @@ class MethodStrategy(hooks.Hooks):
         membership = Membership(run, self.experiment, check, self._recorder.set_waiting)
         membership.collect(grid, None if previous is None else previous.clients)
         self.membership, roster = membership, membership.roster
+        recorder.log_declared(self.settings, roster.clients.values())
         self.begin(roster.task)
         if previous is None:
             self._recorder.begin(self.experiment, self.moment, roster.clients.values())

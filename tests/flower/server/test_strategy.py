@@ -252,6 +252,15 @@ def test_each_client_gets_its_own_broadcast() -> None:
         assert torch.equal(result.values, prototypes(client, [0]).values)
 
 
+def test_the_log_names_the_networks_of_hand_written_clients(caplog: pytest.LogCaptureFixture) -> None:
+    """If they are not the configured ones."""
+    for architecture in ("linear", "cnn4"):
+        strategy = MethodStrategy(parse({"num-clients": 2, "feature-dim": 6, "models": "cnn4"}, SECTIONS))
+        app = scripted(TASK, lambda client, server_round: RecordDict(), architecture)
+        strategy.prepare(InProcessGrid(app, {}, 2))
+    assert [m for m in caplog.messages if m.startswith("clients declare")] == ["clients declare linear x2"]
+
+
 def test_counts_bytes_of_messages(tmp_path: Path) -> None:
     run = federation(tmp_path, num_server_rounds=1)
     assert isinstance(run.strategy, Strategy)
