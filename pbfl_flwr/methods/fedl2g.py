@@ -1,7 +1,6 @@
 """FedL2G: clients learn the guiding vector of each class that, one step ahead, helps their own loss most.
 
-Zhang, Liu, Hua, Wang, Song, Xue, Ma, Cao, "Adaptive Guidance for Local Training in Heterogeneous Federated Learning",
-2024.
+Zhang et al., "Adaptive Guidance for Local Training in Heterogeneous Federated Learning", 2024.
 
 Round: each client receives a guiding vector v_c of every class, and keeps a few batches aside as its quiz, the same in
 all rounds. On the others it minimises L = CE + MSE(u, v_y), u its features (FedL2G-f) or logits (FedL2G-l). Then it
@@ -109,7 +108,7 @@ class FedL2G(Method[Guidance, Guidance, Guidance]):
         rows = gradient.cpu()
         return Update(Guidance(rows, rows.any(dim=1)), report.optimizer, metrics)
 
-    def _parts(self, client: Client) -> tuple[Shard, Shard]:
+    def _parts(self, client: Client) -> list[Shard]:
         """Return the samples of the quiz and all others."""
         shard, size, n = client.data.train, client.training.batch_size, len(client.data.train)
         order = torch.arange(n)
@@ -117,8 +116,7 @@ class FedL2G(Method[Guidance, Guidance, Guidance]):
             order = torch.randperm(n, generator=seeds.generator(client.seed, "quiz", client.key))
         quiz = min(self.config.quiz_batches * size, n - size) if n > size else n // 2
         parts = order.to(shard.labels.device).split([quiz, n - quiz])
-        first, second = (Shard(shard.inputs[part], shard.labels[part]) for part in parts)
-        return first, second
+        return [Shard(shard.inputs[part], shard.labels[part]) for part in parts]
 
     def aggregate(self, state: Guidance, uploads: Mapping[int, Guidance], round_info: Round) -> Guidance:
         """One step of SGD along each class's mean gradient."""

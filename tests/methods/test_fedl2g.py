@@ -117,6 +117,26 @@ def test_the_gradient_is_the_slope_of_the_quiz(make_client):
         assert torch.equal(tensor, before[name])
 
 
+class Attending(nn.Module):
+    """Attention without dropout, for which torch has a fused kernel without a second derivative."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, 4)
+
+    def features(self, inputs):
+        return self.layer(inputs).mean(dim=1)
+
+
+def test_attention_can_be_differentiated_twice():
+    model, v = Attending(), torch.zeros(4, 4, requires_grad=True)
+    batch = [(torch.randn(6, 5, 4), torch.arange(6) % 4)]
+    learnt = (lambda net: lambda x, y: {"mse": F.mse_loss(net.features(x), v[y])}), batch
+    judged = (lambda net: lambda x, y: {"ce": F.cross_entropy(net.head(net.features(x)), y)}), batch
+    assert look_ahead(model, learnt, judged, 0.1, v)[0].any()
+
+
 @pytest.mark.parametrize(("form", "rate"), [("features", 100.0), ("logits", 0.1)])
 def test_the_server_descends_the_mean_of_those_who_sent_a_class(fedl2g, form, rate):
     method, width = fedl2g(form), FORMS[form]

@@ -13,8 +13,10 @@ from pbfl_flwr.method import Round, WithInputs
 from pbfl_flwr.methods.averaging import load_parameters
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import Weights
+from pbfl_flwr.serving.states import read_state, state_file
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.evaluation import evaluate
+from tests.flower.inprocess import federation
 from tests.methods.conftest import TASK, dealt, same_weights
 
 WIDTH = 3
@@ -106,3 +108,10 @@ def test_widths(make_method):
         make_method("fedmrl", own={"width": 7}).check(TASK, ["mlp5"])
     with pytest.raises(PbflError, match=r"fedmrl\.auxiliary: model 'cnn4'"):
         make_method("fedmrl").check(Task(4, 6, (2,)), ["mlp5"])
+
+
+def test_a_client_has_no_network_that_predicts_alone(tmp_path):
+    keys = {"num_clients": 1, "num_server_rounds": 1, "models": "cnn2"}
+    run = federation(tmp_path, "fedmrl", on_disk=True, **keys).run()
+    with pytest.raises(PbflError, match=r"from a method whose clients predict with two networks \(fedmrl\)"):
+        read_state(state_file(run.directory.path, "0"))
