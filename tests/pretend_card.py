@@ -75,7 +75,10 @@ class OnCard(Tensor):
             raise RuntimeError("called a synchronizing CUDA operation")
         together = (args[0], args[2:]) if func in INDEXING else (args, kwargs)
         if func is aten.scatter.src and torch._C._current_graph_task_id() != -1:
-            together = args[1:], kwargs  # for a maximum's gradient torch 2.11 makes zeros where the wrapper is
+            together = (
+                args[1:],
+                kwargs,
+            )  # for a maximum's gradient torch 2.11 makes zeros where the wrapper is
         if func is not aten.copy_.default:
             _all_on_card(func, together)
         result = func(*tree_map_only(Tensor, _on_cpu, args), **tree_map_only(Tensor, _on_cpu, kwargs))
