@@ -126,6 +126,7 @@ def measure(python: Path, model: str, chosen: argparse.Namespace) -> dict[str, A
         np.savez(data, x=images, y=np.arange(chosen.samples) % 10)
         command = [str(python), "-m", "pbfl_flwr.cli", "deploy", "local", "-n", "1"]
         command += ["--run-dir", f"{scratch}/run", "--set", f"num-server-rounds={chosen.rounds}"]
+        command += ["--set", f"eval-batch-size={chosen.eval_batch_size}"]
         command += ["--node", f"data-path='{data}' model='{model}' threads={chosen.threads}"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         while process.poll() is None:
@@ -161,9 +162,10 @@ def main() -> int:
     )
     parser.add_argument("--python", type=Path, default=Path(sys.executable))
     parser.add_argument("--models", default="cnn4,resnet4,resnet6,resnet8")
-    parser.add_argument("--input-shape", default="3,32,32")
-    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--input-shape", default="1,28,28")
+    parser.add_argument("--samples", type=int, default=600)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--eval-batch-size", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()

@@ -45,6 +45,7 @@ NODE_KEYS = {
     "input-shape": "input-shape",
     "model": "models",
     "batch-size": "batch-size",
+    "eval-batch-size": "eval-batch-size",
     "device": "device",
     "threads": "threads",
     "layout": "layout",

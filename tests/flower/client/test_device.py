@@ -79,6 +79,7 @@ def test_node_config_overrides_settings(tmp_path: Path) -> None:
         "data-path": str(tmp_path / "mine.npz"),
         "model": "resnet8",
         "batch-size": 4,
+        "eval-batch-size": 32,
         "threads": 3,
         "layout": "contiguous",
         "precision": "bfloat16",
@@ -88,6 +89,7 @@ def test_node_config_overrides_settings(tmp_path: Path) -> None:
     assert (settings.data.dataset, settings.data.data_dir) == ("npz", str(tmp_path / "mine.npz"))
     how = settings.training
     assert (settings.models.models, how.batch_size, how.threads) == ("resnet8", 4, 3)
+    assert settings.evaluation.eval_batch_size == 32
     assert (how.layout, how.precision) == ("contiguous", "bfloat16")
     identity = identify(context(node), settings, "e")
     assert identity.own_data
