@@ -2,7 +2,7 @@
 # make test  format, lint, types and tests
 # make test-long  more tests of real processes, some of which wait minutes for Flower
 # make test-newest-flower  tests of messages, grid and engines on the newest Flower that installs, in .venv-newest
-# make test-lowest  tests on the lowest versions that pyproject.toml allows, in .venv-lowest; torch is that of .venv
+# make test-lowest  tests on the lowest versions that pyproject.toml allows, in .venv-lowest
 # make keys  the keys in pyproject.toml and the rules in docs/privacy.md, from their declarations
 # make docs  the documentation as a site in docs/_build/html; fails on a link that leads nowhere
 # Needs Python 3.11 or newer and make; everything else goes into .venv.
@@ -13,9 +13,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NEWEST := .venv-newest
 LOWEST := .venv-lowest
-TORCH := torch* functorch nvidia* triton* cuda*
 LOWEST_TESTS := tests/config tests/runs tests/sinks tests/data/own tests/test_cli.py tests/flower/engines/test_local.py \
-	tests/experiments/test_pictures.py tests/experiments/test_statistics.py
+	tests/experiments/test_pictures.py tests/experiments/test_statistics.py tests/prototypes/test_class_means.py \
+	tests/methods/test_on_a_card.py tests/test_extras.py
 
 .PHONY: install run test test-long test-newest-flower test-lowest lint format keys docs clean
 
@@ -24,7 +24,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]} is too old: 3.11 or newer is needed, e.g. make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[simulation,test]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[test]'
 	touch $@
 
 run: install
@@ -38,30 +38,21 @@ test: lint
 test-long: install
 	$(BIN)/python -m pytest -m long
 
-# Only the packages of torch are borrowed, by a .pth file; pip sees them as installed and takes everything else anew.
+# The two environments below have everything anew, torch too: nothing on their paths belongs to another environment, so
+# no installer can reach into one.
 $(NEWEST)/.installed: pyproject.toml | $(STAMP)
 	$(BIN)/python -m venv --clear $(NEWEST)
-	mkdir $(NEWEST)/torch
-	ln -s $(foreach name,$(TORCH),$(abspath $(wildcard $(VENV)/lib/python*/site-packages/$(name)))) $(NEWEST)/torch
-	echo $(abspath $(NEWEST)/torch) > $$(echo $(NEWEST)/lib/python*/site-packages)/torch.pth
-	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet -e '.[simulation,test]'
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet -e '.[test]'
 	touch $@
 
 test-newest-flower: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pip list | grep -E '^(flwr|ray) '
 	$(NEWEST)/bin/python -m pytest tests/flower/engines tests/flower/messages tests/flower/test_flower_version.py
 
-# torch and what it needs are borrowed by a .pth file, too, and kept from uv by an override: it knows nothing of them, and
-# so cannot write into them through the links.
 $(LOWEST)/.installed: pyproject.toml | $(STAMP)
 	$(BIN)/python -m venv --clear $(LOWEST)
-	mkdir $(LOWEST)/torch
-	ln -s $(foreach name,$(TORCH) sympy* mpmath* networkx*,$(abspath $(wildcard $(VENV)/lib/python*/site-packages/$(name)))) $(LOWEST)/torch
-	echo $(abspath $(LOWEST)/torch) > $$(echo $(LOWEST)/lib/python*/site-packages)/torch.pth
-	printf '%s; sys_platform == "never"\n' torch torchvision > $(LOWEST)/borrowed.txt
-	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
-		--overrides $(LOWEST)/borrowed.txt \
-		-e '.[simulation,test,parquet,flwr-datasets,tensorboard,wandb,mlflow,prometheus]'
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --link-mode copy --resolution lowest-direct \
+		-e '.[test,parquet,flwr-datasets,tensorboard,wandb,mlflow,prometheus]'
 	touch $@
 
 test-lowest: $(LOWEST)/.installed
