@@ -38,7 +38,7 @@ from tests.flower.inprocess import InProcessGrid
 place = sys.argv[1]
 base = {"num-clients": 1, "num-server-rounds": 1, "models": "cnn2", "feature-dim": 64, "partition": "iid"}
 for method in METHODS:
-    auxiliary = {f"{method}.auxiliary": "cnn2"} if method in ("fml", "fedkd") else {}
+    auxiliary = {f"{method}.auxiliary": "cnn2"} if method in ("fml", "fedkd", "fedmrl") else {}
     config = {**base, "method": method, "max-samples": 100, "seed": 1, **auxiliary}
     if method == "gfpl":
         config |= {"gfpl.start": 1, "gfpl.interval": 1}
