@@ -1,6 +1,7 @@
 """FedL2G: the gradient a step ahead written out, a round's training, the server's step, the warm-up."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +131,7 @@ class Attending(nn.Module):
 
 
 def test_attention_can_be_differentiated_twice():
+    model: Any
     model, v = Attending(), torch.zeros(4, 4, requires_grad=True)
     batch = [(torch.randn(6, 5, 4), torch.arange(6) % 4)]
     learnt = (lambda net: lambda x, y: {"mse": F.mse_loss(net.features(x), v[y])}), batch

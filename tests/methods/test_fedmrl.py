@@ -1,6 +1,7 @@
 """FedMRL: a round against the reference's loop, whom predictions are made with, what is kept."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_widths(make_method):
 
 
 def test_a_client_has_no_network_that_predicts_alone(tmp_path):
-    keys = {"num_clients": 1, "num_server_rounds": 1, "models": "cnn2"}
+    keys: dict[str, Any] = {"num_clients": 1, "num_server_rounds": 1, "models": "cnn2"}
     run = federation(tmp_path, "fedmrl", on_disk=True, **keys).run()
     with pytest.raises(PbflError, match=r"from a method whose clients predict with two networks \(fedmrl\)"):
         read_state(state_file(run.directory.path, "0"))

@@ -27,7 +27,7 @@ def test_average_weighs_by_samples_or_not():
 @pytest.mark.parametrize(
     ("weighting", "names"),
     [
-        ("samples", "fedavg fedprox fedala fedper fedrep feduv fedfa lg-fedavg fedgen"),
+        ("samples", "fedavg fedprox fedala fedper fedrep feduv fedfa lg-fedavg fedgen fedmrl"),
         ("uniform", "fml fedkd fednh fesem"),
     ],
 )
@@ -41,7 +41,7 @@ def test_how_each_method_weighs_unless_it_is_told_otherwise(make_method, weighti
 def test_weights_are_scored_as_they_come_and_own_networks_after_training():
     result = {name: build_method(parse({"method": name}, SECTIONS)).moment for name in METHODS}
     before = {name for name, moment in result.items() if moment == "before"}
-    received = "fedavg fedprox fedper fedrep fedala fesem fednh fedfa lg-fedavg fedgen fedgh fedcpd"
+    received = "fedavg fedprox fedper fedrep fedala fesem fednh fedfa lg-fedavg fedgen fedgh fedcpd fedmrl"
     assert before == set(received.split())
     assert result.keys() - before == {name for name, moment in result.items() if moment == "after"}
 
