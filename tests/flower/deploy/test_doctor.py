@@ -137,9 +137,11 @@ def test_asks_again_when_a_killed_supernode_is_forgotten(
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_finds_the_supernode_that_uses_a_key(tmp_path: Path) -> None:
     (tmp_path / "key").touch()
-    (tmp_path / "flower-supernode").write_text("input()")
+    (tmp_path / "flower-supernode").write_text("print(flush=True); input()")
     words = [sys.executable, "flower-supernode", "--auth-supernode-private-key", "key"]
-    with subprocess.Popen(words, cwd=tmp_path, stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(words, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it runs
         assert admission.user_of(tmp_path / "key") == process.pid
         assert admission.user_of(tmp_path / "flower-supernode") is None
         process.communicate(b"\n")
