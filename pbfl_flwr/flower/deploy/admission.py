@@ -35,7 +35,7 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
     ),
     ("(certificate is not yet valid|certificate has expired)", "the server's {0}", f"{CLOCK}; or pbfl certs"),
     (
-        "CERTIFICATE_VERIFY_FAILED: ([^:\n]+)",
+        r"CERTIFICATE_VERIFY_FAILED(?:\] certificate verify failed)?: ([^:(\n]*[^:(\s])",
         "the server's certificate is refused: {0}",
         "on the device: the server's ca.pem",
     ),

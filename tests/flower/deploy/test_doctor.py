@@ -92,6 +92,12 @@ KEY = Path("site-a")
         ("control", 1, Status.FAILED, "this is the Control API, .*port 9092"),
         ("control-insecure", 1, Status.FAILED, "this is the Control API, .*port 9092"),
         ("foreign-ca", 1, Status.FAILED, "refused: unable to get local issuer certificate; .*ca.pem"),
+        (
+            "foreign-ca-flower-1.42",
+            1,
+            Status.FAILED,
+            "refused: unable to get local issuer certificate; .*ca.pem",
+        ),
         ("clock-of-1970", 1, Status.FAILED, "certificate is not yet valid; set the clock: timedatectl"),
         ("other-host", 1, Status.FAILED, "for other names .*pbfl certs --renew with a --host"),
         ("tls-to-plain", 1, Status.FAILED, "no TLS on this port"),
