@@ -185,7 +185,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         factor = self.stages.upscale
         summed = self.stages.rule.aps and self.server_training is None
         if summed and self.stages.alignment == "off" and down.num_present:
-            factor *= rules.mu(self.stages, client.task, down.num_examples)
+            factor *= rules.mu(self.stages, down, down.num_examples)
         return (values * factor).to(client.device)
 
     # Server -----------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import aggregation
-from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import called, import_function, import_named, is_external
 
 if TYPE_CHECKING:
@@ -120,13 +119,15 @@ def ppa_scale(uploads: Uploads, round_info: Round, stages: Stages) -> float:
 def aps_scale(uploads: Uploads, round_info: Round, stages: Stages) -> float:
     """Return APS's μ; a configured one is for all clients."""
     if stages.aps_scale == "auto":
-        return mu(stages, round_info.task, _total(uploads, round_info, stages))
+        sums = aggregation.aps(uploads.values(), 1.0, "sum")
+        return mu(stages, sums, _total(uploads, round_info, stages))
     return stages.aps_scale * _whole(uploads, round_info, stages)
 
 
 def aps_mean_scale(uploads: Uploads, round_info: Round, stages: Stages) -> float:
     """Return APS's μ for a mean over the holders."""
-    return mu(stages, round_info.task, _everybody(_total(uploads, round_info, stages), uploads, round_info))
+    means = aggregation.aps(uploads.values(), 1.0, "mean")
+    return mu(stages, means, _everybody(_total(uploads, round_info, stages), uploads, round_info))
 
 
 RULES: dict[str, Rule] = {
@@ -233,17 +234,23 @@ def _table(result: object, upload: Prototypes, spec: str) -> Prototypes:
 
 
 def at_scale_of(n_t: int | None, previous: Prototypes) -> Prototypes:
-    """Rescale earlier sums over n samples to n_t samples, since clients multiply all rows by 0.9·K/n_t."""
+    """Rescale earlier sums over n samples to n_t samples, since clients multiply all rows by 0.9/(n_t·q)."""
     if not n_t or not previous.num_examples:
         return previous
     return replace(previous, values=previous.values * (n_t / previous.num_examples), num_examples=n_t)
 
 
-def mu(stages: Stages, task: Task, num_examples: int | None) -> float:
-    """Return APS's μ: as configured, else 0.9·K/n, with n all samples of all clients.
+def mu(stages: Stages, rows: Prototypes, num_examples: int | None) -> float:
+    """Return APS's μ: as configured, else 0.9/(n·q), with n all samples of all clients.
 
-    The paper's constants are 0.9·K/n for CIFAR-10 and CIFAR-100, 0.83·K/n for Tiny-ImageNet and 0.4-0.5·K/n for the
-    skewed GTSRB and Flowers-102: with the sum at the server, APS is PPA with a tunable constant.
+    q estimates the largest class's share of the samples: its row's share of the lengths of all rows, since a row is
+    n_j·c̄_j and classes' means have about equal lengths. So the largest class is multiplied by 0.9, and none grows from
+    round to round; the paper's constants are 0.83/(n·q) to 1.29/(n·q). With equal rows it is 0.9·K/n.
+
+    Args:
+        stages: with ``aps-scale``.
+        rows: (K, s) the sums over the samples of each class, or the means over its holders.
+        num_examples: n.
 
     Raises:
         RejectedPayload: if it is derived from n and n was not sent.
@@ -254,7 +261,10 @@ def mu(stages: Stages, task: Task, num_examples: int | None) -> float:
         raise RejectedPayload(
             "aps-scale = 'auto' needs the number of examples n with the uploads, but none was sent"
         )
-    return 0.9 * task.num_classes / num_examples
+    lengths = rows.values[rows.present].double().norm(dim=1)
+    total, largest = float(lengths.sum()), float(lengths.max())
+    share = largest / total if total else 1 / len(lengths)
+    return 0.9 / (num_examples * share)
 
 
 def _total(uploads: Uploads, round_info: Round, stages: Stages) -> int:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,9 +207,9 @@ def test_a_single_prototype_regularises_and_none_does_not() -> None:
 
 @pytest.mark.parametrize("form", ["aps-sum", "aps-mean"])
 def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form: str) -> None:
-    # class 1 is seen in round 1 only: μ·c_1 is 0.9·(4/100)·50 = 1.8 then and after rounds over 1,000 and 200 samples;
-    # of a mean, n is that of all three clients, of whom one answers: 0.6
-    size = {"aps-sum": 1.8, "aps-mean": 0.6}[form]
+    # class 1 is seen in round 1 only: half of all samples, so that μ·c_1 is 0.9/(100·1/2)·50 = 0.9 then and after rounds
+    # over 1,000 and 200 samples; of a mean, n is that of all three clients, of whom one answers: 0.3
+    size = {"aps-sum": 0.9, "aps-mean": 0.3}[form]
     pipeline, mine = method(aggregation=form), client()
     state = pipeline.init(TASK, 0)
     for number, n in ((1, 100), (2, 1000), (3, 200)):
@@ -255,10 +255,10 @@ def test_a_scale_that_is_a_number_is_for_all_clients(
 
 @pytest.mark.parametrize("answering", [3, 2, 1])
 def test_an_automatic_scale_of_a_mean_is_for_all_clients(answering: int) -> None:
-    # n = 30 whoever answers: 0.9·4/30
+    # n = 30 whoever answers, all of one class: 0.9/30
     pipeline = method("tinyproto", tinyproto__base="fedtgp", aggregation="aps-mean", cps_dim=0)
     sent: dict[int, Prototypes] = {i: one(0, 10, 10) for i in range(answering)}
-    assert rules.aps_mean_scale(sent, round_info(), pipeline.stages) == pytest.approx(0.12)
+    assert rules.aps_mean_scale(sent, round_info(), pipeline.stages) == pytest.approx(0.03)
 
 
 def test_warns_of_settings_without_effect() -> None:
@@ -426,11 +426,26 @@ def test_warns_of_training_and_alignment_that_have_not_converged() -> None:
     assert "stopped at its maximum number of iterations" in message
 
 
-def test_an_automatic_scale_is_never_guessed() -> None:
+def sums_of(class_sizes: Sequence[int]) -> Prototypes:
+    """Rows of n_j·c̄_j with means of equal length."""
+    means = torch.nn.functional.normalize(torch.rand(len(class_sizes), 8), dim=1)
+    return Prototypes(
+        means * torch.tensor(class_sizes)[:, None], torch.ones(len(class_sizes)).bool(), None, None
+    )
+
+
+def test_an_automatic_scale_multiplies_the_largest_class_by_nine_tenths() -> None:
     summed = method(aggregation="aps-sum")
     # the paper's constants for CIFAR-10, CIFAR-100 and (published 1.5e-3) Tiny-ImageNet
     for num_classes, n, published in ((10, 60_000, 1.5e-4), (100, 60_000, 1.5e-3), (200, 110_000, 1.636e-3)):
-        task = replace(TASK, num_classes=num_classes)
-        assert rules.mu(summed.stages, task, n) == pytest.approx(published, rel=1e-3)
+        even = sums_of([n // num_classes] * num_classes)
+        assert rules.mu(summed.stages, even, n) == pytest.approx(published, rel=1e-3)
+    assert rules.mu(summed.stages, sums_of([700, 200, 100]), 1000) == pytest.approx(0.9 / 700)
+    nothing = Prototypes(torch.zeros(4, 8), torch.ones(4).bool(), None, None)
+    assert rules.mu(summed.stages, nothing, 100) == pytest.approx(0.9 * 4 / 100)
+
+
+def test_an_automatic_scale_is_never_guessed() -> None:
+    summed = method(aggregation="aps-sum")
     with pytest.raises(RejectedPayload, match="needs the number of examples n"):
-        rules.mu(summed.stages, TASK, None)
+        rules.mu(summed.stages, sums_of([1, 2]), None)
