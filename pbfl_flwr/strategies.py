@@ -151,7 +151,7 @@ class TinyProto(NamedStrategy):
 
     Args:
         base: "fedproto" or "fedtgp".
-        aps_scale: μ; "auto" is 0.9·K/n.
+        aps_scale: μ; "auto" multiplies the largest class by 0.9.
         num_clients, directory, keys: see :class:`NamedStrategy`.
     """
 

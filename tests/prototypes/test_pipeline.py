@@ -207,8 +207,8 @@ def test_a_single_prototype_regularises_and_none_does_not() -> None:
 
 @pytest.mark.parametrize("form", ["aps-sum", "aps-mean"])
 def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form: str) -> None:
-    # class 1 is seen in round 1 only: half of all samples, so that μ·c_1 is 0.9/(100·1/2)·50 = 0.9 then and after rounds
-    # over 1,000 and 200 samples; of a mean, n is that of all three clients, of whom one answers: 0.3
+    # class 1 is seen in round 1 only: half of all samples, so that μ·c_1 is 0.9/(100·1/2)·50 = 0.9 then and after
+    # rounds over 1,000 and 200 samples; of a mean, n is that of all three clients, of whom one answers: 0.3
     size = {"aps-sum": 0.9, "aps-mean": 0.3}[form]
     pipeline, mine = method(aggregation=form), client()
     state = pipeline.init(TASK, 0)
