@@ -11,7 +11,7 @@ import pbfl_flwr
 from pbfl_flwr.runs.records import ClientRecord
 
 # Parts of the package that are not sent to devices; same as fab-exclude in pyproject.toml.
-NOT_SENT = ("flower/api.py", "cli", "experiments", "serving", "flower/engines", "flower/deploy")
+NOT_SENT = ("flower/api.py", "cli", "experiments", "serving", "flower/engines", "flower/deploy", "testing")
 
 
 @lru_cache(maxsize=1)

@@ -25,8 +25,8 @@ ALLOWED_ID = "a whole number from 0, or a name of 1 to 64 letters, digits, '.', 
 
 
 def is_number(client: object) -> bool:
-    """Whether a client id is a whole number from 0."""
-    return isinstance(client, int) and not isinstance(client, bool) and client >= 0
+    """Whether a client id is a whole number from 0, of at most 63 bits as a message carries them."""
+    return isinstance(client, int) and not isinstance(client, bool) and 0 <= client < 2**63
 
 
 def digest(names: Sequence[str]) -> str:

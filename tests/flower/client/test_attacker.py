@@ -150,7 +150,7 @@ def test_attacks_do_not_depend_on_order_or_resume(
 def test_methods_that_send_class_rows(method: str) -> None:
     """Those that docs/faults.md names."""
     settings = parse({"method": method, "models": "cnn4"}, SECTIONS)
-    rows = ("fedproto", "fedtgp", "tinyproto", "protonorm", "fedgh", "feddistill")
+    rows = ("fedproto", "fedtgp", "tinyproto", "protonorm", "fedgh", "feddistill", "fedl2g")
     assert issubclass(build_method(settings).up, Prototypes) == (method in rows)
 
 
