@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -106,7 +105,6 @@ def rebuilt(payload: Any, task: Task) -> Any:
     return type(payload).from_tensors(payload.to_tensors(), task)
 
 
-@lru_cache(maxsize=16)
 def tiny_client(number: int) -> ClientData:
     """Digits, dealt as SPLITS says; the same samples every time."""
     pool = load_pool(DataSettings(dataset="digits"))

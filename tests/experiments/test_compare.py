@@ -349,7 +349,8 @@ def test_which_pairs_and_which_round_are_said_on_the_command_line(file: Path, tm
         assert ("mean of the last 10 scored" in (out / "table.md").read_text()) == ("window" in more)
         assert pbfl("report", out, "--out", page, *more).exit_code == 0
         cells = re.findall(r">([+-]\d+\.\d\d)</td>", page.read_text())
-        assert re.search(r"\| ([+-]\d+\.\d\d) \|", text)[1] in cells  # type: ignore[index]
+        (difference, *_) = re.findall(r"\| ([+-]\d+\.\d\d) \|", text)
+        assert difference in cells
     assert pbfl(*words, "--pair", "A/B").exit_code == 0
     assert f" | {p} | {p} | " in (out / "paired.md").read_text()
     for command in (words, ["report", out]):
