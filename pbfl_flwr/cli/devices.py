@@ -164,7 +164,9 @@ def export(
     out: Annotated[
         Path, typer.Option("--out", click_type=NON_EMPTY_PATH, metavar="DIR", help="A new directory.")
     ],
-    client: Annotated[str, typer.Option("--client", metavar="ID", help="Id or name of the client.")] = "",
+    client: Annotated[
+        str, typer.Option("--client", metavar="ID", help="Number, name or natural id of the client.")
+    ] = "",
     model: Code = "",
     whole: Annotated[
         bool,
@@ -194,9 +196,10 @@ def export(
     with writing(out):
         files = exporting.export(saved, expanded(out), model)
     card, shape = saved.card, "x".join(map(str, saved.card.input_shape))
+    who = f"client {card.natural_id or card.client}" if card.client else "the server"
     say(
         console,
-        f"{f'client {card.client}' if card.client else 'the server'}, {card.method}, {card.architecture} after round "
+        f"{who}, {card.method}, {card.architecture} after round "
         f"{card.round}: inputs {shape}, "
         f"{card.num_classes} classes, d = {card.feature_dim}",
     )

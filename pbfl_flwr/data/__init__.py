@@ -85,9 +85,11 @@ class LoadedData:
         return make_partition(self.pool(settings), settings, num_clients)
 
     def _client(self, settings: DataSettings, num_clients: int, client: int) -> ClientData:
-        split = self.partition(settings, num_clients).splits[client]
+        partition = self.partition(settings, num_clients)
+        name = partition.natural_ids[client] if partition.natural_ids else ""
         seed = seeds.derive(settings.partition_seed, "validation", client)
-        return materialise(self.pool(settings), split, settings.validation_share, seed)
+        split = partition.splits[client]
+        return materialise(self.pool(settings), split, settings.validation_share, seed, name)
 
 
 def check_data(settings: DataSettings, num_clients: int) -> Partition:

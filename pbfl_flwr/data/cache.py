@@ -31,7 +31,7 @@ from pbfl_flwr.util.atomic_files import create_private, make_directory
 from pbfl_flwr.util.locks import Lock
 from pbfl_flwr.util.paths import home
 
-FORMAT = 9
+FORMAT = 10
 """Incremented when the stored content changes, so that older entries are not read."""
 
 DECODING = ("data_dir", "labels", "label_column", "input_shape", "partitioner", "partitioner_settings")
@@ -131,7 +131,7 @@ def _write(pool: Pool, folder: Path) -> None:
         values = getattr(pool, column)
         if values is not None:
             np.save(create_private(folder / f"{column}.npy"), values)
-    keys = ("label_names", "num_train", "notes", "columns", "vocabulary_size")
+    keys = ("label_names", "num_train", "owner_names", "notes", "columns", "vocabulary_size")
     meta = {key: getattr(pool, key) for key in keys}
     create_private(folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     for file in folder.iterdir():  # a power cut must not leave an entry without its content
@@ -149,6 +149,7 @@ def _open(entry: Path) -> Pool:
             label_names=tuple(meta["label_names"]),
             num_train=meta["num_train"],
             owner=_column(entry / "owner.npy"),
+            owner_names=tuple(meta["owner_names"]),
             in_train=_column(entry / "in_train.npy"),
             notes=tuple(meta["notes"]),
             columns=tuple(meta["columns"]),

@@ -79,6 +79,7 @@ class ClientData:
         validation: training samples held out to select a round by; None if there are none.
         columns: feature names, if the source has names.
         vocabulary_size: V if inputs are token ids 0..V-1; 0 if they are numbers.
+        natural_id: name of the person or device whose samples these are, for tables and messages; "" if there is none.
     """
 
     train: Shard
@@ -90,6 +91,7 @@ class ClientData:
     validation: Shard | None = None
     columns: tuple[str, ...] = ()
     vocabulary_size: int = 0
+    natural_id: str = ""
 
     def check(self) -> None:
         """Check the invariants above; for data that an app supplies.
@@ -158,7 +160,9 @@ class ClientData:
         return batch_inputs.float() * self.scale.to(device) + self.shift.to(device)
 
 
-def materialise(pool: Pool, split: Split, validation_share: float = 0.0, seed: int = 0) -> ClientData:
+def materialise(
+    pool: Pool, split: Split, validation_share: float = 0.0, seed: int = 0, natural_id: str = ""
+) -> ClientData:
     """Return one client's data as contiguous tensors.
 
     Args:
@@ -166,6 +170,7 @@ def materialise(pool: Pool, split: Split, validation_share: float = 0.0, seed: i
         split: this client's rows.
         validation_share: share of the training rows that is held out at random, rounded down.
         seed: seed of that draw.
+        natural_id: of the client.
 
     Rows that are contiguous in the pool (a source with fixed clients) are not copied: the tensor is a view of the
     memory map, shared with other processes until it is written to.
@@ -182,6 +187,7 @@ def materialise(pool: Pool, split: Split, validation_share: float = 0.0, seed: i
         validation=_shard(pool, held_out) if len(held_out) else None,
         columns=pool.columns,
         vocabulary_size=pool.vocabulary_size,
+        natural_id=natural_id,
     )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # listing the datasets must not import torch
     from torch import Tensor
 
 Rows = NDArray[np.int64]
+MAX_NATURAL_ID = 64  # characters
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class Pool:
         num_train: the first ``num_train`` rows are the official training part, the rest the official test
             part; N if there is no official test part.
         owner: (N,) int64, the natural client of every row, 0..; None if the dataset has none.
+        owner_names: the names of the natural clients 0.. in the data; empty if they have none.
         in_train: (N,) bool, True where a row belongs to its owner's training part; only for sources whose
             files fix the clients and their split.
         notes: messages of the loader for the user (e.g. resized images), one per line.
@@ -41,6 +43,7 @@ class Pool:
     label_names: tuple[str, ...]
     num_train: int
     owner: Rows | None = None
+    owner_names: tuple[str, ...] = ()
     in_train: NDArray[np.bool_] | None = None
     notes: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
@@ -97,11 +100,13 @@ class Partition:
         counts: (M, K) int64, training plus test samples: the papers' K_i and n_ij, which the references count
             before the train/test split.
         notes: deviations from the request (samples moved by the repair, classes left out), one per line.
+        natural_ids: M names, of the natural client that each client is; empty if they are none, or have no names.
     """
 
     splits: tuple[Split, ...]
     counts: NDArray[np.int64]
     notes: tuple[str, ...] = ()
+    natural_ids: tuple[str, ...] = ()
 
     def majority(self, labels: Rows) -> float | None:
         """Return the share of test samples that belong to their client's most frequent training class.

@@ -130,6 +130,11 @@ def names_in(
     return distinct, np.array([number[text] for text in texts], dtype=np.int64)[codes]
 
 
+def owner_names(names: Iterable[str], numbered: str = "id") -> tuple[str, ...]:
+    """Return what natural clients are called; a number gets ``numbered`` before it, since clients have numbers, too."""
+    return tuple(f"{numbered} {name}" if name.lstrip("-").isdecimal() else name for name in names)
+
+
 def _name(cell: object) -> str:
     """Return the name in a cell; ValueError says why it has none."""
     if isinstance(cell, bytes):

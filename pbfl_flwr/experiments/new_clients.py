@@ -137,7 +137,12 @@ def unseen(run: FinishedRun, settings: Settings, clients: int) -> tuple[Pool, Pa
         )
     if data.partition == "natural" or pool.in_train is not None:
         partition = make_partition(pool, data, M + clients)
-        return pool, replace(partition, splits=partition.splits[M:], counts=partition.counts[M:])
+        return pool, replace(
+            partition,
+            splits=partition.splits[M:],
+            counts=partition.counts[M:],
+            natural_ids=partition.natural_ids[M:],
+        )
     return pool, _second_deal(pool, data, M, clients)
 
 

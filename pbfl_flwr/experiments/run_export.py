@@ -114,6 +114,6 @@ def _client_rows(about: RunRecord, number: int, columns: ClientsRecord) -> Itera
     for client, train, tests, correct in counters:
         if not tests:
             continue
-        who = (client, clients[client].name, clients[client].architecture)
+        who = (client, clients[client].name or clients[client].natural_id, clients[client].architecture)
         for name in in_order(correct):
             yield (number, *who, train, tests, name, correct[name], f"{correct[name] / tests:.6f}")

@@ -99,11 +99,11 @@ def client_sheet(groups: Sequence[RunGroup]) -> Sheet:
         accuracies.append({run.client_name(client): curve[-1][1] for client, curve in curves})
         for client in run.about.clients:
             clients.setdefault(client.label, client)
-    named = any(client.name for client in clients.values())
+    named = any(client.name or client.natural_id for client in clients.values())
     rows = []
     for label, client in sorted(clients.items(), key=lambda item: item[1].client):
         last = (f"{100 * shares[label]:.2f}" if label in shares else "-" for shares in accuracies)
-        who = (str(client.client), client.name) if named else (str(client.client),)
+        who = (str(client.client), client.name or client.natural_id) if named else (str(client.client),)
         what = (client.architecture, client.device, str(client.num_train), str(client.num_test))
         rows.append((*who, *what, *last))
     head = ("client", "name") if named else ("client",)

@@ -54,7 +54,7 @@ def _show_results(run: FinishedRun, console: Console) -> None:
         say(console, sentence)
     for sheet in class_sheets([group]):
         sheet.without_first_column().show(console)
-    if any(client.name for client in run.about.clients):
+    if any(client.name or client.natural_id for client in run.about.clients):
         client_sheet([group]).show(console)
     cost_sheet(run).show(console)
     if line := privacy_line(run.config, run.clients):

@@ -243,6 +243,7 @@ class ClientRecord(Record):
         code_version: version of pbfl-flwr that it runs; empty if an older one did not send it.
         weights: hash of its body's pretrained initial weights; empty if there are none.
         key: hash of its node's public key, of which Flower's server has proof; empty in a simulation.
+        natural_id: of the person or device whose samples a simulated client has; empty if they have none.
         registered: name under which the operator registered that key; empty if Flower knows none.
     """
 
@@ -263,6 +264,7 @@ class ClientRecord(Record):
     code_version: str = ""
     weights: str = ""
     key: str = ""
+    natural_id: str = ""
     registered: str = ""
 
     @field_serializer("node", when_used="json")
@@ -271,8 +273,8 @@ class ClientRecord(Record):
 
     @property
     def label(self) -> str:
-        """Readable name of this client: its name, or its number if it has none."""
-        return self.name or str(self.client)
+        """Readable name of this client: its name or natural id, or its number if it has neither."""
+        return self.name or self.natural_id or str(self.client)
 
     def numbered(self, number: int) -> ClientRecord:
         """Return this client with another number."""

@@ -15,6 +15,7 @@ class Card(BaseModel):
 
     Attributes:
         method, client, architecture: as in the run; the client's number or name, "" for the server's network.
+        natural_id: of the person or device whose samples a simulated client has; "" if there is none.
         round, participations: the last round in which it trained, and the number of rounds it trained in.
         num_classes, feature_dim, input_shape: K, d and the shape of one input.
         labels: names of the K classes.
@@ -42,6 +43,7 @@ class Card(BaseModel):
     scale: tuple[float, ...]
     shift: tuple[float, ...]
     unit_features: bool = False
+    natural_id: str = ""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -36,7 +36,7 @@ def state_file(path: Path, client: str) -> Path:
 
     Args:
         path: the file itself, a run directory, a device's state directory, or one experiment in it.
-        client: its number or name; "" takes the only client.
+        client: its number, name or natural id; "" takes the only client.
 
     Raises:
         PbflError: if none or several match.
@@ -46,7 +46,7 @@ def state_file(path: Path, client: str) -> Path:
     folder = _experiment(path)
     place = folder if folder.is_dir() else path  # a run without states has no such folder
     if client:
-        who: int | str = int(client) if client.isdecimal() else client
+        who: int | str = int(client) if client.isdecimal() else _numbers(path).get(client, client)
         homes = [folder, *_of_nodes(folder)]
         files = [file for home in homes if (file := ClientStore(home, "", who, "").path).is_file()]
         if not files:
@@ -63,6 +63,12 @@ def state_file(path: Path, client: str) -> Path:
 def states_of(run: Path) -> list[Path]:
     """Return the last states of all clients in a run directory."""
     return _in(_experiment(run))
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return natural id -> number of a run's clients."""
+    clients = RunDirectory(path).record().clients if (path / "run.json").is_file() else []
+    return {client.natural_id: client.client for client in clients if client.natural_id}
 
 
 def _in(folder: Path) -> list[Path]:

@@ -32,7 +32,7 @@ class Decoder:
         inputs[:] = np.arange(24).reshape(4, 2, 3)
         return Pool(
             inputs, np.array([0, 1, 0, 1]), ("no", "yes"), 3,
-            owner=np.array([0, 0, 1, 1]), notes=("a note",),
+            owner=np.array([0, 0, 1, 1]), owner_names=("ada", "bob"), notes=("a note",),
         )  # fmt: skip
 
 
@@ -58,6 +58,7 @@ def test_decoded_once_and_read_back_as_a_memory_map(source, home):
     for pool in (first, again):
         assert isinstance(pool.inputs, np.memmap)
         assert np.array_equal(pool.inputs, np.arange(24).reshape(4, 2, 3))
+        assert pool.owner_names == ("ada", "bob")
         assert pool.labels.tolist() == [0, 1, 0, 1]
         assert pool.owner is not None
         assert pool.owner.tolist() == [0, 0, 1, 1]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from pbfl_flwr.config import MAX_CLASSES, DataSettings
 from pbfl_flwr.data.contract import Rows
-from pbfl_flwr.data.labels import FRACTION, names_in, numbered_classes, shown
+from pbfl_flwr.data.labels import FRACTION, names_in, numbered_classes, owner_names, shown
 from pbfl_flwr.data.sources.files import check_memory, given_path
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.extras import require
@@ -166,8 +166,8 @@ def label_column(path: Path, names: Sequence[str], settings: DataSettings) -> st
 
 def classes_and_clients(
     path: Path, rows: pd.DataFrame, label: str, settings: DataSettings
-) -> tuple[tuple[str, ...], Rows, Rows | None]:
-    """Return the class names, every row's class, and every row's client if there is such a column.
+) -> tuple[tuple[str, ...], Rows, Rows | None, tuple[str, ...]]:
+    """Return the class names, every row's class, and if there are clients every row's, and their names.
 
     Raises:
         PbflError: if there are no rows, a class or client is empty or a fraction, or there are more than MAX_CLASSES
@@ -182,8 +182,10 @@ def classes_and_clients(
             f"{where} has more than {MAX_CLASSES} different values; set label-column to the one with the classes"
         )
     classes, labels = numbered_classes(distinct, codes, settings.classes, where)
-    has_clients = CLIENT in rows and label != CLIENT
-    return classes, labels, row_names(rows[CLIENT], str(path), "client")[1] if has_clients else None
+    if CLIENT not in rows or label == CLIENT:
+        return classes, labels, None, ()
+    clients, owner = row_names(rows[CLIENT], str(path), "client")
+    return classes, labels, owner, owner_names(clients)
 
 
 def row_names(column: pd.Series, where: str, what: str) -> tuple[list[str], Rows]:

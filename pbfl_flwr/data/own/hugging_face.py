@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import HUB, DataSettings, named_arguments
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool, Rows
-from pbfl_flwr.data.labels import numbered_classes, shown
+from pbfl_flwr.data.labels import numbered_classes, owner_names, shown
 from pbfl_flwr.data.own.columns import CLIENT, LABEL, row_names
 from pbfl_flwr.data.own.image_folder import image_size
 from pbfl_flwr.data.own.images import decode_images, small_enough
@@ -68,7 +68,7 @@ def is_saved_dataset(path: Path) -> bool:
 
 def _decode(settings: DataSettings, allocate: Allocate) -> Pool:
     train, test = _splits(settings)
-    owner, notes = None, list[str]()
+    owner, notes, clients = None, list[str](), tuple[str, ...]()
     parts = [train] if test is None else [train, test]
     if settings.partitioner:
         ids, notes = _partition_ids(train, settings)
@@ -82,11 +82,12 @@ def _decode(settings: DataSettings, allocate: Allocate) -> Pool:
     elif absent := [name for part in parts for name in train.column_names if name not in part.column_names]:
         raise PbflError(f"{settings.data_dir}: 'test' has no column '{absent[0]}', which 'train' has")
     elif CLIENT in train.column_names:
-        owner = row_names(_column(parts, CLIENT), settings.data_dir, "client")[1]
+        distinct, owner = row_names(_column(parts, CLIENT), settings.data_dir, "client")
+        clients = owner_names(distinct)
     label = _label_column(train, settings)
     classes, labels = _labels(parts, label, settings)
     inputs, more, columns = _inputs(parts, label, settings, allocate)
-    return Pool(inputs, labels, classes, len(train), owner, notes=(*notes, *more), columns=columns)
+    return Pool(inputs, labels, classes, len(train), owner, clients, notes=(*notes, *more), columns=columns)
 
 
 def _column(parts: Sequence[Dataset], name: str) -> pd.Series:

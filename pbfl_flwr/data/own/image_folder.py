@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings, class_name
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
-from pbfl_flwr.data.labels import by_name, numbers_of
+from pbfl_flwr.data.labels import by_name, numbers_of, owner_names
 from pbfl_flwr.data.own.images import SUFFIXES, decode_images, open_image
 from pbfl_flwr.data.sources.files import files_under, given_path
 from pbfl_flwr.errors import PbflError, abbreviate
@@ -116,7 +116,8 @@ def _of_clients(settings: DataSettings, root: Path) -> Pool:
         images = ((open_image(path), label) for files in samples for path, label in files)
         inputs, labels, notes = decode_images(images, sum(sizes), allocate, side, root, channels)
         owner = np.repeat(np.arange(len(sizes)), sizes)
-        return Pool(inputs, labels, classes, sum(sizes), owner, notes=notes)
+        clients = owner_names([folder.name for folder in folders])
+        return Pool(inputs, labels, classes, sum(sizes), owner, clients, notes=notes)
 
     return cached(settings, (path for files in samples for path, _ in files), decode)
 

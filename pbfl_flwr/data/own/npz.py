@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool, Rows
-from pbfl_flwr.data.labels import HINT, names_in, numbered_classes, shown
+from pbfl_flwr.data.labels import HINT, names_in, numbered_classes, owner_names, shown
 from pbfl_flwr.data.sources.files import UNREADABLE, check_memory, given_path
 from pbfl_flwr.data.validation import check_labels
 from pbfl_flwr.errors import PbflError
@@ -76,8 +76,12 @@ def pool_of_arrays(
         PbflError: if an array does not hold what it should.
     """
     names, labels = _labels(arrays["y"], label_names, settings, source)
-    owner = _column(arrays[client_key], source, client_key, "client")[1] if client_key in arrays else None
-    return Pool(_inputs(arrays["x"], source, settings.dataset), labels, names, len(labels), owner)
+    clients: tuple[str, ...] = ()
+    owner = None
+    if client_key in arrays:
+        distinct, owner = _column(arrays[client_key], source, client_key, "client")
+        clients = owner_names(distinct, "id" if client_key == "client" else client_key)
+    return Pool(_inputs(arrays["x"], source, settings.dataset), labels, names, len(labels), owner, clients)
 
 
 def _labels(

@@ -83,7 +83,7 @@ def _decode(path: Path, settings: DataSettings) -> Pool:
         )
     rows = read_table(path, names, {label, CLIENT})
     inputs = _numbers(rows[[*columns]], path)
-    classes, labels, owner = classes_and_clients(path, rows, label, settings)
+    classes, labels, owner, clients = classes_and_clients(path, rows, label, settings)
     if settings.shape:
         if math.prod(settings.shape) != len(columns):
             raise PbflError(
@@ -91,7 +91,7 @@ def _decode(path: Path, settings: DataSettings) -> Pool:
                 f"{len(columns)} feature columns"
             )
         inputs = inputs.reshape(-1, *settings.shape)
-    return Pool(inputs, labels, classes, len(labels), owner, columns=columns)
+    return Pool(inputs, labels, classes, len(labels), owner, clients, columns=columns)
 
 
 def _numbers(rows: pd.DataFrame, path: Path) -> NDArray[np.float32]:

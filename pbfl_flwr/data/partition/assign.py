@@ -10,7 +10,7 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
-from pbfl_flwr.data.contract import Partition, Pool, Rows, Split
+from pbfl_flwr.data.contract import MAX_NATURAL_ID, Partition, Pool, Rows, Split
 from pbfl_flwr.data.partition.function import function_indices
 from pbfl_flwr.data.partition.procedures import (
     Assignment,
@@ -21,7 +21,7 @@ from pbfl_flwr.data.partition.procedures import (
     split_share,
 )
 from pbfl_flwr.data.partition.way_shot import way_shot_splits
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.util.user_code import is_external
 
 
@@ -61,7 +61,8 @@ def make_partition(pool: Pool, settings: DataSettings, num_clients: int) -> Part
         splits = _official_tests(pool, deal.rows, rng)
     else:
         splits = tuple(split_share(rows, settings.train_share, rng) for rows in deal.rows)
-    return _finish(pool, settings, splits, deal.notes)
+    partition = _finish(pool, settings, splits, deal.notes)
+    return _named(partition, pool) if settings.partition == "natural" else partition
 
 
 def _drawn(pool: Pool, settings: DataSettings) -> Rows:
@@ -89,7 +90,8 @@ def thinned(pool: Pool, rows: Rows) -> Pool:
 def _of_all(rows: Rows, thin: Partition, total: int) -> Partition:
     """Convert a partition of drawn rows to rows of the whole pool."""
     splits = tuple(Split(rows[split.train], rows[split.test]) for split in thin.splits)
-    return Partition(splits, thin.counts, (*thin.notes, f"{len(rows):,} of {total:,} samples are used"))
+    notes = (*thin.notes, f"{len(rows):,} of {total:,} samples are used")
+    return Partition(splits, thin.counts, notes, thin.natural_ids)
 
 
 def _deal(pool: Pool, labels: Rows, settings: DataSettings, num_clients: int, rng: RandomState) -> Assignment:
@@ -189,6 +191,18 @@ def _finish(
             "must be smaller"
         )
     return Partition(splits, counts, (*pool.notes, *notes))
+
+
+def _named(partition: Partition, pool: Pool) -> Partition:
+    """Return the partition with the names of its natural clients, which tell them apart also where they are cut."""
+    if pool.owner is None or not pool.owner_names:
+        return partition
+    full = [pool.owner_names[pool.owner[np.append(split.train, split.test)[0]]] for split in partition.splits]
+    names = tuple(printable(name)[:MAX_NATURAL_ID] for name in full)
+    if len({*names}) < len(names):
+        note = f"natural clients are not named: some names are the same in their first {MAX_NATURAL_ID} characters"
+        return replace(partition, notes=(*partition.notes, note))
+    return replace(partition, natural_ids=names)
 
 
 def _counts(pool: Pool, splits: list[Split] | tuple[Split, ...]) -> NDArray[np.int64]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool, Rows
+from pbfl_flwr.data.labels import owner_names
 from pbfl_flwr.data.sources.files import check_memory, data_root, missing
 from pbfl_flwr.errors import PbflError
 
@@ -50,13 +51,14 @@ def femnist(settings: DataSettings) -> Pool:
         inputs = allocate((sum(sizes), 1, SIDE, SIDE), np.uint8)
         for (_, images, _), end in zip(shards, np.cumsum(sizes), strict=True):
             inputs[end - len(images) : end] = images
-        writers = np.unique([writer for writer, _, _ in shards], return_inverse=True)[1]
+        names, writers = np.unique([writer for writer, _, _ in shards], return_inverse=True)
         return Pool(
             inputs,
             np.concatenate([labels for _, _, labels in shards]),
             LABELS,
             num_train=sum(len(labels) for _, _, labels in parts[0]),
             owner=np.repeat(writers, sizes).astype(np.int64),
+            owner_names=owner_names(names.tolist()),
         )
 
     return cached(settings, [*train, *test], decode)

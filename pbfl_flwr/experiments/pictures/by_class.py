@@ -74,7 +74,7 @@ def clients_by_class(group: RunGroup) -> Iterator[Picture]:
         ylabel="class",
         unit="accuracy (%)",
         rows=run.about.label_names,
-        columns=[str(client) for client in clients],
+        columns=[run.client_name(client) for client in clients],
         limits=(0, 100),
     )
 

@@ -26,6 +26,7 @@ def label_distribution(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflErr
         sharing = [other.label for other in groups if _alike(group, other)]
         counts = run.counts.astype(float)  # (M, K)
         config = run.config
+        named = any(client.natural_id for client in run.about.clients)
         yield heatmap_picture(
             f"label-distribution-{number}",
             "Label distribution over clients",
@@ -36,6 +37,7 @@ def label_distribution(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflErr
             ylabel="class",
             unit="samples",
             rows=run.about.label_names,
+            columns=[run.client_name(client) for client in range(len(counts))] if named else None,
         )
 
 

@@ -115,7 +115,7 @@ def _client_planes(run: FinishedRun, label: str) -> Iterator[Picture]:
         for k in present.nonzero().flatten().tolist():
             axes.plot([0, float(values[k, 0])], [0, float(values[k, 1])], color=_colour(k), linewidth=1.4)
         _points(axes, features, data.test.labels[samples], run.about.label_names)
-        title = f"Features of client {client}: {label}"
+        title = f"Features of client {run.client_name(client)}: {label}"
         _plane(figure, axes, "feature 1", "feature 2", run.about.label_names)
         yield titled_picture(
             f"features-{client}",

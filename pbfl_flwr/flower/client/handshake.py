@@ -55,6 +55,7 @@ def answer_handshake(message: Message, context: Context, worker: Worker) -> Mess
     texts = {
         "columns": digest(data.columns),
         "weights": digest_of_weights(architecture),
+        "natural-id": data.natural_id,
     }
     properties = ConfigRecord(
         {

@@ -83,6 +83,7 @@ def _build_card(session: ClientSession, participations: int) -> Card:
         scale=tuple(data.scale.flatten().tolist()),
         shift=tuple(data.shift.flatten().tolist()),
         unit_features=session.method.unit_features,
+        natural_id=data.natural_id,
     )
 
 

@@ -13,6 +13,7 @@ from flwr.app import ConfigRecord
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
+from pbfl_flwr.data.contract import MAX_NATURAL_ID
 from pbfl_flwr.errors import PbflError, abbreviate, printable
 from pbfl_flwr.flower.messages.identity import NAME, is_number
 from pbfl_flwr.method import Method
@@ -66,6 +67,7 @@ def client_from_reply(node: int, record: ConfigRecord) -> ClientRecord:
             columns=printable(str(record.get("columns", ""))[:64]),
             code_version=printable(str(record.get("code-version", ""))[:64]),
             weights=printable(str(record.get("weights", ""))[:64]),
+            natural_id=printable(str(record.get("natural-id", ""))[:MAX_NATURAL_ID]),
         )
     except KeyError as error:
         raise RejectedPayload(f"its handshake reply lacks {error}") from None
@@ -116,8 +118,9 @@ class Roster:
 
     @property
     def names(self) -> dict[int, str]:
-        """Client number -> name, for clients that have one."""
-        return {number: client.name for number, client in self.clients.items() if client.name}
+        """Client number -> name or natural id, for clients that have one."""
+        named = {number: client.name or client.natural_id for number, client in self.clients.items()}
+        return {number: name for number, name in named.items() if name}
 
     def node_label(self, node: int) -> str:
         """Return "client" and the label of the client on a node, or "node" and its id if there is none."""

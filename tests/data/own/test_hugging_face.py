@@ -114,6 +114,7 @@ def test_numbers_become_features_and_client_a_natural_client(tmp_path: Path) -> 
     assert (pool.label_names, pool.labels.tolist()) == (("x", "y"), [0, 1, 0])
     assert pool.owner is not None
     assert pool.owner.tolist() == [0, 1, 0]
+    assert pool.owner_names == ("u", "v")
 
 
 def test_arrays_keep_their_shape(tmp_path: Path) -> None:

@@ -229,7 +229,8 @@ def test_folders_of_clients(tmp_path, hospitals, write_image):
     assert pool.owner is not None
     assert pool.owner.tolist() == [0, 0, 0, 1, 1]
     assert pool.inputs[:, 0, 0, 0].tolist() == [0, 10, 20, 30, 40]
-    assert check_data(natural, 2).counts.tolist() == [[1, 2, 0], [1, 0, 1]]
+    part = check_data(natural, 2)
+    assert (part.counts.tolist(), part.natural_ids) == ([[1, 2, 0], [1, 0, 1]], ("north", "south"))
     assert load_pool(natural.model_copy(update={"labels": "emu,cow,dog,cat"})).labels.tolist() == [
         3,
         2,

@@ -26,8 +26,12 @@ def test_a_client_column_gives_natural_clients(save):
         client=np.array(["zoe", "ada", "zoe", "ada", "bob", "bob", "bob", "bob"]),
     ).model_copy(update={"partition": "natural"})  # fmt: skip
     part = check_data(settings, 3)
-    assert part.counts.sum(axis=1).tolist() == [2, 4, 2]  # ada, bob, zoe
+    assert part.counts.sum(axis=1).tolist() == [2, 4, 2]
+    assert part.natural_ids == ("ada", "bob", "zoe")
+    assert check_data(settings.model_copy(update={"max_samples": 7}), 2).natural_ids == ("ada", "bob")
+    assert check_data(settings.model_copy(update={"partition": "iid"}), 2).natural_ids == ()
     zoe = client_data(settings, 3, 2)
+    assert zoe.natural_id == "zoe"
     held = np.concatenate([zoe.train.inputs.numpy(), zoe.test.inputs.numpy()])
     assert sorted(held.tolist()) == [[0, 1], [4, 5]]
     assert zoe.prepare(zoe.train.inputs).equal(zoe.train.inputs)  # features are fed as they are
@@ -47,6 +51,19 @@ def test_bytes_are_images(save):
 
 
 X, Y = np.zeros((4, 2)), [0, 1, 0, 1]
+
+
+def test_numbered_natural_clients_are_told_from_numbers_of_clients(save):
+    settings = save(x=np.zeros((4, 2)), y=np.array([0, 1] * 2), client=np.array([7, 12, 12, 7]))
+    natural = settings.model_copy(update={"partition": "natural"})
+    assert check_data(natural, 2).natural_ids == ("id 7", "id 12")
+    long = np.array(["x" * 64 + "a", "x" * 64 + "b"] * 2)
+    settings = save(x=np.zeros((4, 2)), y=np.array([0, 1, 1, 0]), client=long)
+    part = check_data(settings.model_copy(update={"partition": "natural"}), 2)
+    assert (part.natural_ids, part.notes) == (
+        (),
+        ("natural clients are not named: some names are the same in their first 64 characters",),
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def test_a_client_column_gives_natural_clients(tmp_path: Path) -> None:
     path = write(tmp_path, "a,client,label\n1,zoe,x\n2,ada,y\n3,zoe,y\n4,ada,x\n")
     result = settings(path).model_copy(update={"partition": "natural"})
     assert check_data(result, 2).counts.tolist() == [[1, 1], [1, 1]]
+    assert check_data(result, 2).natural_ids == ("ada", "zoe")
     pool = load_pool(result)
     assert pool.columns == ("a",)
     assert pool.owner is not None

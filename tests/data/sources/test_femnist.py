@@ -64,6 +64,7 @@ def test_writers_are_the_natural_clients(leaf: Path) -> None:
     keys = settings(leaf, partition="natural", test_split="official")
     part = check_data(keys, 2)
     assert [row[row > 0].tolist() for row in part.counts] == [[5], [2, 3]]  # ann: A; bob: 5, a
+    assert part.natural_ids == ("ann", "bob")
     assert client_data(keys, 2, 0).prepare(client_data(keys, 2, 0).train.inputs).max() == 1
 
 
