@@ -195,6 +195,7 @@ def _execute(
     from pbfl_flwr.experiments.plan.planned_runs import (
         edited_line,
         finished,
+        left_out_line,
         preflight,
         reason_not_to_write,
     )
@@ -210,8 +211,9 @@ def _execute(
         return COMPLETED if several.show_plan(chosen, console) else REFUSED
     if resources.engine == "flower":
         own_network(configuration.check(run.requested) for run in chosen)
-    if line := edited_line(chosen):
-        say(console, line, "yellow")
+    for line in (edited_line(chosen), left_out_line(run for run in planned if run not in chosen)):
+        if line:
+            say(console, line, "yellow")
     pending = sum(not finished(run) for run in chosen)
     say(console, f"{pending} of {len(chosen)} runs are to be run")
 

@@ -81,6 +81,10 @@ def test_a_comparison_runs_again_what_was_made_with_other_code_and_keeps_it(edit
     assert "0 of 2 runs are to be run" in pbfl(*compare, "--dry-run", "--set", "new-code=true").output
     assert record("runs/two/Mine-seed0") == old
 
+    other = pbfl(*compare, "--only", "Local").output
+    assert (
+        "made before my_method:build was edited and not chosen, so not in the tables: Mine, seed 0\n" in other
+    )
     again = pbfl(*compare)
     assert f"{line}1 of 2 runs are to be run\n" in again.output
     (kept,) = Path("runs/two/other-code").iterdir()

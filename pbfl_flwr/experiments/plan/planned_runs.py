@@ -235,15 +235,31 @@ def standing(run: PlannedRun) -> Standing:
 
 def edited_line(planned: Iterable[PlannedRun]) -> str:
     """Return a line on the runs that were made with other code; empty if there are none."""
-    edited = [(run, names) for run in planned if (names := standing(run).edited)]
-    if not edited:
+    runs, functions = _edited(planned)
+    if not runs:
         return ""
-    functions = ", ".join(sorted({name for _, names in edited for name in names}))
-    folders = ", ".join(dict.fromkeys(str(_other_code(run)) for run, _ in edited))
+    folders = ", ".join(dict.fromkeys(str(_other_code(run)) for run in runs))
     return (
         f"made before {functions} was edited, to be run again and then kept in {folders}: "
-        f"{abbreviate([run.name for run, _ in edited])}; --set new-code=true takes them as they are"
+        f"{abbreviate([run.name for run in runs])}; --set new-code=true takes them as they are"
     )
+
+
+def left_out_line(others: Iterable[PlannedRun]) -> str:
+    """Return a line on the runs among those not chosen whose code was edited; empty if there are none."""
+    runs, functions = _edited(others)
+    if not runs:
+        return ""
+    return (
+        f"made before {functions} was edited and not chosen, so not in the tables: "
+        f"{abbreviate([run.name for run in runs])}"
+    )
+
+
+def _edited(planned: Iterable[PlannedRun]) -> tuple[list[PlannedRun], str]:
+    """Return the runs that were made with other code, and the names of the functions that were edited since."""
+    edited = [(run, names) for run in planned if (names := standing(run).edited)]
+    return [run for run, _ in edited], ", ".join(sorted({name for _, names in edited for name in names}))
 
 
 def set_aside(run: PlannedRun) -> None:
