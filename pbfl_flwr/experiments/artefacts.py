@@ -52,7 +52,7 @@ def global_prototypes(run: FinishedRun) -> Prototypes:
     """Return the global prototypes after the last round, in d dimensions.
 
     Raises:
-        PbflError: if the method broadcasts no prototypes, or the file is missing or damaged.
+        PbflError: if the method broadcasts no prototypes or rows of another width, or the file is missing or damaged.
     """
     method, task, file = method_of(run), run.about.task, run.path / BROADCAST
     with reading(str(file)):
@@ -64,7 +64,8 @@ def local_prototypes(run: FinishedRun) -> dict[int, Prototypes]:
     """Return client -> its last upload, in d dimensions.
 
     Raises:
-        PbflError: if the clients' state is not on this machine, or the method uploads no prototypes.
+        PbflError: if the clients' state is not on this machine, or the method uploads no prototypes or rows of another
+            width.
     """
     method, task = method_of(run), run.about.task
     uploads = {}
@@ -192,4 +193,8 @@ def _prototypes(sent: Payload, verb: str) -> Prototypes:
 
 
 def _dense(method: object, prototypes: Prototypes, task: Task) -> Prototypes:
-    return method.dense(prototypes, task) if isinstance(method, Pipeline) else prototypes
+    dense = method.dense(prototypes, task) if isinstance(method, Pipeline) else prototypes
+    width = dense.values.shape[1]
+    if width != task.feature_dim:
+        raise PbflError(f"the method's rows have {width} numbers, prototypes {task.feature_dim}")
+    return dense

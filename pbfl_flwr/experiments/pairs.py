@@ -140,7 +140,8 @@ def paired_sheet(
         for reason, labels in skipped.items()
     ]
     tests = sum(p is not None for p in adjusted)
-    return Sheet(title, COLUMNS, shown, (*_about(groups, tests, len(partitions)), *notes))
+    about = _about(groups, tests, len(partitions)) if shown else ["No two rows are compared."]
+    return Sheet(title, COLUMNS, shown, (*about, *notes))
 
 
 def probability(p: float | None) -> str:

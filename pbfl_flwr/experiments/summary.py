@@ -242,12 +242,15 @@ def run_notes(groups: Sequence[RunGroup]) -> list[str]:
         )
     ]
     edited = [group.label for group in groups if any(run.edits for run in group.runs)]
+    codes = {group.label: [run.about.latest.code for run in group.runs] for group in groups}
+    several = [label for label, used in codes.items() if any(code != used[0] for code in used)]
     partitions = [run.partition for group in groups for run in group.runs]
     return [
         *([MOMENT_NOTE] if moment_column(groups) else []),
         *([f"Runs with different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
         *([f"Runs of one row on different data: {'; '.join(changed)}."] if changed else []),
         *([f"Code edited during a run, see pbfl show: {'; '.join(edited)}."] if edited else []),
+        *([f"Code edited between the runs of one row: {'; '.join(several)}."] if several else []),
         *unscored_lines((group.label, group.first.predictor) for group in groups if not group.scores),
         *([f"Not scored for every seed: {'; '.join(partly)}."] if partly else []),
         *coverage_lines([(group.label, group.coverage) for group in groups]),

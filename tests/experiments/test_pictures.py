@@ -21,11 +21,15 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import artefacts, pictures, results
 from pbfl_flwr.experiments.pictures import alignment, personalisation, progress, similarity, style
 from pbfl_flwr.experiments.results import RunGroup
+from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.alignment import geometry
 from pbfl_flwr.runs.client_store import ClientState
+from pbfl_flwr.runs.directory import BROADCAST
+from pbfl_flwr.runs.tensor_files import save_tensors
 from tests.flower.inprocess import federation
 from tests.small_runs import columns, edit, entry, pbfl, write_lines, write_run
 
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 EVERYWHERE = {
     "label-distribution",
     "accuracy-over-rounds",
@@ -165,6 +169,16 @@ def test_sparse_prototypes_stand_in_their_own_dimensions(groups: list[RunGroup])
         outside = (sent.values == 0) & sent.present[:, None]
         # ReLU features are zero here and there; what is not zero lies where the server's may be.
         assert not bool((local.values[outside] > 0).any())
+
+
+def test_rows_of_another_width_are_no_prototypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's method may send variances beside the means."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    path = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], method="varproto:build")
+    sent = Prototypes(torch.ones(3, 8), torch.ones(3, dtype=torch.bool))
+    save_tensors(path / BROADCAST, sent.to_tensors(), {})
+    with pytest.raises(PbflError, match="the method's rows have 8 numbers, prototypes 4"):
+        artefacts.global_prototypes(results.FinishedRun.load(path, ["varproto:build"]))
 
 
 def test_simplex_and_angle() -> None:

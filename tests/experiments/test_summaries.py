@@ -148,6 +148,8 @@ def test_a_pair_of_one_run_each_says_on_how_many_clients_and_has_no_p(tmp_path: 
     assert found["clients better / equal / worse"] == "0 / 1 / 2"
     assert found["remark"] == "consistent over clients of this run: 2 of 3"
     assert "With one run a side there is no interval and no p; --seeds makes several." in sheet.notes
+    alone = paired_sheet(results.load(places), asked=Asked(only=("fedproto",)))
+    assert (alone.rows, alone.notes) == ((), ("No two rows are compared.",))
 
 
 def test_runs_are_the_units_and_weighted_and_unweighted_stand_side_by_side(tmp_path: Path) -> None:
@@ -387,6 +389,22 @@ def test_a_row_of_runs_of_different_lengths_is_remarked(tmp_path: Path) -> None:
     sheet = fairness_sheet(results.load(places))
     assert [row[3] for row in sheet.rows] == ["1–2", "1"]
     assert "Runs with different numbers of rounds in one row: fedproto." in sheet.notes
+
+
+def test_a_row_of_runs_of_different_code_is_remarked(tmp_path: Path) -> None:
+    """Code of the last rounds, since ``new-code`` goes on with a run."""
+    places = [
+        run(tmp_path / f"{m}{seed}", 0.5, [1, 3], method=m, seed=seed)
+        for m in ("fedproto", "local")
+        for seed in (0, 1)
+    ]
+    old, new = ({"method": {}, "code": {"mine:build": letter}} for letter in "ab")
+    edit(places[0] / "run.json", **old)
+    edit(places[1] / "run.json", **new)
+    edit(places[2] / "run.json", **old, changes=[{"from_round": 1, **new}])
+    edit(places[3] / "run.json", **new)
+    sheet = summary.comparison_sheet("", results.load(places))
+    assert "Code edited between the runs of one row: fedproto." in sheet.notes
 
 
 def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
