@@ -188,6 +188,10 @@ def _own_rule(spec: str) -> Rule:
     found = import_named("aggregation", spec)
     if isinstance(found, Rule):
         rule = found
+        if rule.sends not in TELLS:
+            raise PbflError(
+                f"aggregation = '{spec}': sends = '{rule.sends}': must be one of {', '.join(TELLS)}"
+            )
     else:
         of_class = import_function("aggregation", spec)
 
@@ -212,12 +216,20 @@ def _row(result: object, rows: Tensor, spec: str) -> Tensor:
         row = torch.as_tensor(result, dtype=rows.dtype).detach().cpu()
         if row.shape == rows.shape[1:] and bool(row.isfinite().all()):
             return row
-    shape = getattr(result, "shape", None)
-    found = type(result).__name__ if shape is None else f"{type(result).__name__} {tuple(shape)}"
     raise PbflError(
-        f"aggregation = '{spec}': for rows {tuple(rows.shape)} the function returned {found}, expected finite numbers "
-        f"of shape {tuple(rows.shape[1:])}, one row for the class"
+        f"aggregation = '{spec}': for rows {tuple(rows.shape)} the function returned {_shown(result)}, expected finite "
+        f"numbers of shape {tuple(rows.shape[1:])}, one row for the class"
     )
+
+
+def _shown(result: object) -> str:
+    """Return the type of something that a user's function returned, its shape, and whether its numbers are finite."""
+    if isinstance(result, Prototypes):
+        return f"Prototypes of values {_shown(result.values)} and present {_shown(result.present)}"
+    shape = getattr(result, "shape", None)
+    finite = not isinstance(result, Tensor) or bool(result.isfinite().all())
+    kind = f"{type(result).__name__}{'' if finite else ' with NaN or infinity'}"
+    return kind if shape is None else f"{kind} {tuple(shape)}"
 
 
 def _table(result: object, upload: Prototypes, spec: str) -> Prototypes:
@@ -228,8 +240,8 @@ def _table(result: object, upload: Prototypes, spec: str) -> Prototypes:
         if fits and present.dtype == torch.bool and bool(values.isfinite().all()):
             return replace(result, values=values.float())
     raise PbflError(
-        f"aggregation = '{spec}': combine returned {type(result).__name__}, expected Prototypes of finite values "
-        f"{tuple(upload.values.shape)} and present ({len(upload.present)},)"
+        f"aggregation = '{spec}': combine returned {_shown(result)}, expected Prototypes of finite values "
+        f"{tuple(upload.values.shape)} and booleans present ({len(upload.present)},)"
     )
 
 

@@ -48,6 +48,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "bare = Rule('', lambda uploads, round, stages: uploads[0].values)\n"
         "narrow = Rule('', lambda uploads, round, stages: replace(uploads[0], values=uploads[0].values[:, :1]))\n"
         "wrong = Rule('', lambda uploads, round, stages: uploads['a'])\n"
+        "silent = Rule('', wrong.combine, sends='counts')\n"
     )
 
 
@@ -108,10 +109,21 @@ def test_a_run_with_a_rule_of_ones_own(tmp_path: Path) -> None:
             r"for rows \(3, 2\) the function returned Tensor \(3, 2\), expected .* shape \(2,\), one",
         ),
         ("own_rules:nothing", "the function returned NoneType, expected finite numbers"),
-        ("own_rules:infinite", r"the function returned Tensor \(2,\), expected finite numbers"),
+        (
+            "own_rules:infinite",
+            r"the function returned Tensor with NaN or infinity \(2,\), expected finite numbers",
+        ),
         ("own_rules:raises", r"raises\(rows\) raised AttributeError: .*'colours' \(own_rules.py:13\)"),
-        ("own_rules:bare", r"combine returned Tensor, expected Prototypes of finite values \(2, 2\)"),
-        ("own_rules:narrow", "combine returned Prototypes, expected Prototypes of finite values"),
+        (
+            "own_rules:bare",
+            r"combine returned Tensor \(2, 2\), expected Prototypes of finite values \(2, 2\)",
+        ),
+        (
+            "own_rules:narrow",
+            r"combine returned Prototypes of values Tensor \(2, 1\) and present Tensor \(2,\), expected Prototypes of "
+            r"finite values \(2, 2\) and booleans present \(2,\)",
+        ),
+        ("own_rules:silent", "sends = 'counts': must be one of means, means and counts, sums"),
         ("own_rules:wrong", r"wrong\(uploads, round, stages\) raised KeyError: 'a' \(own_rules.py:18\)"),
     ],
 )

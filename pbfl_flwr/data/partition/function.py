@@ -60,12 +60,15 @@ def _hands(result: object, num_clients: int, spec: str) -> tuple[Rows, ...]:
         hands = [np.asarray(rows) for rows in result] if isinstance(result, Iterable) else []
     except (TypeError, ValueError, RuntimeError):  # rows of different lengths; a tensor on a GPU
         hands = []
-    if len(hands) != num_clients or any(
-        rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu") for rows in hands
-    ):
+    wrong = [
+        f" with {rows.dtype} {rows.shape} for client {client}"
+        for client, rows in enumerate(hands)
+        if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu")
+    ]
+    if len(hands) != num_clients or wrong:
         raise PbflError(
-            f"partition = '{spec}': the function returned {_shown(result)}, expected {num_clients} lists or arrays of "
-            "indices, one for each client"
+            f"partition = '{spec}': the function returned {_shown(result)}{''.join(wrong[:1])}, expected {num_clients} "
+            "lists or arrays of indices, whole numbers, one for each client"
         )
     return tuple(rows.astype(np.int64) for rows in hands)
 

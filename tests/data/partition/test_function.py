@@ -94,9 +94,12 @@ def test_the_labels_are_its_own_copy() -> None:
         ("own_split:few", "the function returned list of length 2, expected 3 lists or arrays"),
         (
             "own_split:fractions",
-            "the function returned list of length 3, expected 3 lists or arrays of indices",
+            r"the function returned list of length 3 with float64 \(\d+,\) for client 0, expected 3 lists or arrays",
         ),
-        ("own_split:masks", "the function returned list of length 3, expected 3 lists or arrays of indices"),
+        (
+            "own_split:masks",
+            r"list of length 3 with bool \(1797,\) for client 0, expected 3 lists or arrays of indices, whole numbers",
+        ),
         ("own_split:ragged", "the function returned list of length 3, expected 3 lists or arrays of indices"),
         ("own_split:outside", "it deals the index 1797; must be 0..1796"),
         ("own_split:negative", "it deals the index -1; must be 0..1796"),
