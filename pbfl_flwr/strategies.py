@@ -17,9 +17,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pbfl_flwr.config import Alignment, Auto, Scalar, Settings, parse
+from pbfl_flwr.config import Alignment, Auto, Scalar, Settings, key_of, parse
 from pbfl_flwr.config.parsing import named_values
-from pbfl_flwr.config.resolve import APP
 from pbfl_flwr.config.toml import toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
@@ -57,18 +56,13 @@ def configure(method: str, **keys: Scalar) -> Settings:
         PbflError: naming every key that is unknown, has an invalid value, or may be the method's or the common one.
     """
     if is_external(method):
-        values = {_kebab(key): value for key, value in keys.items()}
+        values = {key_of(keyword): value for keyword, value in keys.items()}
         return parse({"method": method, **_with_own_settings(method, values)}, SECTIONS)
-    names = {key: _kebab(key) for key in keys}
+    names = {keyword: key_of(keyword) for keyword in keys}
     if method in SECTIONS:
         own = set(SECTIONS[method].key_names()) - set(Settings().as_dict())
         names = {key: f"{method}.{name}" if name in own else name for key, name in names.items()}
     return parse({"method": method, **{name: keys[key] for key, name in names.items()}}, SECTIONS)
-
-
-def _kebab(key: str) -> str:
-    """Return a keyword as a key; an app's own keys stay as they are."""
-    return key if key.startswith(APP) else key.replace("_", "-")
 
 
 def _with_own_settings(method: str, values: dict[str, Scalar]) -> dict[str, Scalar]:

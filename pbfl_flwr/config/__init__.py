@@ -40,7 +40,16 @@ from pbfl_flwr.config.parsing import (
     comma_list,
     named_arguments,
 )
-from pbfl_flwr.config.resolve import PROTOCOLS, Settings, changed, completed, parse, parse_section, relevant
+from pbfl_flwr.config.resolve import (
+    PROTOCOLS,
+    Settings,
+    changed,
+    completed,
+    key_of,
+    parse,
+    parse_section,
+    relevant,
+)
 
 __all__ = [
     "CHANGEABLE",
@@ -76,6 +85,7 @@ __all__ = [
     "comma_list",
     "completed",
     "in_order",
+    "key_of",
     "named_arguments",
     "parse",
     "parse_section",

@@ -57,6 +57,11 @@ PROTOCOLS: dict[str, dict[str, str | int]] = {
 # "auto" leaves the value to the method; see the method's page.
 
 
+def key_of(keyword: str) -> str:
+    """Return the key that a keyword of a Python function stands for; an app's own keys stay as they are."""
+    return keyword if keyword.startswith(APP) else keyword.replace("_", "-")
+
+
 class Settings(BaseModel):
     """The whole run configuration.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pbfl_flwr import calls
-from pbfl_flwr.config import DataSettings, Scalar, parse
+from pbfl_flwr.config import DataSettings, Scalar, key_of, parse
 from pbfl_flwr.data import ClientData, Shard, load_pool
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.methods import SECTIONS
@@ -70,7 +70,7 @@ def client(
         torch.zeros(shape),
     )
     own: dict[str, Scalar] = {"method": "local", "batch-size": 4}
-    settings = parse({**own, **{key.replace("_", "-"): value for key, value in keys.items()}}, SECTIONS)
+    settings = parse({**own, **{key_of(keyword): value for keyword, value in keys.items()}}, SECTIONS)
     model = build_model(own_code(architecture, [architecture]), task, 7)
     return Client(id, round, task, model, data, settings.training, settings.evaluation, memory=memory or {})
 

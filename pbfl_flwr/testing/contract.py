@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pbfl_flwr import calls
-from pbfl_flwr.config import Scalar, Settings, parse
+from pbfl_flwr.config import Scalar, Settings, key_of, parse
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.flower.client import app as client_module
 from pbfl_flwr.flower.client.app import make_client_app
@@ -53,8 +53,8 @@ def check_method(method: str, **keys: Scalar) -> None:
 
     Args:
         method: ``my_package.module:build``, or a name in METHODS.
-        keys: of the run configuration, with underscores, e.g. ``method_settings="alpha=0.2"``; ``models`` is one
-            architecture, of all clients.
+        keys: of the run configuration, with underscores, e.g. ``method_settings="alpha=0.2"``, or of an app,
+            ``**{"app.noise": 0.1}``; ``models`` is one architecture, of all clients.
 
     Raises:
         AssertionError: at the first thing that it does not do.
@@ -150,23 +150,25 @@ class Played:
             yield
 
 
-def needs_one_architecture(method: str) -> bool:
-    """Return whether a method refuses clients with different networks."""
-    settings = parse({"method": method, "models": "resnet4", "feature-dim": 64}, SECTIONS)
-    return build_method(settings).same_architecture
+def needs_one_architecture(method: str, own: Mapping[str, Scalar] | None = None) -> bool:
+    """Return whether a method, with keys of its own, refuses clients with different networks."""
+    one: dict[str, Scalar] = {"method": method, "models": "resnet4", "feature-dim": 64}
+    return build_method(parse({**one, **(own or {})}, SECTIONS)).same_architecture
 
 
 def configuration(method: str, **keys: Scalar) -> dict[str, Scalar]:
     """Return the run configuration of a tiny run: five clients, cnn4 and resnet4, d = 64, two short rounds."""
+    own = {key_of(keyword): value for keyword, value in keys.items()}
     base: dict[str, Scalar] = {
         "method": method,
         "num-clients": NUM_CLIENTS,
         "num-server-rounds": 2,
-        "models": "resnet4" if needs_one_architecture(method) else "cnn4,resnet4",
         "feature-dim": 64,
         "batch-size": 8,
     }
-    return {**base, **{key.replace("_", "-"): value for key, value in keys.items()}}
+    if "models" not in own:
+        base["models"] = "resnet4" if needs_one_architecture(method, own) else "cnn4,resnet4"
+    return {**base, **own}
 
 
 def played(method: str, directory: Path, **keys: Scalar) -> Played:
@@ -372,7 +374,7 @@ def awkward_clients(method: str, **keys: Scalar) -> Iterator[tuple[int, Update[A
         keys: of the run configuration, with underscores, or whole: ``**{"gfpl.start": 1}``; ``models`` is the
             architecture of all clients, by default cnn4.
     """
-    own = {key.replace("_", "-"): value for key, value in keys.items()}
+    own = {key_of(keyword): value for keyword, value in keys.items()}
     base: dict[str, Scalar] = {"feature-dim": TASK.feature_dim, "batch-size": 4, "models": "cnn4"}
     config = {"method": method, **base, **own}
     settings = parse(config, SECTIONS)

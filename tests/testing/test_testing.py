@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pbfl_flwr.config import Settings
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Round, Update
 from pbfl_flwr.methods.feddistill import FedDistill
 from pbfl_flwr.methods.fedproto import build as fedproto
@@ -56,6 +57,11 @@ def _built(method: type[FedDistill]) -> Callable[[Settings], FedDistill]:
 changes_broadcast, changes_uploads, draws = map(_built, (ChangesBroadcast, ChangesUploads, Draws))
 
 
+def of_an_app(settings: Settings) -> FedDistill:
+    """A method with a key of an app's."""
+    return FedDistill(form="ce-soft", weight=float(settings.app["my_share"]))
+
+
 @pytest.mark.parametrize("name", ["changes_broadcast", "changes_uploads", "draws"])
 def test_a_method_that_does_what_it_may_not_is_found(name: str) -> None:
     with pytest.raises(AssertionError):
@@ -65,6 +71,15 @@ def test_a_method_that_does_what_it_may_not_is_found(name: str) -> None:
 def test_an_example_does_what_every_method_must_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     check_method("feddyn:build", method_settings="alpha=0.2")
+
+
+def test_a_method_gets_the_keys_that_it_cannot_do_without() -> None:
+    """Its own and its app's; those of an app keep their underscores."""
+    keys: dict[str, Any] = {"app.my_share": 0.5}
+    with pytest.raises(PbflError, match="KeyError: 'my_share'"):
+        check_method(f"{__name__}:of_an_app")
+    check_method(f"{__name__}:of_an_app", **keys)
+    assert client(**keys).training.batch_size == 4
 
 
 def test_the_page_on_methods_has_a_test_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
