@@ -19,5 +19,5 @@ def test_two_rounds() -> None:
 def test_noise_reaches_the_data() -> None:
     """A key of this app's own."""
     settings = run_app(HERE, app, {"num-clients": 3, "num-server-rounds": 1, "app.noise": 0.5}).settings
-    assert settings.app == {"noise": 0.5}
+    assert settings.app["noise"] == 0.5
     assert float(my_data(settings, 0).train.inputs.min()) < 0
