@@ -38,9 +38,12 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
             )
         parse_section(config, settings)
     method = call_user_function("method", spec, "settings", settings, kind=Method)  # type: ignore[type-abstract]
+    stored = ("to_tensors", "from_tensors")
     declared = (
         (("name", "state", "down", "up"), method),
-        (("classes", "magnitudes"), getattr(method, "up", None)),
+        (stored, getattr(method, "state", None)),
+        ((*stored, "scalars"), getattr(method, "down", None)),
+        ((*stored, "scalars", "classes", "magnitudes"), getattr(method, "up", None)),
     )
     for names, owner in declared:
         if lacking := [name for name in names if not hasattr(owner, name)]:

@@ -280,7 +280,10 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
         ({"method": "feddyn:bild"}, "'feddyn' has no function 'bild'"),
         ({"method": "no_page:number"}, "'no_page' has no function 'number'"),
         ({"method": "no_page:nothing"}, r"nothing \(no_page.py:2\) returned None; must return a Method$"),
-        ({"method": "no_page:silent"}, "int lacks the attribute classes, magnitudes"),
+        (
+            {"method": "no_page:silent"},
+            "int lacks the attribute to_tensors, from_tensors, scalars, classes, magn",
+        ),
         ({"method": "no_page:named"}, "'local': predicts contains 'my own'; must be up to 40 letters"),
         (
             {"method": "feddyn:build", "predictor": "mine"},

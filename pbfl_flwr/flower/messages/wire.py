@@ -20,6 +20,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Payload, Prototypes, RejectedPayload, separate
 from pbfl_flwr.runs.tensor_files import MALFORMED, header_of, tensors_in
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.user_code import returned
 
 P = TypeVar("P", bound=Payload)
 
@@ -107,11 +108,12 @@ def decode(
     Raises:
         RejectedPayload: if the bytes are not a safetensors file, too large in memory, or not valid for the payload's
             type.
+        PbflError: if ``from_tensors`` of a user's payload returns something else.
     """
     tensors = decode_tensors(record, again, max_bytes)
     if again and issubclass(payload, Prototypes):
         return payload.accepted(tensors, task)
-    return payload.from_tensors(tensors, task)
+    return returned(payload.from_tensors, payload.from_tensors(tensors, task), payload)
 
 
 def decode_tensors(

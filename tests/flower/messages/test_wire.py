@@ -116,6 +116,21 @@ def test_float16_rejects_too_large_numbers() -> None:
     assert decode(encode(big, "bfloat16"), Prototypes, TASK).num_present == 4
 
 
+class Halved(Prototypes):
+    """A payload of a user's whose ``from_tensors`` forgets a part."""
+
+    @classmethod
+    def from_tensors(cls, tensors: Any, task: Task) -> Any:
+        return tensors["rows"]
+
+
+def test_a_payload_that_is_rebuilt_as_something_else_is_named() -> None:
+    with pytest.raises(
+        PbflError, match=r"^Halved.from_tensors \(test_wire.py:\d+\) returned a Tensor; must return a Ha"
+    ):
+        decode(encode(table()), Halved, TASK)
+
+
 def test_empty_payloads_are_empty_records() -> None:
     assert len(encode(Nothing())) == 0
     assert decode(encode(Nothing()), Nothing, TASK) == Nothing()
