@@ -55,6 +55,16 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
         "--ca holds no PEM certificate",
         "copy the server's ca.pem again, unchanged",
     ),
+    (
+        "--root-certificates` does not point to a file",
+        "--ca is not a file",
+        "copy the server's ca.pem to this device",
+    ),
+    (
+        "Handshake read failed",
+        "the port accepts connections, but nothing answers a TLS handshake",
+        "is this the SuperLink's address? else a proxy or firewall on the way, or a link that loses large packets",
+    ),
     ("(Unable to parse the private key file)", "{0}", "pbfl keys makes one"),
 )
 """Words of Flower and gRPC, as a regular expression; what they mean, with the groups of the expression; what to do."""

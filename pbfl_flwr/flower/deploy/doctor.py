@@ -154,7 +154,7 @@ def check_address(what: str, address: str) -> Finding:
         return Finding(what, FAILED, f"{address} ({ip}) refuses connections", advice)
     except OSError as error:
         advice = "a firewall or a wrong route; open this port on the server for this device"
-        return Finding(what, FAILED, f"{address} ({ip}) does not answer ({error})", advice)
+        return Finding(what, FAILED, f"{address} ({ip}) does not answer ({error.strerror or error})", advice)
     return Finding(what, OK, f"{address} ({ip}) answers")
 
 
@@ -163,7 +163,7 @@ def check_certificate(address: str, ca: Path | None) -> Finding:
     try:
         certificate = connection.server_certificate(address, ca, ANSWER_SECONDS)
     except PbflError as error:
-        return Finding("tls", WARNING, str(error))
+        return Finding("tls", WARNING, str(error), "is --ca the server's ca.pem?")
     end = certificate.not_valid_after_utc
     message = f"verified, for {', '.join(security.alternatives(certificate))}, until {end:%Y-%m-%d}"
     if end - datetime.now(UTC) < EXPIRES_SOON:

@@ -104,6 +104,8 @@ KEY = Path("site-a")
         ("insecure-to-tls", 1, Status.FAILED, "leave out --insecure and give --ca"),
         ("damaged-key", 1, Status.FAILED, "Unable to parse the private key file; pbfl keys"),
         ("damaged-ca", 1, Status.FAILED, "--ca holds no PEM certificate"),
+        ("no-ca", 1, Status.FAILED, "--ca is not a file; copy the server's ca.pem"),
+        ("silent", 1, Status.FAILED, "nothing answers a TLS handshake; is this the SuperLink's address"),
         (
             "nobody-listens",
             1,
@@ -165,12 +167,21 @@ def test_warns_before_the_certificate_expires(monkeypatch: pytest.MonkeyPatch, t
     assert "--renew on the server" in finding.advice
 
 
-def test_reports_unreachable_addresses() -> None:
+def test_reports_unreachable_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
     taken.close()
     assert "refuses" in doctor.check_address("superlink", f"127.0.0.1:{port}").message
     assert "HOST:PORT" in doctor.check_address("superlink", "127.0.0.1").message
+
+    def dropped(*_: Any) -> None:
+        raise OSError(113, "No route to host")
+
+    with monkeypatch.context() as here:
+        here.setattr(socket, "create_connection", dropped)
+        finding = doctor.check_address("superlink", "127.0.0.1:9092")
+    assert finding.message == "127.0.0.1:9092 (127.0.0.1) does not answer (No route to host)"
+    assert finding.advice.startswith("a firewall or a wrong route")
     assert "is not found" in doctor.check_address("superlink", "nobody.invalid:1").message
     for name in ("a..b", "x" * 64):
         message = doctor.check_address("superlink", f"{name}:9092").message
