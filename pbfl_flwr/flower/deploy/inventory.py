@@ -115,7 +115,7 @@ def register(
             result = flwr("supernode", "register", str(folder / f"{name}.pub"), *asked, f"--name={name}")
             return str(result["node-id"]), ""
         except PbflError as error:
-            reason = str(error).splitlines()[-1]
+            reason = str(error).removeprefix("flwr supernode: ")
             taken = "; --run tells its node, if it took part in a run" if KEY_TAKEN in reason else ""
             return "", f"{name}: {reason}{taken}"
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.flower.deploy import watchdog
 
 CLI_SECONDS = 120.0
@@ -152,7 +152,7 @@ def flwr(
     Without directory and environment it has those of this process.
 
     Raises:
-        PbflError: with Flower's message, if it fails or does not answer within two minutes.
+        PbflError: with the last paragraph of Flower's message, if it fails or does not answer within two minutes.
     """
     try:
         done = subprocess.run(
@@ -173,11 +173,10 @@ def flwr(
     except json.JSONDecodeError:
         result = {}
     if done.returncode or not result.get("success", bool(result)):
+        said = (result.get("error-message") or done.stdout + done.stderr).strip()
         reason = (
-            result.get("error-message")
-            or (done.stdout + done.stderr).strip()
-            or f"exit code {done.returncode}"
-        )
+            printable(said.split("\n\n")[-1]) or f"exit code {done.returncode}"
+        )  # before it, what was begun
         raise PbflError(f"flwr {arguments[0]}: {reason}")
     return result
 

@@ -30,7 +30,7 @@ class Link:
             return {"success": True}
         key = Path(words[2]).read_bytes()
         if key in self.keys:
-            raise PbflError("flwr supernode: Using SuperLink: x\n\n[code: 23] Public key already in use.")
+            raise PbflError("flwr supernode: [code: 23] Public key already in use.")
         node = self.keys[key] = str(101 + len(self.keys))
         self.names[node], self.status[node] = words[-1], "registered"
         return {"success": True, "node-id": int(node)}

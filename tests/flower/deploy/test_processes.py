@@ -1,5 +1,6 @@
 """Processes of one's own: none is left, and nobody else's is touched."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from pbfl_flwr.flower.deploy import watchdog
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.deploy import processes, watchdog
 from pbfl_flwr.flower.deploy.processes import Processes
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="has no process groups")
@@ -88,3 +90,29 @@ def test_processes_end_without_their_watchdog(tmp_path: Path) -> None:
     processes._watchdog.wait()
     processes.close()
     assert started.returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "reason"),
+    [
+        (
+            json.dumps(
+                {"success": False, "error-message": "Using SuperLink: x (y:1)\n Listing\n\nNot there.\n"}
+            ),
+            0,
+            "Not there.",
+        ),
+        ("Usage: flwr\n\nno such command\nx", 2, "no such command x"),
+        ("", 3, "exit code 3"),
+    ],
+)
+def test_what_flower_refuses_is_one_line(
+    said: str, code: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flower = tmp_path / "flwr"
+    flower.write_text(f"#!{sys.executable}\nprint({said!r})\nraise SystemExit({code})\n")
+    flower.chmod(0o755)
+    monkeypatch.setattr(processes, "executable", lambda name: str(tmp_path / name))
+    with pytest.raises(PbflError) as refused:
+        processes.flwr(["supernode", "list"])
+    assert str(refused.value) == f"flwr supernode: {reason}"
