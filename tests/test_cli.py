@@ -339,6 +339,8 @@ def test_the_title_says_what_devices_brought(tmp_path: Path) -> None:
     ]
     line = show.settings_line(about.model_copy(update={"clients": devices}), 3)
     assert "fedproto on the clients' own data, 2 clients, models cnn2, mlp5, d = 64" in line
+    few = show.settings_line(about.model_copy(update={"clients": devices[:1]}), 3)
+    assert "fedproto on the clients' own data, 1 of 2 clients, models cnn2, d = 64" in few
     simulated = show.settings_line(about, 3)
     assert "fedproto on digits, dirichlet(0.1), 2 clients, models small-4, d = 64" in simulated
     for changed, words in (
@@ -653,6 +655,8 @@ def test_a_run_of_devices_is_no_simulation(tmp_path: Path, monkeypatch: pytest.M
     said = refused("run", "--resume", run)
     assert "is a run of devices" in said
     assert "resume it with flwr run, with the same configuration" in said
+    monkeypatch.chdir(tmp_path)
+    assert f"run-dir='{run}' and resume=true" in pbfl("show", "run").stdout
     (run / "nodes.json").write_text("{}")
     assert f"resume it with pbfl deploy local --resume {run}" in refused("run", "--resume", run)
     assert f"resume with: pbfl deploy local --resume {run}" in pbfl("show", run).stdout

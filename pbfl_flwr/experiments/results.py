@@ -167,7 +167,7 @@ def resume_command(run_dir: Path, about: RunRecord) -> str:
         return f"pbfl run --resume {quote(str(run_dir))}"
     if (run_dir / NODES).exists():
         return f"pbfl deploy local --resume {quote(str(run_dir))}"
-    return f"flwr run, with the same configuration, run-dir='{run_dir}' and resume=true"
+    return f"flwr run, with the same configuration, run-dir='{run_dir.absolute()}' and resume=true"
 
 
 def span(numbers: Iterable[int]) -> str:

@@ -85,9 +85,11 @@ def settings_line(about: RunRecord, num_rounds: int) -> str:
     models = config["models"]
     if not about.simulated:  # a device may use another one
         models = ", ".join(dict.fromkeys(client.architecture for client in about.clients))
+    wanted, there = int(config["num-clients"]), len(about.clients)
+    number = f"{there} of {wanted}" if there < wanted else f"{wanted}"
     mods = f"; mods {config['mods']}" if config.get("mods") else ""
     return (
-        f"{config['method']} on {data}, {config['num-clients']} clients, "
+        f"{config['method']} on {data}, {number} clients, "
         f"models {models}, d = {config['feature-dim']}, {num_rounds} round{'' if num_rounds == 1 else 's'}, "
         f"protocol {config['protocol']}, seed {config['seed']}, scored {about.moment} local training"
         f"{mods}"
