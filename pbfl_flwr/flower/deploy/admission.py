@@ -89,9 +89,14 @@ def check_admission(
     options += ["--auth-supernode-private-key", str(expanded(key))] if key else []
     try:
         output, code = answer(options)
+        process = user_of(key) if key else None
         if REFUSED not in output:
-            return translated(output, code, key, insecure)
-        if key and (process := user_of(key)):
+            finding = translated(output, code, key, insecure)
+            if process and finding.status is OK:
+                message = f"{finding.message}, but process {process} here uses its key and is not connected"
+                return Finding(WHAT, WARNING, message, "restart that SuperNode")
+            return finding
+        if process:
             message = (
                 f"the SuperLink refuses a second SuperNode with this key: process {process} here uses it"
             )

@@ -142,6 +142,23 @@ def test_asks_again_when_a_killed_supernode_is_forgotten(
     assert len(told) == 1
 
 
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("admitted", "admits this device .*, but process 7 .* is not connected; restart that SuperNode"),
+        ("unknown-key", "refuses a second SuperNode with this key: process 7 here uses it"),
+    ],
+)
+def test_a_supernode_of_this_machine_is_online_or_hangs(
+    output: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "answer", lambda options: (said(output), None))
+    monkeypatch.setattr(admission, "user_of", lambda key: 7)
+    finding = admission.check_admission("x:9092", None, KEY, False, print)
+    assert finding.status is Status.WARNING
+    assert re.search(words, f"{finding.message}; {finding.advice}"), finding
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_finds_the_supernode_that_uses_a_key(tmp_path: Path) -> None:
     (tmp_path / "key").touch()
