@@ -162,7 +162,10 @@ def register(
         Path | None, typer.Option("--out", metavar="FILE", help="Inventory; default KEYS/inventory.json.")
     ] = None,
 ) -> None:
-    """Register the public keys of a folder with their names, write an inventory and print it; may be repeated."""
+    """Register the public keys of a folder with their names, write an inventory and print it; may be repeated.
+
+    The exit code is 1 if a key could not be registered.
+    """
     from pbfl_flwr.experiments.console import print_blocks
     from pbfl_flwr.flower.deploy import inventory
     from pbfl_flwr.flower.deploy.processes import flwr
@@ -172,11 +175,13 @@ def register(
     clients = [] if run is None else RunDirectory(expanded(run)).record().clients
     with writing(file):
         lines = inventory.register(folder, file, lambda *words: flwr(words), link, clients)
-    rows = [device.row for device in inventory.Inventory.read(file).devices]
-    print_blocks(console, inventory.COLUMNS, rows, words=len(inventory.COLUMNS))
+    devices = inventory.Inventory.read(file).devices
+    print_blocks(console, inventory.COLUMNS, [device.row for device in devices], words=len(inventory.COLUMNS))
     for line in lines:
         say(console, line)
     say(console, f"written to {file}")
+    if not all(device.node for device in devices):
+        raise typer.Exit(FAILED)
 
 
 def app(

@@ -7,8 +7,10 @@ import pytest
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy import certificates as security
+from pbfl_flwr.flower.deploy import processes
 from pbfl_flwr.flower.deploy.inventory import Device, Inventory, read_keys, register
 from tests.flower.server.test_membership import member
+from tests.small_runs import pbfl
 
 
 class Link:
@@ -100,6 +102,16 @@ def test_a_run_says_which_node_a_key_has_and_what_runs_there(folder: Path) -> No
     assert {name: device.node for name, device in devices(folder).items()} == nodes
     assert devices(folder)["a"].version == "0.1.0"
     assert devices(folder)["a"].architecture == clients[0].architecture
+
+
+def test_the_command_fails_if_a_key_is_not_registered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link()
+    monkeypatch.setattr(processes, "flwr", lambda words: link(*words))
+    done = pbfl("deploy", "register", folder)
+    assert (done.exit_code, "2 keys registered" in done.output) == (0, True)
+    (folder / "inventory.json").unlink()
+    refused = pbfl("deploy", "register", folder)
+    assert (refused.exit_code, "a: [code: 23] Public key already in use." in refused.output) == (1, True)
 
 
 def test_refuses_a_folder_without_keys_and_a_file_that_is_none(folder: Path, tmp_path: Path) -> None:
