@@ -65,6 +65,7 @@ def test_stopped_and_killed_run_of_processes_leaves_none_and_resumes(tmp_path: P
         process = start(run_dir, *(resume if done else first))
         wait_for_rounds(process, run_dir, done + 1)
         process.send_signal(number)
+        process.send_signal(signal.SIGTERM)  # as a cluster and timeout send two
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 130, output
         assert f"resume with: pbfl run --resume {run_dir}\n" in output

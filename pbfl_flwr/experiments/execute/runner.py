@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from pbfl_flwr.util.atomic_files import make_directory
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 POLL_SECONDS = 0.3
+SAME_SIGNAL = 1.0  # seconds
 
 
 def simulate(
@@ -197,15 +199,21 @@ def interruptible() -> Iterator[None]:
     """Treat SIGTERM, and SIGHUP when the terminal is closed, like Ctrl-C, so that everything is cleaned up.
 
     Commands that run something are inside it as a whole, see :func:`pbfl_flwr.cli.common.running`.
-    A SIGHUP that is ignored, as under nohup, stays ignored.
+    What is ignored, as SIGHUP is under nohup, stays ignored. Signals within a second after one do not interrupt the
+    cleaning up: ``timeout`` sends SIGTERM twice, to the process and to its group.
     """
+    latest = -math.inf
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal latest
         if number in HANGUPS:
             forget_lost_terminal()
-        raise KeyboardInterrupt
+        last, latest = latest, time.monotonic()
+        if latest - last > SAME_SIGNAL:
+            raise KeyboardInterrupt
 
-    ends = [signal.SIGTERM, *(number for number in HANGUPS if signal.getsignal(number) is not signal.SIG_IGN)]
+    numbers = (signal.SIGINT, signal.SIGTERM, *HANGUPS)
+    ends = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in ends}
     try:
         yield

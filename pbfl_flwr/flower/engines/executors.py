@@ -9,7 +9,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import current_process, get_context, resource_tracker
@@ -109,19 +109,20 @@ class ExecutorPool:
                 executor.start()
                 started.append(executor)
         except BaseException:
-            for executor in started:
-                executor.end()
+            with ExitStack() as stack:
+                for executor in started:
+                    stack.callback(executor.end)
             raise
         for executor in self._executors:
             self._await(executor)
         return self
 
     def __exit__(self, *raised: object) -> None:
-        with self._lock:
+        with ExitStack() as stack, self._lock:  # a Ctrl-C meanwhile leaves no other worker behind
             self._ending = True
             for executor in self._executors:
-                executor.end()
-                self._free.put(executor)  # so that no thread waits for one
+                stack.callback(self._free.put, executor)  # so that no thread waits for one
+                stack.callback(executor.end)
 
     def handle(self, message: Message, context: Context) -> Message:
         """Run a client on a free worker, return its reply and copy its Flower state into ``context``.

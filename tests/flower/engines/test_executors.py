@@ -126,6 +126,21 @@ def test_incomplete_pool_leaves_no_worker(tmp_path: Path) -> None:
     assert len(ended) == 1
 
 
+def test_a_second_interruption_leaves_no_worker_behind() -> None:
+    ended: list[InThread] = []
+
+    class Interrupted(InThread):
+        def end(self) -> None:
+            ended.append(self)
+            if len(ended) == 1:
+                raise KeyboardInterrupt
+
+    workers = [Interrupted(echo) for _ in range(3)]
+    with pytest.raises(KeyboardInterrupt), ExecutorPool(workers):
+        pass
+    assert len(ended) == 3
+
+
 @pytest.mark.parametrize(("fails", "broken"), [(False, True), (True, False), (True, True)])
 def test_worker_with_a_broken_gpu_is_replaced(
     fails: bool, broken: bool, monkeypatch: pytest.MonkeyPatch
