@@ -27,7 +27,7 @@ from pbfl_flwr.method import Client, Method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.registry import architecture_of
 from pbfl_flwr.runs.client_store import ClientState, ClientStore
-from pbfl_flwr.training.allocator import DEVICE_BYTES, LARGEST_INT, keep_freed_memory
+from pbfl_flwr.training.allocator import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ def open_client(message: Message, context: Context, worker: Worker) -> ClientSes
     started = time.perf_counter()
     run = worker.run_of(context)
     settings = run.settings
+    keep_freed_memory()
     config = message.content.config_records[wire.CONFIG]
     experiment, number = str(config["experiment"]), int(str(config["round"]))
     identity = identify(context, settings, experiment)
-    keep_freed_memory(LARGEST_INT if identity.simulated else DEVICE_BYTES)
     loading_started = time.perf_counter()
     data = worker.data_of(settings, identity)
     loading = time.perf_counter() - loading_started
