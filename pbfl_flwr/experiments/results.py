@@ -383,7 +383,7 @@ class FinishedRun:
 
         A device with a name may have a different id in another run.
         """
-        return self._clients[client].label if client in self._clients else str(client)
+        return self._clients[client].title if client in self._clients else str(client)
 
     def architecture(self, client: int) -> str:
         """Return a client's architecture."""

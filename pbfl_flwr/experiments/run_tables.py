@@ -98,7 +98,7 @@ def client_sheet(groups: Sequence[RunGroup]) -> Sheet:
         curves = run.client_curves().items()
         accuracies.append({run.client_name(client): curve[-1][1] for client, curve in curves})
         for client in run.about.clients:
-            clients.setdefault(client.label, client)
+            clients.setdefault(client.title, client)
     named = any(client.name or client.natural_id for client in clients.values())
     rows = []
     for label, client in sorted(clients.items(), key=lambda item: item[1].client):

@@ -273,8 +273,13 @@ class ClientRecord(Record):
 
     @property
     def label(self) -> str:
-        """Readable name of this client: its name or natural id, or its number if it has neither."""
-        return self.name or self.natural_id or str(self.client)
+        """Readable name of this client: its name, or its number if it has none."""
+        return self.name or str(self.client)
+
+    @property
+    def title(self) -> str:
+        """What tables and messages call this client: its natural id, which identifies nobody, or its label."""
+        return self.natural_id or self.label
 
     def numbered(self, number: int) -> ClientRecord:
         """Return this client with another number."""

@@ -118,7 +118,7 @@ class ExecutorPool:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        with ExitStack() as stack, self._lock:  # a Ctrl-C meanwhile leaves no other worker behind
+        with self._lock, ExitStack() as stack:  # a Ctrl-C meanwhile leaves no other worker behind
             self._ending = True
             for executor in self._executors:
                 stack.callback(self._free.put, executor)  # so that no thread waits for one

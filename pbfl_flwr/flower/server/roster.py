@@ -67,7 +67,9 @@ def client_from_reply(node: int, record: ConfigRecord) -> ClientRecord:
             columns=printable(str(record.get("columns", ""))[:64]),
             code_version=printable(str(record.get("code-version", ""))[:64]),
             weights=printable(str(record.get("weights", ""))[:64]),
-            natural_id=printable(str(record.get("natural-id", ""))[:MAX_NATURAL_ID]),
+            natural_id=printable(str(record.get("natural-id", ""))[:MAX_NATURAL_ID])
+            if record["simulated"]
+            else "",
         )
     except KeyError as error:
         raise RejectedPayload(f"its handshake reply lacks {error}") from None
@@ -119,12 +121,11 @@ class Roster:
     @property
     def names(self) -> dict[int, str]:
         """Client number -> name or natural id, for clients that have one."""
-        named = {number: client.name or client.natural_id for number, client in self.clients.items()}
-        return {number: name for number, name in named.items() if name}
+        return {n: client.title for n, client in self.clients.items() if client.title != str(n)}
 
     def node_label(self, node: int) -> str:
         """Return "client" and the label of the client on a node, or "node" and its id if there is none."""
-        labels = (f"client {client.label}" for client in self.clients.values() if client.node == node)
+        labels = (f"client {client.title}" for client in self.clients.values() if client.node == node)
         return next(labels, f"node {node}")
 
     def sample(
@@ -171,7 +172,7 @@ def other_weights(clients: Iterable[ClientRecord]) -> list[str]:
     labels: dict[str, dict[str, list[str]]] = {}  # architecture -> hash of weights -> clients
     for client in clients:
         if client.weights:
-            labels.setdefault(client.architecture, {}).setdefault(client.weights, []).append(client.label)
+            labels.setdefault(client.architecture, {}).setdefault(client.weights, []).append(client.title)
     return [
         f"'{name}' does not begin with the same weights everywhere: "
         + "; ".join(f"{weights} on client {abbreviate(members)}" for weights, members in by_weights.items())
@@ -184,7 +185,7 @@ def dominant(clients: Collection[ClientRecord]) -> list[str]:
     """Return a line for a client that declares so many test samples that the weighted accuracy is its own."""
     total = sum(client.num_test for client in clients)
     return [
-        f"client {client.label} declares {client.num_test} of {total} test samples: it decides the weighted accuracy, "
+        f"client {client.title} declares {client.num_test} of {total} test samples: it decides the weighted accuracy, "
         "and with it the best round and when patience ends the run"
         for client in clients
         if len(clients) > 2 and client.num_test > DOMINANT * total

@@ -33,6 +33,15 @@ DECLARED = {
     "num-validation": 2,
 }
 
+
+def test_a_natural_id_is_for_people_to_read_and_names_no_device() -> None:
+    claimed = {**DECLARED, "natural-id": "site-a"}
+    device = client_from_reply(7, ConfigRecord(claimed))
+    assert (device.natural_id, device.title, device.label) == ("", "0", "0")
+    person = client_from_reply(7, ConfigRecord({**claimed, "simulated": True}))
+    assert (person.title, person.label) == ("site-a", "0")
+
+
 TEXTS = st.one_of(
     st.text(max_size=20), st.sampled_from(["sys:exit", "../../x", "a\nb", "\u202e", "=1+1", "x" * 10_000, ""])
 )
@@ -73,7 +82,7 @@ def test_a_handshake_is_a_bounded_record_or_rejected(fields: dict[str, Any]) -> 
     assert min(client.num_train, client.num_test, client.num_validation, *client.parameters) >= 0
     assert len(client.labels) in (0, client.task.num_classes)
     assert max(map(len, client.labels), default=0) <= MAX_LABEL
-    for text in (client.device, client.columns, client.code_version, client.weights):
+    for text in (client.device, client.columns, client.code_version, client.weights, client.natural_id):
         assert text == printable(text)
         assert len(text) <= MAX_TEXT
     assert type(client.architecture) is str
