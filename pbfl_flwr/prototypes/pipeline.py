@@ -182,11 +182,10 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def _targets(self, client: Client, down: Prototypes) -> Tensor:
         """Return global prototypes in d dimensions, scaled for the regularisation: γ·c_j (PU), μ·c_j (APS) or c_j."""
         values = self.dense(down, client.task).values
-        factor = self.stages.upscale
         summed = self.stages.rule.aps and self.server_training is None
         if summed and self.stages.alignment == "off" and down.num_present:
-            factor *= rules.mu(self.stages, down, down.num_examples)
-        return (values * factor).to(client.device)
+            values = values * rules.mu(self.stages, down, down.num_examples).unsqueeze(1)
+        return (values * self.stages.upscale).to(client.device)
 
     # Server -----------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Uploads = Mapping[int, Prototypes]
 Combine = Callable[[Uploads, Round, "Stages"], Prototypes]
 """(at least one upload, the round, the stages) -> the aggregate; its num_examples is n_t if clients need it."""
-Scale = Callable[[Uploads, Round, "Stages"], float]
+Scale = Callable[[Uploads, Round, "Stages"], Tensor]
 """(uploads, the round, the stages) -> the factor of a scaled upload in FedTGP's training; of sums, times |N_j|."""
 Sends = Literal["means", "means and counts", "sums"]
 """What clients send: c̄_ij; c̄_ij and n_ij; n_ij·c̄_ij."""
@@ -111,21 +111,20 @@ def _aps_mean(uploads: Uploads, round_info: Round, stages: Stages) -> Prototypes
     return replace(combined, num_examples=everybody or None)
 
 
-def ppa_scale(uploads: Uploads, round_info: Round, stages: Stages) -> float:
-    """Return PPA's K/n."""
-    return round_info.task.num_classes / _total(uploads, round_info, stages)
+def ppa_scale(uploads: Uploads, round_info: Round, stages: Stages) -> Tensor:
+    """Return PPA's K/n for every class (K,)."""
+    num_classes = round_info.task.num_classes
+    return torch.full((num_classes,), num_classes / _total(uploads, round_info, stages))
 
 
-def aps_scale(uploads: Uploads, round_info: Round, stages: Stages) -> float:
-    """Return APS's μ; a configured one is for all clients."""
-    if stages.aps_scale == "auto":
-        sums = aggregation.aps(uploads.values(), 1.0, "sum")
-        return mu(stages, sums, _total(uploads, round_info, stages))
-    return stages.aps_scale * _whole(uploads, round_info, stages)
+def aps_scale(uploads: Uploads, round_info: Round, stages: Stages) -> Tensor:
+    """Return APS's μ of every class (K,); a configured one is for all clients."""
+    sums = aggregation.aps(uploads.values(), 1.0, "sum")
+    return mu(stages, sums, sums.num_examples) * _whole(uploads, round_info, stages)
 
 
-def aps_mean_scale(uploads: Uploads, round_info: Round, stages: Stages) -> float:
-    """Return APS's μ for a mean over the holders."""
+def aps_mean_scale(uploads: Uploads, round_info: Round, stages: Stages) -> Tensor:
+    """Return APS's μ of every class (K,) for a mean over the holders."""
     means = aggregation.aps(uploads.values(), 1.0, "mean")
     return mu(stages, means, _everybody(_total(uploads, round_info, stages), uploads, round_info))
 
@@ -252,12 +251,12 @@ def at_scale_of(n_t: int | None, previous: Prototypes) -> Prototypes:
     return replace(previous, values=previous.values * (n_t / previous.num_examples), num_examples=n_t)
 
 
-def mu(stages: Stages, rows: Prototypes, num_examples: int | None) -> float:
-    """Return APS's μ: as configured, else 0.9/(n·q), with n all samples of all clients.
+def mu(stages: Stages, rows: Prototypes, num_examples: int | None) -> Tensor:
+    """Return APS's μ of every class (K,): as configured, else 0.9·K/n, and less for rows above the average length.
 
-    q estimates the largest class's share of the samples: its row's share of the lengths of all rows, since a row is
-    n_j·c̄_j and classes' means have about equal lengths. So the largest class is multiplied by 0.9, and none grows from
-    round to round; the paper's constants are 0.83/(n·q) to 1.29/(n·q). With equal rows it is 0.9·K/n.
+    With n the samples of all clients, 0.9·K/n multiplies the mean of a class of average size by 0.9, as the paper's
+    constants for balanced sets do, and that of a larger class by more. A mean that grew would grow in every round, so
+    no row becomes longer than the average row times K/n. Rows are n_j·c̄_j: that is the features' mean length.
 
     Args:
         stages: with ``aps-scale``.
@@ -268,15 +267,15 @@ def mu(stages: Stages, rows: Prototypes, num_examples: int | None) -> float:
         RejectedPayload: if it is derived from n and n was not sent.
     """
     if stages.aps_scale != "auto":
-        return stages.aps_scale
+        return torch.full((len(rows.values),), float(stages.aps_scale))
     if not num_examples:
         raise RejectedPayload(
             "aps-scale = 'auto' needs the number of examples n with the uploads, but none was sent"
         )
-    lengths = rows.values[rows.present].double().norm(dim=1)
-    total, largest = float(lengths.sum()), float(lengths.max())
-    share = largest / total if total else 1 / len(lengths)
-    return 0.9 / (num_examples * share)
+    lengths = rows.values.double().norm(dim=1)
+    average = lengths[rows.present].mean()
+    factors = torch.where(lengths > 0, average / lengths, torch.inf).clamp_max(0.9)
+    return (factors * (int(rows.present.sum()) / num_examples)).float()
 
 
 def _total(uploads: Uploads, round_info: Round, stages: Stages) -> int:

@@ -76,7 +76,7 @@ def initial_state(num_classes: int, feature_dim: int, seed: int) -> dict[str, Te
 
 
 def stack_uploads(
-    uploads: Iterable[Prototypes], scale: float | None = None, summed: bool = True
+    uploads: Iterable[Prototypes], scale: Tensor | None = None, summed: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Collect all local prototypes of a round as training vectors.
 
@@ -86,7 +86,7 @@ def stack_uploads(
 
     Args:
         uploads: local prototypes, full or expanded to (K, d).
-        scale: K/n or μ; None takes the vectors as they are.
+        scale: (K,) K/n or μ of every class; None takes the vectors as they are.
         summed: whether that prototype is a sum over the holders, not their mean.
 
     Returns:
@@ -102,7 +102,7 @@ def stack_uploads(
     vectors = torch.cat([table.values[table.present] for table in tables])
     if scale is not None:
         holders = torch.stack([table.present for table in tables]).sum(0)
-        factors = scale * (holders[labels] if summed else torch.ones_like(labels))
+        factors = scale[labels] * (holders[labels] if summed else torch.ones_like(labels))
         vectors = (vectors.double() * factors.unsqueeze(1)).to(torch.float32)
     return vectors, labels
 

@@ -43,9 +43,10 @@ def regulariser(z, y, targets, beta, form, weighing, m, inside):
 
 
 def automatic(rows):
-    """μ with which the largest class gets a factor of 0.9, as long as the lengths of rows say."""
-    lengths = [float(row.norm()) for row in rows]
-    return 0.9 / (N * max(lengths) / sum(lengths))
+    """μ of every class: 0.9·K/n, but no row longer than K/n times their average length."""
+    lengths = {j: float(row.norm()) for j, row in rows.items()}
+    average = sum(lengths.values()) / len(rows)
+    return {j: len(rows) / N * min(0.9, average / length) for j, length in lengths.items()}
 
 
 def aggregated(rule, sent, mu):
@@ -93,7 +94,8 @@ def literal(
         held = {j: [of[j] for of in local.values() if j in of] for j in range(K)}
         targets = {j: aggregated(rule, sent, 1.0 if mu == "auto" else mu) for j, sent in held.items() if sent}
         if mu == "auto":
-            targets = {j: automatic(targets.values()) * row for j, row in targets.items()}
+            mus = automatic(targets)
+            targets = {j: mus[j] * row for j, row in targets.items()}
         if server is not None:
             targets = {j: m[j] * c for j, c in server(targets, local).items()}
     return networks
@@ -137,13 +139,13 @@ class Trained:
     def __call__(self, targets, local):
         self.round += 1
         holders = {j: sum(j in of for of in local.values()) if self.summed else 1 for j in targets}
-        factor = self.factor
-        if factor == "auto":
+        factors = dict.fromkeys(targets, self.factor)
+        if self.factor == "auto":
             held = {
                 j: [n * c for of in local.values() for k, (n, c) in of.items() if k == j] for j in targets
             }
-            factor = automatic([sum(rows) / (1 if self.summed else len(rows)) for rows in held.values()])
-        scale = {j: factor * holders[j] if factor else None for j in targets}
+            factors = automatic({j: sum(rows) / (1 if self.summed else len(rows)) for j, rows in held.items()})
+        scale = {j: factors[j] * holders[j] if factors[j] else None for j in targets}
         sent = [
             (j, c * (scale[j] * n if scale[j] else 1)) for of in local.values() for j, (n, c) in of.items()
         ]

@@ -258,7 +258,7 @@ def test_an_automatic_scale_of_a_mean_is_for_all_clients(answering: int) -> None
     # n = 30 whoever answers, all of one class: 0.9/30
     pipeline = method("tinyproto", tinyproto__base="fedtgp", aggregation="aps-mean", cps_dim=0)
     sent: dict[int, Prototypes] = {i: one(0, 10, 10) for i in range(answering)}
-    assert rules.aps_mean_scale(sent, round_info(), pipeline.stages) == pytest.approx(0.03)
+    assert rules.aps_mean_scale(sent, round_info(), pipeline.stages)[0] == pytest.approx(0.03)
 
 
 def test_warns_of_settings_without_effect() -> None:
@@ -434,15 +434,18 @@ def sums_of(class_sizes: Sequence[int]) -> Prototypes:
     )
 
 
-def test_an_automatic_scale_multiplies_the_largest_class_by_nine_tenths() -> None:
+def test_an_automatic_scale_is_the_published_one_on_balanced_sets_and_lets_no_class_grow() -> None:
     summed = method(aggregation="aps-sum")
     # the paper's constants for CIFAR-10, CIFAR-100 and (published 1.5e-3) Tiny-ImageNet
     for num_classes, n, published in ((10, 60_000, 1.5e-4), (100, 60_000, 1.5e-3), (200, 110_000, 1.636e-3)):
         even = sums_of([n // num_classes] * num_classes)
-        assert rules.mu(summed.stages, even, n) == pytest.approx(published, rel=1e-3)
-    assert rules.mu(summed.stages, sums_of([700, 200, 100]), 1000) == pytest.approx(0.9 / 700)
+        torch.testing.assert_close(
+            rules.mu(summed.stages, even, n), torch.full((num_classes,), published), rtol=1e-3, atol=0
+        )
+    uneven = sums_of([700, 200, 100])  # K/n = 0.003: the largest class keeps its length
+    torch.testing.assert_close(rules.mu(summed.stages, uneven, 1000), torch.tensor([1 / 700, 0.0027, 0.0027]))
     nothing = Prototypes(torch.zeros(4, 8), torch.ones(4).bool(), None, None)
-    assert rules.mu(summed.stages, nothing, 100) == pytest.approx(0.9 * 4 / 100)
+    torch.testing.assert_close(rules.mu(summed.stages, nothing, 100), torch.full((4,), 0.9 * 4 / 100))
 
 
 def test_an_automatic_scale_is_never_guessed() -> None:

@@ -125,7 +125,7 @@ def test_both_readings_of_tinyproto_ft_on_the_published_cifar10_partition():
     counts = [torch.from_numpy(np.bincount(labels[rows], minlength=10)) for rows in deal.rows]
     uploads = [Prototypes(n[:, None].float(), n > 0) for n in counts]  # every mean is 1
     for scale, summed, expected in ((0.00015, True, [0.9, 0.9, 0.9]), (0.001, False, [0.43, 0.63, 1.0])):
-        vectors, of = stack_uploads(uploads, scale, summed)
+        vectors, of = stack_uploads(uploads, torch.full((10,), scale), summed)
         factors = torch.stack([vectors[of == label].mean() for label in range(10)])
         figures = torch.stack([factors.min(), factors.mean(), factors.max()])
         torch.testing.assert_close(figures, torch.tensor(expected), atol=0.005, rtol=0)
@@ -139,12 +139,12 @@ def test_rescaled_uploads_have_the_ppa_prototype_as_their_mean():
         present = torch.tensor([True, False, True, True]) & (torch.rand(4, generator=random) < 0.9)
         values = torch.randn(4, 5, generator=random) * present[:, None] * 30
         uploads.append(Prototypes(values, present))
-    vectors, labels = stack_uploads(uploads, scale=4 / 90)
+    vectors, labels = stack_uploads(uploads, torch.full((4,), 4 / 90))
     ppa = aggregation.ppa(uploads, 4, 90)
     for label in range(4):
         if ppa.present[label]:
             torch.testing.assert_close(vectors[labels == label].mean(0), ppa.values[label])
-    averaged, _ = stack_uploads(uploads, 0.5, summed=False)
+    averaged, _ = stack_uploads(uploads, torch.full((4,), 0.5), summed=False)
     aps = aggregation.aps(uploads, 0.5, "mean")
     for label in labels.unique():
         torch.testing.assert_close(averaged[labels == label].mean(0), aps.values[label])
