@@ -145,7 +145,7 @@ class TinyProto(NamedStrategy):
 
     Args:
         base: "fedproto" or "fedtgp".
-        aps_scale: μ; "auto" multiplies the largest class by 0.9.
+        aps_scale: μ; "auto" is 0.9·K/n, less for rows above the average length.
         num_clients, directory, keys: see :class:`NamedStrategy`.
     """
 

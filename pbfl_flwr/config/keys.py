@@ -469,7 +469,9 @@ class PrototypeSettings(Group):
         "sample or per class",
     )
     aps_scale: Positive | Auto = Field(
-        "auto", description="μ, factor of adaptive prototype scaling (APS); auto: the largest class has 0.9"
+        "auto",
+        description="μ, factor of adaptive prototype scaling (APS); auto: 0.9·K/n, less for rows above the average "
+        "length",
     )
     total_examples: int = Field(
         0,

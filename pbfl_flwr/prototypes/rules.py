@@ -245,7 +245,7 @@ def _table(result: object, upload: Prototypes, spec: str) -> Prototypes:
 
 
 def at_scale_of(n_t: int | None, previous: Prototypes) -> Prototypes:
-    """Rescale earlier sums over n samples to n_t samples, since clients multiply all rows by 0.9/(n_t·q)."""
+    """Rescale earlier sums over n samples to n_t samples, since clients multiply them by 0.9·K/n_t at most."""
     if not n_t or not previous.num_examples:
         return previous
     return replace(previous, values=previous.values * (n_t / previous.num_examples), num_examples=n_t)

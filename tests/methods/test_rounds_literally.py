@@ -144,7 +144,9 @@ class Trained:
             held = {
                 j: [n * c for of in local.values() for k, (n, c) in of.items() if k == j] for j in targets
             }
-            factors = automatic({j: sum(rows) / (1 if self.summed else len(rows)) for j, rows in held.items()})
+            factors = automatic(
+                {j: sum(rows) / (1 if self.summed else len(rows)) for j, rows in held.items()}
+            )
         scale = {j: factors[j] * holders[j] if factors[j] else None for j in targets}
         sent = [
             (j, c * (scale[j] * n if scale[j] else 1)) for of in local.values() for j, (n, c) in of.items()

@@ -11,9 +11,9 @@ Travels: body and K_i·d numbers up, body and K·d numbers down. Head, attention
 Predicts: the logits of the received body under the client's own head, scored before local training.
 Differs from the paper: what it leaves open is a setting. Weights α = 0.002, β = 0.1 (the largest tried that stay within
 0.2 points of FedRep on Fashion-MNIST), γ = 1 and τ = 0.5; L_fd is the mean over a map's elements, summed over layers
-(Algorithm 1 overwrites it layer by layer) that have spatial maps. The head phase uses cross-entropy only, since no other
-term depends on the head. "K iterations, alternating" (Section 3.1) is read as in Algorithm 1 and FedRep: one phase after
-the other.
+(Algorithm 1 overwrites it layer by layer) that have spatial maps. The head phase uses cross-entropy only, since no
+other term depends on the head. "K iterations, alternating" (Section 3.1) is read as in Algorithm 1 and FedRep: one
+phase after the other.
 fedcpd.base="fedavg" is its Figure 2c, the same losses on FedAvg: body and head are averaged and trained at once.
 Differs from the reference: no code was published.
 """
