@@ -46,7 +46,7 @@ PROTOCOLS: dict[str, dict[str, str | int]] = {
     "predictor": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "auto"},
     "fedproto.predictor": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "global-local"},
     "evaluate-moment": {"clean": "auto", "htfl": "before", "pfl": "before", "fedproto": "auto"},
-    # No code base scores the averaged network of these two; see their pages.
+    # Scored after training by choice, the codes score the averaged network; see their pages.
     "fedpa.evaluate-moment": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "auto"},
     "feduv.evaluate-moment": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "auto"},
     "weighting": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "uniform"},

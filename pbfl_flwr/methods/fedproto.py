@@ -10,7 +10,7 @@ Differs from the paper: the printed server equation weights by n_ij and divides 
 prototypes |N_j| times (aggregation="weighted-shrunk"; "weighted" is the true weighted mean); every released code
 averages uniformly, so that is the default. The printed regularisation is a norm between class means with λ = 1
 (regularizer-form="l2"); every released code uses the mean square over the batch, so that is the default, with the λ =
-10 of HtFLlib, PFLlib, TinyProto and ProtoNorm (FedProto's own code: 1, and 0.1 on CIFAR-10).
+10 of HtFLlib's script, TinyProto and ProtoNorm (PFLlib: 1; FedProto's own code: 1, and 0.1 on CIFAR-10).
 Differs from the reference: prototypes are collected after local training, as in the paper's equation;
 collect="trajectory" averages the features computed during training, as HtFLlib and PFLlib do. FedProto's own code
 averages those of the last epoch, predicts among a client's own classes and initialises clients differently (protocol

@@ -8,7 +8,7 @@ averages, normalises and spreads them by solving a Thomson problem on the unit s
 Travels: up K_i·d, down K·d numbers a client (unit vectors); γ is a constant on the client.
 Predicts: the class of the nearest global prototype; with unit prototypes that is the largest cosine.
 Differs from the paper: its stopping rule names no tolerance; the released code's is used (4 decimals, 10 times), which
-cannot give Figure 3a's falling number of steps. The released settings have γ = 80 on CIFAR-10.
+at d = 512 ends near step 20 in every round, where Figure 3a falls. The released settings have γ = 80 on CIFAR-10.
 λ = 10 with the mean square as in the released code, not the text's 1 with a norm. Its equation 6 predicts by the
 nearest local prototype (predictor="local"), the released code by the global one. Upscale defaults to the CIFAR-10
 value γ = 100.

@@ -252,16 +252,16 @@ def at_scale_of(n_t: int | None, previous: Prototypes) -> Prototypes:
 
 
 def mu(stages: Stages, rows: Prototypes, num_examples: int | None) -> Tensor:
-    """Return APS's μ of every class (K,): as configured, else 0.9·K/n, and less for rows above the average length.
+    """Return APS's μ of every class (K,): as configured, else 0.9·K/n, but no row longer than the average times K/n.
 
-    With n the samples of all clients, 0.9·K/n multiplies the mean of a class of average size by 0.9, as the paper's
-    constants for balanced sets do, and that of a larger class by more. A mean that grew would grow in every round, so
-    no row becomes longer than the average row times K/n. Rows are n_j·c̄_j: that is the features' mean length.
+    0.9·K/n multiplies the mean of a class of average size by 0.9, as the paper's constants for balanced sets do, and
+    that of a larger class by more, in every round. The limit ends that growth: sums are n_j·c̄_j, so that their average
+    times K/n is the mean length of all samples' class means.
 
     Args:
         stages: with ``aps-scale``.
         rows: (K, s) the sums over the samples of each class, or the means over its holders.
-        num_examples: n.
+        num_examples: n, the samples of the clients that the rows are from.
 
     Raises:
         RejectedPayload: if it is derived from n and n was not sent.

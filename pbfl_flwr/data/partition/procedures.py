@@ -3,8 +3,8 @@
 The Dirichlet and the pathological procedure reproduce those of PFLlib, HtFLlib and
 regulationLee/{TinyProto,ProtoNorm} draw by draw: the same calls in the same order to NumPy's legacy generator
 (``RandomState(seed)`` is the stream of ``numpy.random.seed(seed)``). Since a shuffle consumes randomness by length
-only, the counts depend on the class counts alone. The last two have two generators: CIFAR-10's is PFLlib's, that of
-CIFAR-100 and Tiny-ImageNet also shuffles the pathological sizes.
+only, the counts depend on the class counts alone. The last two repositories have two versions of ``separate_data``: the
+one of ``generate_cifar10.py`` is PFLlib's, the other, which no script calls, also shuffles the pathological sizes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Arm k, point i = 1..n: radius r = 1 + 9 (i-1)/(n-1), angle ω = kπ/3 + (i-1)π/(3(n-1)) + 0.5 u with u ~ U(0,
 1), x = r sin ω, y = r cos ω. The paper prints the slope with a further factor k and noise N(0, 1) in radians;
-with these, classes 0 and 3 coincide at the outer end and no classifier exceeds 39 %. This form is that of
+with these, classes k and k + 3 coincide at the outer end and no classifier exceeds 39 %. This form is that of
 FedNH's ``Spiral``, the code from which the figure derives, with the paper's radius: arms do not overlap.
 """
 

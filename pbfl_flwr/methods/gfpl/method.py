@@ -8,11 +8,12 @@ closer than S_C in Bhattacharyya distance. The next round begins with the same l
 drawn from the fused mixtures, for projection and head only.
 Travels: Σ_j n·(2d+1) numbers a client in such a round, the fused mixtures down in the next, otherwise nothing.
 Predicts: the logits; "etf" is argmax_j hᵀz_j.
-Differs from the paper: there, retraining follows the download at the end of round t; with one message a round it is
-at the start of round t+1, the same order of steps, but scores include the epochs that follow. Algorithm 2 nests both in
-the loop over batches. It retrains only the projection, Section 4.2 projection and head (gfpl.retrain). Components are
-weighted by π_c·n_ij, not only π_c, which would count 3 samples like 300 (gfpl.weight). d = K is allowed. For what it
-leaves open (EM's start, single samples, cluster seeds) see prototypes/mixture.py. No authors' code is known.
+Differs from the paper: in its text retraining follows the download, at the end of round t; with one message a round it
+is at the start of round t+1, the same order of steps, but scores include the epochs that follow. Algorithm 2 exchanges
+in every round from t1 on and nests both in the loop over batches. It retrains only the projection, Section 4.2
+projection and head (gfpl.retrain). Components are weighted by π_c·n_ij, not only π_c, which would count 3 samples like
+300 (gfpl.weight). d = K is allowed. For what it leaves open (EM's start, single samples, cluster seeds) see
+prototypes/mixture.py. No authors' code is known.
 """
 
 from __future__ import annotations
