@@ -145,7 +145,7 @@ class TinyProto(NamedStrategy):
 
     Args:
         base: "fedproto" or "fedtgp".
-        aps_scale: μ; "auto" is 0.9·K/n, less for rows above the average length.
+        aps_scale: μ; "auto" is 0.9·K/n, and no row longer than the average one times K/n.
         num_clients, directory, keys: see :class:`NamedStrategy`.
     """
 

@@ -10,8 +10,8 @@ Travels: up K_i·s, down K·s numbers a client; the masks follow from a seed.
 Predicts: the class of the nearest local prototype (the paper's equation 12); the nearest global is scored as well.
 Differs from the paper: the printed server equation divides by |N_j|, but then no printed μ gives prototypes of the
 features' size; the released code's sum does, and is the default (aggregation="aps-mean" is the printed form). μ is
-aps-scale; "auto" is 0.9·K/n, as the paper's CIFAR values are, and less for rows above the average length. λ = 10 with
-the mean square, as in the released code, not the text's 1 with a norm. How -FT scales uploads has two readings: by
+aps-scale; "auto" is 0.9·K/n, as the paper's CIFAR values are, and no row longer than the average one times K/n. λ = 10
+with the mean square, as in the released code, not the text's 1 with a norm. How -FT scales uploads has two readings: by
 μ·|N_j| (the default, as in the CPS paper), or by a μ of its own alone (aggregation="aps-mean"), as the released script
 starts it.
 Differs from the reference: the released code never regularises when sparsification is on and returns after the

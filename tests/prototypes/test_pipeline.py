@@ -434,7 +434,7 @@ def sums_of(class_sizes: Sequence[int]) -> Prototypes:
     )
 
 
-def test_an_automatic_scale_is_the_published_one_on_balanced_sets_and_lets_no_class_grow() -> None:
+def test_an_automatic_scale_is_the_published_one_on_balanced_sets() -> None:
     summed = method(aggregation="aps-sum")
     # the paper's constants for CIFAR-10, CIFAR-100 and (published 1.5e-3) Tiny-ImageNet
     for num_classes, n, published in ((10, 60_000, 1.5e-4), (100, 60_000, 1.5e-3), (200, 110_000, 1.636e-3)):
@@ -442,10 +442,20 @@ def test_an_automatic_scale_is_the_published_one_on_balanced_sets_and_lets_no_cl
         torch.testing.assert_close(
             rules.mu(summed.stages, even, n), torch.full((num_classes,), published), rtol=1e-3, atol=0
         )
-    uneven = sums_of([700, 200, 100])  # K/n = 0.003: the largest class keeps its length
-    torch.testing.assert_close(rules.mu(summed.stages, uneven, 1000), torch.tensor([1 / 700, 0.0027, 0.0027]))
     nothing = Prototypes(torch.zeros(4, 8), torch.ones(4).bool(), None, None)
     torch.testing.assert_close(rules.mu(summed.stages, nothing, 100), torch.full((4,), 0.9 * 4 / 100))
+
+
+def test_with_an_automatic_scale_no_class_becomes_longer_than_the_features_mean_length() -> None:
+    summed = method(aggregation="aps-sum")
+    uneven = sums_of([700, 200, 100])  # K/n = 0.003: the largest class keeps its length
+    torch.testing.assert_close(rules.mu(summed.stages, uneven, 1000), torch.tensor([1 / 700, 0.0027, 0.0027]))
+    sizes, lengths = torch.tensor([150.0, 40.0, 10.0]), torch.tensor([1.0, 3.0, 2.0])
+    for _ in range(50):  # features follow their prototypes
+        mean_length = float((sizes * lengths).sum() / sizes.sum())
+        sums = Prototypes(torch.diag(sizes * lengths), torch.ones(3).bool(), None, None)
+        lengths = rules.mu(summed.stages, sums, 200) * sizes * lengths
+        assert lengths.max() <= mean_length * (1 + 1e-5)
 
 
 def test_an_automatic_scale_is_never_guessed() -> None:
