@@ -58,7 +58,10 @@ def open_image(path: Path) -> Image.Image:
             image.load()
             with suppress(SyntaxError):  # damaged EXIF data in a readable image
                 ImageOps.exif_transpose(image, in_place=True)
-            return _as_mode(_eight_bits(image, path), "RGB")
+            transparent = image.mode == "P" and "transparency" in image.info
+            # By way of RGBA the colours are the same, without Pillow's warning.
+            plain = image.convert("RGBA") if transparent else _eight_bits(image, str(path))
+            return _as_mode(plain, "RGB")
     except (OSError, SyntaxError, ValueError) as error:
         raise PbflError(f"{path} is not a readable image: {error}") from error
 
@@ -67,7 +70,7 @@ def _as_mode(image: Image.Image, mode: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)  # which would copy it
 
 
-def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
+def _eight_bits(image: Image.Image, where: str) -> Image.Image:
     """Convert an image to values 0..255: of 16 bits the high byte, as Pillow does for colour images.
 
     Raises:
@@ -77,13 +80,11 @@ def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
 
     if image.mode in ("I", "F"):
         raise PbflError(
-            f"{path} is an image of mode {image.mode}, whose value range is unknown; must be 8 or 16 bits "
+            f"{where} is an image of mode {image.mode}, whose value range is unknown; must be 8 or 16 bits "
             "per channel"
         )
     if image.mode.startswith("I;16"):  # convert() would clip at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode == "P" and "transparency" in image.info:
-        return image.convert("RGBA")  # gives the same colours in RGB, without Pillow's warning
     return image
 
 
@@ -110,7 +111,7 @@ def decode_images(
         inputs (N, channels, height, width) uint8, labels (N,), and a note if images were resized with ``side`` None.
 
     Raises:
-        PbflError: naming an image that cannot be read.
+        PbflError: naming an image that cannot be read, or whose range of values is not known.
     """
     from PIL import Image
 
@@ -121,7 +122,7 @@ def decode_images(
     try:
         for row, (image, label) in enumerate(samples):
             labels[row] = label
-            converted = _as_mode(image, mode)
+            converted = _as_mode(_eight_bits(image, f"{where}: number {row + 1}"), mode)
             target = target or converted.size
             if inputs is None:
                 inputs = allocate((total, channels, target[1], target[0]), np.uint8)

@@ -1,5 +1,6 @@
 """Datasets in Hugging Face's format: the same samples and the same partitions as Flower's own library gives."""
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,26 @@ def test_a_cell_without_a_value_is_named(
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "t")
     with pytest.raises(PbflError, match=message):
         load_pool(settings(tmp_path / "t"))
+
+
+def test_of_sixteen_bits_the_high_byte_is_kept(tmp_path: Path) -> None:
+    grey = np.array([[0, 255, 256], [4096, 32768, 65535]], dtype=np.uint16)
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    for name, array in (("whole", grey), ("float", grey.astype(np.float32))):
+        columns = {"image": [_tiff(array)] * 2, "label": [0, 1]}
+        datasets.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / name)
+    pool = load_pool(settings(tmp_path / "whole", partition="iid"))
+    assert pool.inputs[1, 0].tolist() == [[0, 0, 1], [16, 128, 255]]
+    with pytest.raises(
+        PbflError, match="float: number 1 is an image of mode F, whose value range is unknown"
+    ):
+        load_pool(settings(tmp_path / "float", partition="iid"))
+
+
+def _tiff(array: Any) -> dict[str, Any]:
+    content = BytesIO()
+    PIL.fromarray(array).save(content, format="TIFF")
+    return {"bytes": content.getvalue(), "path": None}
 
 
 def test_refuses_an_image_of_too_many_pixels(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
