@@ -49,7 +49,7 @@ def check_allowed(run: FinishedRun, name: str) -> None:
 
 
 def global_prototypes(run: FinishedRun) -> Prototypes:
-    """Return the global prototypes after the last round, in d dimensions.
+    """Return the global prototypes after the last round, in d dimensions and, under APS, multiplied by μ as by clients.
 
     Raises:
         PbflError: if the method broadcasts no prototypes or rows of another width, or the file is missing or damaged.
@@ -57,7 +57,9 @@ def global_prototypes(run: FinishedRun) -> Prototypes:
     method, task, file = method_of(run), run.about.task, run.path / BROADCAST
     with reading(str(file)):
         sent = method.down.from_tensors(load_tensors(file)[0], task)
-    return _dense(method, _prototypes(sent, "broadcasts"), task)
+        prototypes = _prototypes(sent, "broadcasts")
+        received = method.received(prototypes, task) if isinstance(method, Pipeline) else prototypes
+    return _of_task_width(received, task)
 
 
 def local_prototypes(run: FinishedRun) -> dict[int, Prototypes]:
@@ -71,8 +73,9 @@ def local_prototypes(run: FinishedRun) -> dict[int, Prototypes]:
     uploads = {}
     for client, state in client_states(run):
         with reading(f"client {client}'s last upload"):
-            sent = method.up.from_tensors(state.reply, task)
-        uploads[client] = _dense(method, _prototypes(sent, "uploads"), task)
+            prototypes = _prototypes(method.up.from_tensors(state.reply, task), "uploads")
+            dense = method.dense(prototypes, task) if isinstance(method, Pipeline) else prototypes
+        uploads[client] = _of_task_width(dense, task)
     return uploads
 
 
@@ -128,7 +131,7 @@ def data_of(run: FinishedRun, client: int) -> ClientData:
 
 
 def target_scale(run: FinishedRun) -> float:
-    """Return the factor by which clients scale broadcast prototypes to get their targets, 1 if they do not."""
+    """Return γ, by which clients multiply the global prototypes to get their targets; 1 if they do not."""
     method = method_of(run)
     return method.stages.upscale if isinstance(method, Pipeline) else 1.0
 
@@ -192,9 +195,8 @@ def _prototypes(sent: Payload, verb: str) -> Prototypes:
     return prototypes
 
 
-def _dense(method: object, prototypes: Prototypes, task: Task) -> Prototypes:
-    dense = method.dense(prototypes, task) if isinstance(method, Pipeline) else prototypes
-    width = dense.values.shape[1]
+def _of_task_width(prototypes: Prototypes, task: Task) -> Prototypes:
+    width = prototypes.values.shape[1]
     if width != task.feature_dim:
         raise PbflError(f"the method's rows have {width} numbers, prototypes {task.feature_dim}")
-    return dense
+    return prototypes

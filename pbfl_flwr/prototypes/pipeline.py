@@ -181,11 +181,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def _targets(self, client: Client, down: Prototypes) -> Tensor:
         """Return global prototypes in d dimensions, scaled for the regularisation: γ·c_j (PU), μ·c_j (APS) or c_j."""
-        values = self.dense(down, client.task).values
-        summed = self.stages.rule.aps and self.server_training is None
-        if summed and self.stages.alignment == "off" and down.num_present:
-            values = values * rules.mu(self.stages, down, down.num_examples).unsqueeze(1)
-        return (values * self.stages.upscale).to(client.device)
+        return (self.received(down, client.task).values * self.stages.upscale).to(client.device)
 
     # Server -----------------------------------------------------------------------------------------------
 
@@ -290,6 +286,15 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def dense(self, sent: Prototypes, task: Task) -> Prototypes:
         """Expand prototypes as they travel (K, s) to d dimensions, zero outside the masks."""
         return replace(sent, values=self.sparsity.expand(sent.values, task))
+
+    def received(self, down: Prototypes, task: Task) -> Prototypes:
+        """Return a broadcast's prototypes in d dimensions, at the features' scale: μ·c_j (APS), else c_j."""
+        dense = self.dense(down, task)
+        summed = self.stages.rule.aps and self.server_training is None
+        if summed and self.stages.alignment == "off" and down.num_present:
+            factors = rules.mu(self.stages, down, down.num_examples)
+            dense = replace(dense, values=dense.values * factors.unsqueeze(1))
+        return dense
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """Check that the masks exist, and that "simplex" can place K prototypes in d dimensions."""

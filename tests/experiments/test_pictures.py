@@ -25,7 +25,7 @@ from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.alignment import geometry
 from pbfl_flwr.runs.client_store import ClientState
 from pbfl_flwr.runs.directory import BROADCAST
-from pbfl_flwr.runs.tensor_files import save_tensors
+from pbfl_flwr.runs.tensor_files import load_tensors, save_tensors
 from tests.flower.inprocess import federation
 from tests.small_runs import columns, edit, entry, pbfl, write_lines, write_run
 
@@ -171,6 +171,19 @@ def test_sparse_prototypes_stand_in_their_own_dimensions(groups: list[RunGroup])
         assert not bool((local.values[outside] > 0).any())
 
 
+def test_sums_become_prototypes_as_the_clients_use_them(groups: list[RunGroup]) -> None:
+    """APS broadcasts sums over samples; distances to features and between prototypes are those of μ times them."""
+    run = groups[1].first
+    tensors = load_tensors(run.path / BROADCAST)[0]
+    lengths, n = tensors["rows"].double().norm(dim=1), float(tensors["n"])
+    K = len(lengths)
+    expected = (
+        torch.minimum(0.9 * lengths, lengths.mean()) * K / n
+    )  # 0.9·K/n, no row above the average times K/n
+    found = artefacts.global_prototypes(run).values[tensors["labels"].long()].double().norm(dim=1)
+    assert torch.allclose(found, expected, rtol=1e-5)
+
+
 def test_rows_of_another_width_are_no_prototypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's method may send variances beside the means."""
     monkeypatch.syspath_prepend(EXAMPLES)
@@ -197,6 +210,34 @@ def test_similarities_distances_margins() -> None:
     assert np.isnan(similarity.distances(rows)[1, 1])
     assert similarity.distances(rows)[1, 2] == pytest.approx(13**0.5)
     assert similarity.margins(rows) == pytest.approx([(5 / 13) ** 0.5, (5 / 13) ** 0.5, 1])  # √5, √5, √13
+
+
+def test_a_class_has_its_own_place_where_others_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run lacks the prototype of class 0."""
+    rows, runs = torch.tensor([[3.0, 0, 0, 0], [0, 2, 0, 0], [0, 0, 1, 0]]), []
+    tables = {"a": torch.ones(3, dtype=torch.bool), "b": torch.tensor([False, True, True])}
+    for name, method in (("a", "fedproto"), ("b", "fedtgp")):
+        runs.append(write_run(tmp_path / name, [entry(1, 0.5, 0.5)], method=method))
+    monkeypatch.setattr(similarity, "global_prototypes", lambda run: Prototypes(rows, tables[run.path.name]))
+    drawn = [item for item in similarity.per_class(results.load(runs)) if isinstance(item, style.Picture)]
+    assert len(drawn) == 2
+    for picture in drawn:
+        axes = picture.figure.axes[0]
+        assert [list(np.asarray(line.get_xdata())) for line in axes.lines] == [[0, 1, 2], [1, 2]]
+        assert len(axes.get_xticks()) == 3
+
+
+def test_bytes_where_nothing_travels_at_first(tmp_path: Path) -> None:
+    """GFPL's first exchange is in round 10 by default."""
+    nothing = {"payload": 0, "application": 20, "total": 100}
+    quiet = entry(1, 0.5, 0.5, bytes_up=nothing, bytes_down=nothing)
+    run = write_run(tmp_path / "run", [quiet, entry(2, 0.5, 0.75)], method="gfpl")
+    (picture,) = progress.accuracy_against_bytes(results.load([run], by="global"))
+    assert isinstance(picture, style.Picture)
+    (line,) = picture.figure.axes[0].lines
+    assert list(np.asarray(line.get_xdata())) == [0, 800]
 
 
 def test_curves_over_seeds_of_unequal_length(tmp_path: Path) -> None:

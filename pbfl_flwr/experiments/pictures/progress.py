@@ -102,9 +102,8 @@ def accuracy_against_bytes(groups: Sequence[RunGroup]) -> Iterator[Picture | Pbf
     if not axes.lines:
         return
     curve_axes(axes, "cumulative bytes, all clients", "accuracy (%)")
-    if max(max(at.values()) for at in totals) > 20 * min(
-        first for at in totals if (first := min(at.values()))
-    ):
+    sizes = [size for at in totals for size in at.values() if size]  # nothing may travel in the first rounds
+    if max(sizes) > 20 * min(sizes):
         logarithmic(axes.xaxis)
     axes.xaxis.set_major_formatter(EngFormatter("B"))
     yield titled_picture(

@@ -48,7 +48,8 @@ def margins(values: NDArray[np.float64]) -> NDArray[np.float64]:
 @of_each_run
 def matrices(group: RunGroup) -> Iterator[Picture]:
     """Yield for every run the matrices of cosine similarities and of distances."""
-    values, names = _present(group)
+    values, classes = _present(group)
+    names = [group.first.about.label_names[label] for label in classes]
     cosine, distance = similarities(values), distances(values)
     for kind, unit, matrix, limits, colours in (
         ("Cosine similarity", "cosine similarity", cosine, (-1.0, 1.0), DIVERGING),
@@ -76,15 +77,15 @@ def per_class(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     yield from reasons
     if not rows:
         return
-    longest = max((labels for _, (_, labels) in rows), key=len)
-    shared = all(labels == longest for _, (_, labels) in rows)
-    names = longest if shared else [str(number) for number in range(len(longest))]
+    labels = [group.first.about.label_names for group, _ in rows]
+    shared = all(of_run == labels[0] for of_run in labels)
+    names = labels[0] if shared else [str(number) for number in range(max(map(len, labels)))]
     figure, (axes,) = canvas()
-    for number, (group, (values, _)) in enumerate(rows):
+    for number, (group, (values, classes)) in enumerate(rows):
         cosine = similarities(values)
         mean = np.nanmean(cosine, axis=1)
         band = np.nanmin(cosine, axis=1), np.nanmax(cosine, axis=1)
-        curve(axes, range(len(mean)), mean, group.label, number, band, markevery=1)
+        curve(axes, classes, mean, group.label, number, band, markevery=1)
     curve_axes(axes, "class", "cosine similarity to the others")
     name_ticks(axes.xaxis, names)
     yield titled_picture(
@@ -95,9 +96,9 @@ def per_class(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
         figure,
     )
     figure, (axes,) = canvas()
-    for number, (group, (values, _)) in enumerate(rows):
+    for number, (group, (values, classes)) in enumerate(rows):
         margin = margins(values)
-        curve(axes, range(len(margin)), margin, group.label, number, markevery=1)
+        curve(axes, classes, margin, group.label, number, markevery=1)
     curve_axes(axes, "class", "margin / largest margin")
     name_ticks(axes.xaxis, names)
     axes.set_ylim(0, 1.05)
@@ -110,8 +111,8 @@ def per_class(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     )
 
 
-def _present(group: RunGroup) -> tuple[NDArray[np.float64], list[str]]:
-    """Return the rows of the classes that have a prototype, and their names.
+def _present(group: RunGroup) -> tuple[NDArray[np.float64], list[int]]:
+    """Return the rows of the classes that have a prototype, and the numbers of these classes.
 
     Raises:
         PbflError: if there are fewer than two, or as in :func:`global_prototypes`.
@@ -119,6 +120,5 @@ def _present(group: RunGroup) -> tuple[NDArray[np.float64], list[str]]:
     prototypes = global_prototypes(group.first)
     if prototypes.num_present < 2:
         raise PbflError("fewer than two classes have a prototype")
-    present = prototypes.present.numpy()
-    names = [name for name, there in zip(group.first.about.label_names, present, strict=True) if there]
-    return prototypes.values.numpy()[present].astype(float), names
+    classes = prototypes.present.nonzero().flatten().tolist()
+    return prototypes.values.numpy()[classes].astype(float), classes
