@@ -104,13 +104,18 @@ def _client(settings: Settings, number: int, done: int, data: ClientData, run: F
 
 
 def _rounds(method: Method[Any, Any, Any], client: Client, down: Payload, rounds: int) -> Iterator[Round]:
-    """Yield the scores of each round, which are those that the ClientApp would report."""
+    """Yield the scores of each round, which are those that the ClientApp would report.
+
+    A method may predict with other networks at the one moment than at the other, so it is told which it is.
+    """
+    settings = [client.evaluation.model_copy(update={"evaluate_moment": moment}) for moment in MOMENTS]
     for number in range(client.round + 1, client.round + 1 + rounds):
-        client = replace(client, round=number)
+        client = replace(client, round=number, evaluation=settings[0])
         client.model.eval()
         seeds.seed_code(client.device, client.seed, "layers", client.key, number)
         method.install(client, down)
         before = evaluate(client, calls.predictors(method, client, down), method.predicts)
+        client = replace(client, evaluation=settings[1])
         memory = calls.local_update(method, client, down).memory
         client = replace(client, memory={name: tensor.cpu() for name, tensor in memory.items()})
         yield before, evaluate(client, calls.predictors(method, client, down), method.predicts)

@@ -87,6 +87,19 @@ def test_they_are_the_next_clients_and_do_what_a_client_does(tmp_path: Path, met
     assert sheet.notes[2].startswith("Always predicting a new client's most frequent training class: ")
 
 
+def test_a_score_is_that_of_its_moment_whenever_the_run_scored(tmp_path: Path) -> None:
+    """FedMRL's clients predict with the shared network that they were sent, or after training with their own of it."""
+    keys = {"fedmrl.auxiliary": "cnn2", "learning_rate": 0.1, "local_epochs": 3}
+    sheets = [
+        new_client_sheet(
+            finished(digits(tmp_path / moment, method="fedmrl", evaluate_moment=moment, **keys)), 4, 2
+        )
+        for moment in ("before", "after")
+    ]
+    assert sheets[0].columns == ("own round", "head, before", "head, after")
+    assert sheets[0].rows == sheets[1].rows
+
+
 def test_the_command_prints_the_table_and_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     path = digits(tmp_path).directory.path
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
