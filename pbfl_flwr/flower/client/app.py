@@ -27,7 +27,7 @@ from pbfl_flwr.flower.client.saving import needs_state, state_after_round
 from pbfl_flwr.flower.client.session import ClientSession, open_client, store_of
 from pbfl_flwr.flower.client.worker import DataSource, Worker
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import Report, reported
+from pbfl_flwr.flower.messages.report import Report, Requested, reported
 from pbfl_flwr.method import Moment, resolved_moment
 from pbfl_flwr.models.contract import has_batch_norm
 from pbfl_flwr.payloads import Payload, RejectedPayload
@@ -106,7 +106,7 @@ def _train(message: Message, context: Context, worker: Worker) -> Message:
     settings = worker.run_of(context).settings
     with store_of(message, context, settings).locked():  # an earlier process may still be running
         session = open_client(message, context, worker)
-        return _stored_reply(session, message) or _train_and_save(session, message, worker)
+        return _stored_reply(session, message, worker) or _train_and_save(session, message, worker)
 
 
 def _train_and_save(session: ClientSession, message: Message, worker: Worker) -> Message:
@@ -145,8 +145,10 @@ def _evaluate(message: Message, context: Context, worker: Worker) -> Message:
     return Message(wire.content(report=report.to_record()), reply_to=message)
 
 
-def _stored_reply(session: ClientSession, message: Message) -> Message | None:
+def _stored_reply(session: ClientSession, message: Message, worker: Worker) -> Message | None:
     """Return the reply stored with the state of this round; None if the client has not trained in it yet.
+
+    Scores that it lacks are added: a resumed run may end with a round in which nobody was to be scored before.
 
     Raises:
         PbflError: if the client has already trained in a later round.
@@ -157,7 +159,14 @@ def _stored_reply(session: ClientSession, message: Message) -> Message | None:
     if stored.round > number:
         raise PbflError(f"asked for round {number}, but its state is already of round {stored.round}")
     payload = wire.encode_tensors(stored.reply, session.settings.prototypes.wire_dtype)
-    return Message(wire.content(payload, MetricRecord(dict(stored.report))), reply_to=message)
+    record, method = MetricRecord(dict(stored.report)), session.method
+    if _moment(session, message) == "after":
+        report = Report.from_record(record, Requested(predictors=reported(method.predicts)))
+        if not report.correct:
+            predictors = calls.predictors(method, session.client, _broadcast(session, message, worker))
+            scores = evaluate(session.client, predictors, method.predicts)
+            record = _scored(report, scores).to_record()
+    return Message(wire.content(payload, record), reply_to=message)
 
 
 def _broadcast(session: ClientSession, message: Message, worker: Worker) -> Payload:
@@ -210,8 +219,11 @@ def _report(session: ClientSession, scores: Scores | None, participations: int) 
         gpu_mb=peak_gpu_memory(),
         predictors=reported(session.method.predicts),
     )
-    if scores is None:
-        return report
+    return report if scores is None else _scored(report, scores)
+
+
+def _scored(report: Report, scores: Scores) -> Report:
+    """Return a report with scores."""
     held_out = scores.validation
     return replace(
         report,

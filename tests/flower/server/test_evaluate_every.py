@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flwr.app import Message
 
 from pbfl_flwr.experiments.results import FinishedRun
 from pbfl_flwr.flower.server.schedule import Schedule
-from tests.flower.inprocess import altered, federation, numbers, shown
+from tests.flower.inprocess import Answer, altered, federation, numbers, shown
 from tests.small_runs import pbfl
 
 KEYS: dict[str, Any] = {"num_server_rounds": 5, "evaluate_every": 2, "models": "cnn4", "on_disk": True}
@@ -76,6 +77,27 @@ def test_an_extended_run_has_the_hash_of_a_longer_one(tmp_path: Path) -> None:
     extended = federation(tmp_path / "b", resume=True, **KEYS).run()
     assert extended.strategy.history[2].accuracy != {}  # it was the last one
     assert extended.directory.result() == whole.directory.result()
+
+
+@pytest.mark.parametrize("method", ["fedproto", "gfpl", "feddistill"])
+def test_a_killed_round_that_becomes_the_last_one_is_scored_on_all_clients(
+    tmp_path: Path, method: str
+) -> None:
+    """Those that had trained in it when nobody was to be scored answer with their scores."""
+    keys: dict[str, Any] = {**KEYS, "models": "resnet4", "per_class": True, "auc": True}
+    whole = federation(tmp_path / "a", method, **{**keys, "num_server_rounds": 3}).run()
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path / "b", method, faults={(2, 3): killed}, **keys).run()
+    run = federation(tmp_path / "b", method, resume=True, **{**keys, "num_server_rounds": 3}).run()
+    (last, expected) = (each.strategy.history[-1] for each in (run, whole))
+    assert (last.failures, last.accuracy) == ([], expected.accuracy)
+    assert last.test_loss == expected.test_loss is not None
+    assert run.fingerprint == whole.fingerprint
+    assert run.directory.result() == whole.directory.result() != ""
+
+
+def killed(message: Message, answer: Answer) -> Message:
+    raise KeyboardInterrupt
 
 
 def test_patience_counts_on_scores_only(tmp_path: Path) -> None:
