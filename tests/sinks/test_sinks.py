@@ -14,6 +14,7 @@ from pbfl_flwr import sinks
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.records import RunRecord
 from tests.flower.inprocess import federation
 from tests.small_runs import entry, rounds_of
 
@@ -115,6 +116,24 @@ def test_a_sink_that_fails_is_dropped_with_a_warning(tmp_path: Path, monkeypatch
     assert warnings == [[], [], [message], []]
     assert [step for step, _ in sink.steps] == [1]
     assert not sink.closed
+
+
+def test_a_strategy_that_goes_on_opens_its_sinks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Recording] = []
+
+    def opening(run_dir: Path, about: RunRecord) -> Recording:
+        opened.append(Recording())
+        return opened[-1]
+
+    register(monkeypatch, "closing", Recording())
+    monkeypatch.setattr(sys.modules["closing_sink"], "Sink", opening)
+    made = federation(tmp_path, on_disk=True, num_clients=2, models="cnn4", sinks="closing")
+    for rounds in (1, 2):
+        made.strategy.start(made.grid, num_rounds=rounds)
+    assert [[step for step, _ in sink.steps] for sink in opened] == [[1], [2]]
+    assert all(sink.closed for sink in opened)
 
 
 def test_a_sink_that_cannot_be_opened_ends_the_run_before_round_1(

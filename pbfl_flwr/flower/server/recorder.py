@@ -82,6 +82,9 @@ class Recorder:
         """Return what the run to resume holds, None if no round was finished."""
         return None
 
+    def go_on(self, done: int) -> None:
+        """Open a run again, without what is left of a round after the ``done`` finished ones."""
+
     def add_clients(self, everyone: Iterable[ClientRecord], joined: list[str]) -> None:
         """Write which clients have just joined: in run.json, since an unfinished round has no line."""
 
@@ -117,14 +120,14 @@ class RunRecorder(Recorder):
     def __init__(self, directory: RunDirectory, loaded: LoadedData) -> None:
         self.directory, self._loaded = directory, loaded
         self._scores: dict[tuple[int, bool], Score] = {}  # of all rounds, see all_scores
-        self._experiment = ""  # until the run has started
-        self._sinks: Sinks | None = None
+        self._experiment = ""  # of the run to resume, or once the run has begun
+        self._sinks: Sinks | None = None  # while the run is open
         self._warnings: list[str] = []
 
     def configure(self, settings: Settings, method: Method[Any, Any, Any], primary_predictor: str) -> None:
         """Set the settings of the run; a run that has started goes on with other values of CHANGEABLE keys."""
         self._settings, self._method, self._primary_predictor = settings, method, primary_predictor
-        if self._experiment:
+        if self._sinks is not None:
             self._reopen()
 
     def _reopen(self) -> None:
@@ -230,6 +233,18 @@ class RunRecorder(Recorder):
         log(INFO, "resumed after round %s", done)
         return Resumed(*resumed, history, [*self.directory.client_records()])
 
+    def go_on(self, done: int) -> None:
+        """Open a run again, without what is left of a round after the ``done`` finished ones.
+
+        Raises:
+            DamagedState: if its histories are damaged.
+            PbflError: if a sink cannot be opened.
+        """
+        self.directory.remove(ERROR)
+        self.directory.truncate(done)
+        if self._sinks is None:
+            self._open_sinks()
+
     def add_clients(self, everyone: Iterable[ClientRecord], joined: list[str]) -> None:
         """Write which clients have just joined: in run.json, since an unfinished round has no line."""
         self.directory.update(clients=[*everyone], joined=[*self.directory.record().joined, *joined])
@@ -292,6 +307,7 @@ class RunRecorder(Recorder):
             log(WARNING, "no result hash: %s", error)
         if self._sinks is not None:
             self._warn(self._sinks.close())
+            self._sinks = None
 
     @property
     def _configuration(self) -> str:

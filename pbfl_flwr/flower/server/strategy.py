@@ -139,20 +139,21 @@ class MethodStrategy(hooks.Hooks):
         check = partial(check_roster, self.method, self.settings)
         membership = Membership(run, self.experiment, check, self._recorder.set_waiting)
         membership.collect(grid, None if previous is None else previous.clients)
-        self.membership, roster = membership, membership.roster
+        roster = membership.roster
         recorder.log_declared(self.settings, roster.clients.values())
         self.begin(roster.task)
         if previous is None:
             self._recorder.begin(self.experiment, self.moment, roster.clients.values())
-            return
-        if resumed := self._recorder.resume(self.method.state, roster.task):
-            state = self.method.resumed(resumed.state)
-            self.state, self.done = calls.as_state(self.method, state, self.method.resumed), resumed.done
-            self.history = resumed.history
-            for clients in resumed.clients:
-                self._count_participations(clients)
-        recorded = {label for record in self.history for label in record.joined}
-        membership.add_joined([label for label in previous.joined if label not in recorded])
+        else:
+            if resumed := self._recorder.resume(self.method.state, roster.task):
+                state = self.method.resumed(resumed.state)
+                self.state, self.done = calls.as_state(self.method, state, self.method.resumed), resumed.done
+                self.history = resumed.history
+                for clients in resumed.clients:
+                    self._count_participations(clients)
+            recorded = {label for record in self.history for label in record.joined}
+            membership.add_joined([label for label in previous.joined if label not in recorded])
+        self.membership = membership  # only now: after an error, another start prepares again
 
     def begin(self, task: Task) -> None:
         """Set the method's initial state; :meth:`prepare` calls this, and so does a test without a grid."""
@@ -194,6 +195,8 @@ class MethodStrategy(hooks.Hooks):
         result, written = Result(), self._recorder
         grid = polling(grid, lambda node: (self.roster or NOBODY).node_label(node), written.set_waiting)
         with written.locked():
+            if self.membership is not None:
+                written.go_on(self.done)
             if changes:
                 self._configure(settings)
             self.summary()

@@ -1,5 +1,6 @@
 """The strategy: aggregation, sampling, failures and what ends a run. Some rounds here have no training in them."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,10 @@ from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Payload, Prototypes, Weights
 from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.runs import checkpoint
+from pbfl_flwr.runs.directory import RunRefused
 from pbfl_flwr.runs.tensor_files import load_tensors
+from pbfl_flwr.util.atomic_files import UnsavedState
 from tests.flower.inprocess import (
     NUM_CLIENTS,
     Answer,
@@ -394,6 +398,47 @@ def test_round_that_ended_the_run_counts_once_after_restart(tmp_path: Path, at: 
     whole = federation(tmp_path / "b", "fedtgp", **keys).run()
     assert run.fingerprint == whole.fingerprint
     assert [line.round for line in run.directory.round_records()] == [1, 2]
+
+
+def test_round_that_could_not_be_written_counts_once_after_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, saved = checkpoint.save, itertools.count(1)
+
+    def full(*arguments: Any) -> None:
+        if next(saved) == 2:
+            with (run.directory.path / "rounds.jsonl").open("a") as file:
+                file.write('{"round": ')  # as a full disk leaves it
+            raise UnsavedState("no space left")
+        save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    run = federation(tmp_path / "a", num_server_rounds=3, on_disk=True)
+    with pytest.raises(UnsavedState):
+        run.run()
+    assert run.directory.error() == "no space left"
+    run.run()
+    whole = federation(tmp_path / "b", num_server_rounds=3, on_disk=True).run()
+    for records in (run.directory.round_records(), run.directory.client_records()):
+        assert [record.round for record in records] == [1, 2, 3]
+    assert (run.directory.error(), run.directory.result()) == ("", whole.directory.result())
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_server_rounds", 1), ("learning_rate", 0.5)])
+def test_a_refused_resume_leaves_the_run_as_it_is_however_often_it_is_started(
+    tmp_path: Path, key: str, value: float
+) -> None:
+    keys: dict[str, Any] = {"num_server_rounds": 2, "on_disk": True}
+    run = federation(tmp_path, "fedavg", models="cnn4", **keys).run()
+    before = {file.name: file.read_bytes() for file in run.directory.path.glob("r*.json*")}
+    other = federation(tmp_path, "fedavg", models="cnn4", resume=True, **{**keys, key: value})
+    for timeout in (None, 50.0):
+        with pytest.raises(RunRefused):
+            other.strategy.start(other.grid, timeout=timeout)
+    assert {file.name: file.read_bytes() for file in run.directory.path.glob("r*.json*")} == before
+    if key == "num_server_rounds":
+        other.strategy.start(other.grid, num_rounds=3)
+        assert [record.round for record in run.directory.round_records()] == [1, 2, 3]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the line is for a server without a CUDA device")
