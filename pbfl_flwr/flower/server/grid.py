@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
 
 import joblib
-from flwr.app import Message, MetricRecord, RecordDict
+from flwr.app import DEFAULT_TTL, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
@@ -95,6 +95,14 @@ def polling(grid: Grid, label: NodeLabel, on_wait: OnWait = ignore) -> Grid:
     if isinstance(grid, ReportsWaiting):
         grid.report_waiting(label, on_wait)
     return PollingGrid(grid, label, on_wait) if type(grid).__module__.split(".")[0] == "flwr" else grid
+
+
+def lifetime(timeout: float) -> float:
+    """Return for how many seconds Flower keeps a message whose reply is waited for so many, and the reply.
+
+    Flower's own 12 hours would end a longer wait; a late reply, which frees its client, has as long again.
+    """
+    return max(DEFAULT_TTL, 2 * timeout)
 
 
 def simulates(grid: Grid) -> bool:

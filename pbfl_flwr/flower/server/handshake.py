@@ -13,7 +13,7 @@ from pbfl_flwr.errors import LONGEST, PbflError, printable
 from pbfl_flwr.flower.code_version import code_version
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.identity import digest_of_key
-from pbfl_flwr.flower.server.grid import OnWait, ignore, poll, simulates
+from pbfl_flwr.flower.server.grid import OnWait, ignore, lifetime, poll, simulates
 from pbfl_flwr.flower.server.replies import error_reason
 from pbfl_flwr.flower.server.roster import MAX_TEXT, client_from_reply
 from pbfl_flwr.payloads import RejectedPayload
@@ -80,6 +80,7 @@ def send_handshake(
             wire.content(config=ConfigRecord({"experiment": experiment, "code-version": code_version()})),
             dst_node_id=node,
             message_type="query",
+            ttl=lifetime(timeout),
             group_id="handshake",
         )
         for node in nodes

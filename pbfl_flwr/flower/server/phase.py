@@ -20,6 +20,7 @@ from pbfl_flwr.config import RunSettings
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.identity import IDENTITY, declared_identity
 from pbfl_flwr.flower.messages.traffic import weigh
+from pbfl_flwr.flower.server.grid import lifetime
 from pbfl_flwr.flower.server.overdue import OverdueReply
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.method import Method
@@ -112,8 +113,9 @@ def phase_of(
     roster: Roster,
     experiment: str,
     dtype: wire.WireDtype,
+    timeout: float,
 ) -> Phase:
-    """Return the phase with its messages, which are still to be sent."""
+    """Return the phase with its messages, which are still to be sent; replies have ``timeout`` seconds."""
     messages, down, scalars, names = [], {}, 0, roster.names
     # A broadcast that is the same object for several clients is encoded once. The payload is kept with its encoding,
     # since the id of a deleted object may be reused.
@@ -133,6 +135,7 @@ def phase_of(
             wire.content(encoded[id(payload)][1], config=config),
             dst_node_id=client.node,
             message_type=plan.kinds[number],
+            ttl=lifetime(timeout),
             group_id=str(plan.number),
         )
         down[number] = weigh(message)

@@ -269,8 +269,8 @@ class MethodStrategy(hooks.Hooks):
         return self._read(phase, messages, state)
 
     def _messages(self, plan: RoundPlan, state: Serializable) -> Phase:
-        dtype = self.settings.prototypes.wire_dtype
-        return phase_of(plan, self.method, state, self._clients.roster, self.experiment, dtype)
+        dtype, timeout = self.settings.prototypes.wire_dtype, self.settings.run.round_timeout
+        return phase_of(plan, self.method, state, self._clients.roster, self.experiment, dtype, timeout)
 
     def _read(self, phase: Phase, messages: Sequence[Message], state: Serializable) -> Replies:
         """Decode and validate replies, and remember which clients failed or are late."""

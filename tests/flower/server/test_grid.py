@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import DEFAULT_TTL, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
+from flwr.server.superlink.linkstate.utils import message_ttl_has_expired
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from pbfl_flwr.flower.messages import wire
@@ -20,7 +22,7 @@ from pbfl_flwr.flower.server import handshake
 from pbfl_flwr.flower.server.grid import PollingGrid, poll, polling
 from pbfl_flwr.flower.server.handshake import wait_for_nodes
 from pbfl_flwr.flower.server.roster import Roster
-from tests.flower.inprocess import Answer, Clock, Delayed, InProcessGrid
+from tests.flower.inprocess import Answer, Clock, Delayed, InProcessGrid, federation
 
 
 @pytest.fixture
@@ -133,6 +135,15 @@ def test_late_reply_can_be_pulled_after_the_timeout(clock: Clock) -> None:
     assert clock.now == pytest.approx(4.0)
     clock.sleep(6.5)
     assert senders(polling_grid.pull_messages(ids(*asked))) == [2]
+
+
+@pytest.mark.parametrize("timeout", [60.0, 43_200.0, 86_400.0])
+def test_flower_keeps_messages_as_long_as_replies_are_waited_for(tmp_path: Path, timeout: float) -> None:
+    run = federation(tmp_path, "fedavg", models="cnn4", fraction_train=0.5, round_timeout=timeout).run()
+    assert {message.metadata.message_type for message in run.grid.sent} == {"query", "train", "evaluate"}
+    for sent in (message.metadata for message in run.grid.sent):
+        assert not message_ttl_has_expired(sent, sent.created_at + timeout + 60)
+        assert sent.ttl >= DEFAULT_TTL
 
 
 def test_does_not_wait_for_refused_messages(clock: Clock) -> None:
