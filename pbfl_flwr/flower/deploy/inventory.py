@@ -120,19 +120,21 @@ def register(
             return "", f"{name}: {reason}{taken}"
 
     lines = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # every call starts a process
-        for name, (node, reason) in zip(new, pool.map(add, new), strict=True):
-            devices[name] = devices[name].model_copy(update={"node": node})
-            lines += [reason] if reason else []
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # every call starts a process
+            for name, (node, reason) in zip(new, pool.map(add, new), strict=True):
+                devices[name] = devices[name].model_copy(update={"node": node})
+                lines += [reason] if reason else []
+        for name in new:
             old = known.get(name)
-            if node and old and old.key != devices[name].key and old.node in nodes:
-                flwr("supernode", "unregister", old.node, *asked)
-                lines.append(f"{name}: has another key now; the old one is unregistered")
-    lines.append(f"{sum(bool(devices[name].node) for name in new)} keys registered")
-    nodes = _nodes(flwr, asked)
-    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}"
-    every = [_seen(device, nodes, now) for device in devices.values()]
-    Inventory(devices=every).write(file)
+            if devices[name].node and old and old.key != devices[name].key and old.node in nodes:
+                lines.append(f"{name}: has another key now; {_without(flwr, old.node, asked)}")
+        lines.append(f"{sum(bool(devices[name].node) for name in new)} keys registered")
+        nodes = _nodes(flwr, asked)
+    finally:  # Flower tells a key's node only once
+        now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}"
+        every = [_seen(device, nodes, now) for device in devices.values()]
+        Inventory(devices=every).write(file)
     if strangers := sorted(set(nodes) - {device.node for device in every}):
         lines.append(f"registered without a key in {folder}: node {', '.join(strangers)}")
     return lines
@@ -154,6 +156,15 @@ def read_keys(folder: Path) -> dict[str, str]:
     if not keys:
         raise PbflError(f"{folder} has no public keys; must be a folder with NAME.pub of every device")
     return keys
+
+
+def _without(flwr: Flwr, node: str, asked: Sequence[str]) -> str:
+    """Unregister the node of a replaced key, and return whether that key is still registered."""
+    try:
+        flwr("supernode", "unregister", node, *asked)
+        return "the old one is unregistered"
+    except PbflError as error:
+        return f"the old one, node {node}, is still registered: {str(error).removeprefix('flwr supernode: ')}"
 
 
 def _nodes(flwr: Flwr, asked: Sequence[str]) -> dict[str, Mapping[str, Any]]:

@@ -83,6 +83,41 @@ def test_a_changed_key_replaces_the_old_one(folder: Path) -> None:
     assert after["b"] == before["b"]
 
 
+@pytest.mark.parametrize(("fails", "at"), [("unregister", 1), ("list", 2)])
+def test_what_was_registered_is_written_although_a_later_call_fails(
+    folder: Path, fails: str, at: int
+) -> None:
+    link = Link()
+    register(folder, folder / "i.json", link)
+    old = devices(folder)["a"].node
+    for name in ("a", "a.pub"):
+        (folder / name).unlink()
+    security.make_keys(folder, ["a", "c"])
+    asked: list[str] = []
+
+    def failing(*words: str) -> dict[str, Any]:
+        asked.append(words[1])
+        if words[1] == fails and asked.count(fails) == at:
+            raise PbflError("flwr supernode: no answer")
+        return link(*words)
+
+    if fails == "list":
+        with pytest.raises(PbflError, match="no answer"):
+            register(folder, folder / "i.json", failing)
+    else:
+        lines = register(folder, folder / "i.json", failing)
+        assert lines == [
+            f"a: has another key now; the old one, node {old}, is still registered: no answer",
+            "2 keys registered",
+            f"registered without a key in {folder}: node {old}",
+        ]
+    assert {link.names[device.node]: name for name, device in devices(folder).items()} == {
+        f"--name={name}": name for name in "abc"
+    }
+    assert devices(folder)["a"].node != old
+    assert register(folder, folder / "i.json", link)[0] == "0 keys registered"
+
+
 def test_a_run_says_which_node_a_key_has_and_what_runs_there(folder: Path) -> None:
     link = Link()
     register(folder, folder / "i.json", link)
