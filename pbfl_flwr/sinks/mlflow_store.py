@@ -27,7 +27,7 @@ class Mlflow:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            uri = (run_dir / "mlruns").as_uri()
+            uri = (run_dir.absolute() / "mlruns").as_uri()  # only an absolute path has one
         self._client = MlflowClient(uri)
         experiment = self._client.get_experiment_by_name(EXPERIMENT)
         place = experiment.experiment_id if experiment else self._client.create_experiment(EXPERIMENT)

@@ -6,6 +6,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 from urllib.request import urlopen
 
 import pytest
@@ -177,6 +178,21 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(history) == 3
     assert result.data.params["learning-rate"] == "0.01"
     assert result.info.status == "FINISHED"
+
+
+def test_mlflow_takes_a_relative_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a strategy's ``directory``; the library itself need not be there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    library = MagicMock()
+    for name in ("mlflow", "mlflow.entities", "mlflow.tracking"):
+        monkeypatch.setitem(sys.modules, name, library)
+    monkeypatch.delitem(sys.modules, "pbfl_flwr.sinks.mlflow_store", raising=False)
+    monkeypatch.setitem(sinks.SINKS, "mlflow", ("json", sinks.SINKS["mlflow"][1]))
+    sinks.Sinks("mlflow", Path("mine"), MagicMock())
+    library.MlflowClient.assert_called_once_with((tmp_path / "mine" / "mlruns").as_uri())
+    del sys.modules["pbfl_flwr.sinks.mlflow_store"]
 
 
 def test_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
