@@ -84,7 +84,7 @@ class LocalGrid(Grid):
         self._config, self._num_clients = dict(config), num_clients
         self._states = [RecordDict() for _ in range(num_clients)]
         self._replies: dict[str, Future[Message]] = {}  # by message id
-        self._last: dict[int, Future[Message]] = {}  # latest reply by node
+        self._last: dict[int, Future[Message]] = {}  # latest reply by node, at least of those at work
         self._num_messages = 0
         self._order = LongestFirst()
         self._label: NodeLabel = str
@@ -128,6 +128,7 @@ class LocalGrid(Grid):
         """Return the replies that have arrived, each once."""
         done = [i for i in message_ids if i in self._replies and self._replies[i].done()]
         replies = [self._replies.pop(message_id).result() for message_id in done]
+        self._last = {node: reply for node, reply in self._last.items() if not reply.done()}  # frees replies
         for reply in replies:
             self._set_id(reply)
         return replies

@@ -1,6 +1,8 @@
 """The simulation without Flower's engine: the grid, the workers, and the same results as any other."""
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +144,21 @@ def test_late_reply_is_pulled_once() -> None:
         released.set()
     assert said(grid.pull_messages(ids)) == [1]
     assert grid.pull_messages(ids) == []
+
+
+def test_keeps_no_reply_that_was_handed_out() -> None:
+    made: list[weakref.ref[Message]] = []
+
+    def answer(message: Message, context: Context) -> Message:
+        reply = echo(message, context)
+        made.append(weakref.ref(reply))
+        return reply
+
+    grid = LocalGrid(answer, run_immediately, {}, 3)
+    for client in range(3):  # each in a round of its own
+        assert said(grid.send_and_receive(ask(grid, [client]))) == [client]
+    gc.collect()
+    assert [reply() for reply in made] == [None, None, None]
 
 
 def test_logs_clients_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
