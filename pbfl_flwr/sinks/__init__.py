@@ -82,6 +82,7 @@ class Sinks:
             try:
                 self._open[name] = resolve_name(SINKS[name][1])(run_dir, about)  # imports the library
             except Exception as error:  # third-party libraries may raise anything
+                self.close()  # one more attempt may follow in this process
                 raise PbflError(f"sinks = '{sinks}': {name} cannot be opened: {_text(error)}") from error
 
     def log(self, record: RoundRecord) -> list[str]:

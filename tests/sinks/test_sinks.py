@@ -141,8 +141,10 @@ def test_a_sink_that_cannot_be_opened_ends_the_run_before_round_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sinks.SINKS, "absent", ("json", "no_such_module_at_all:Sink"))
+    register(monkeypatch, "open", sink := Recording())
     with pytest.raises(PbflError, match="absent cannot be opened: ModuleNotFoundError"):
-        run(tmp_path, "absent")
+        run(tmp_path, "open,absent")
+    assert sink.closed
     assert RunDirectory(tmp_path / "run").round_records() == []
 
 
