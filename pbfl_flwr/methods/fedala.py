@@ -12,8 +12,8 @@ Differs from the paper: p counts parameter tensors from the end as in the publis
 A is trained for at most fedala.max-epochs passes, where paper and code have no bound.
 Differs from the references: PFLlib initialises all clients like this every round and keeps the result; here it is kept
 only on clients that train. PFLlib detects its first round by comparing the first tensors, here by the client's memory.
-A sees the incomplete last batch, which PFLlib dropped in 2023. BatchNorm statistics from training A are discarded. A is
-computed twice, for scoring before training and for training, from the same seed.
+A sees the incomplete last batch, which PFLlib dropped in 2023. A is computed twice, for scoring before training and for
+training, from the same seed.
 """
 
 from __future__ import annotations

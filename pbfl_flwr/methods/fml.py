@@ -7,7 +7,7 @@ L_w = α·CE(z, y) + (1-α)·KL(p(u) ‖ p(z)) and L_a = β·CE(u, y) + (1-β)·
 step of each. The server takes the unweighted mean of the a_i.
 Travels: all parameters of the auxiliary network, both ways; BatchNorm's buffers and w_i stay.
 Predicts: the logits of the client's own model.
-Differs from the paper: its code has unit weights (CE + KL), momentum and weight decay, and averages buffers too; both
+Differs from the paper: its code has momentum, weight decay and a falling rate, and averages buffers too; here both
 gradients are clipped to norm 10, as in the references (fml.max-grad-norm = 0 is off).
 Differs from the references: by default the divergence is summed over classes and gradients stop at the teacher, as
 in the paper; protocol "htfl" and "pfl" divide it by K and differentiate through the teacher, so that w_i and a each
