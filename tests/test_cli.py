@@ -88,6 +88,7 @@ def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> Non
 
 
 EMPTY = "'': must be a path, . for the current directory"
+TABLES = ("compare table.toml", "sweep fedproto-digits --set cps-dim=8,16")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,27 @@ EMPTY = "'': must be a path, . for the current directory"
         ("list runs .", "error: '.' holds no run: no run.json in it or up to 3 levels below it"),
         ("show .", "error: '.' is not a run directory: it has no run.json"),
         ("run --set num-server-rounds=1 --run-dir file/x", "file/x cannot be written (Not a directory)"),
+        *(
+            (f"{words} --out {out}", "file is a file; must be a directory")
+            for words in TABLES
+            for out in ("file", "file/x")
+        ),
+        *(
+            (f"{words} table.toml", "'table.toml' has several runs; must be the keys of one")
+            for words in ("run", "sweep")
+        ),
+        (
+            f"{TABLES[0]} --seeds 0 --set seed=3",
+            "--set seed: each run gets its seed from a list; must be --seeds",
+        ),
+        (
+            f"{TABLES[0]} --seeds 0 --deal-anew --set partition-seed=3",
+            "--set partition-seed: --deal-anew sets it",
+        ),
+        (
+            "reproduce fedcpd-table1 --set seed=3",
+            "--set seed: each run gets its seed from a list; must be --seeds",
+        ),
         ("deploy local --run-dir file/x", "file/x cannot be written (Not a directory)"),
         ("certs --host fl.example.org --out file/x", "cannot be written"),
         ("keys site-a --out file/x", "cannot be written"),
@@ -134,6 +156,7 @@ EMPTY = "'': must be a path, . for the current directory"
 )
 def test_what_cannot_be_done_is_one_line(words: str, said: str) -> None:
     Path("file").touch()
+    Path("table.toml").write_text('[runs.A]\nmethod = "local"\n')
     assert said in refused(*shlex.split(words))
     assert not Path("runs").exists()
 

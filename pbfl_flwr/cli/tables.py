@@ -187,7 +187,7 @@ def _execute(
     Of the runs that are not chosen, the finished ones stay in the tables. A dry run lists the runs instead.
 
     Raises:
-        PbflError: if the data or a network does not fit a run, or the resources do not.
+        PbflError: if a run's directory is a file, the data or a network does not fit a run, or the resources do not.
     """
     from pbfl_flwr.data import LoadedData
     from pbfl_flwr.experiments.execute import several
@@ -203,6 +203,9 @@ def _execute(
     from pbfl_flwr.util.atomic_files import write_atomically
 
     console = screen()
+    for place in (place for run in chosen for place in (run.directory, *run.directory.parents)):
+        if place.exists() and not place.is_dir():
+            raise PbflError(f"--out {directory}: {place} is a file; must be a directory")
     loaded = LoadedData()
     for note in preflight(chosen, resources, loaded):
         say(console, note, "yellow")

@@ -61,7 +61,12 @@ def gather(preset: str | None, assignments: Iterable[str]) -> RequestedKeys:
     Raises:
         PbflError: if the preset cannot be read.
     """
-    requested = flatten(read_toml("preset", preset, PRESETS)) if preset else {}
+    tables = read_toml("preset", preset, PRESETS) if preset else {}
+    if "runs" in tables or "runs-of" in tables:
+        raise PbflError(
+            f"preset '{preset}' has several runs; must be the keys of one, else see `pbfl compare`"
+        )
+    requested = flatten(tables)
     problems = []
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -365,12 +370,23 @@ def read_file(kind: str, name: str, folder: str, schema: type[Schema]) -> Schema
     Raises:
         PbflError: as :func:`read_toml`, and one line for everything that is not of this form.
     """
+    known = ", ".join(field.alias or key for key, field in schema.model_fields.items())
+    plain = {
+        "extra_forbidden": f"unknown; must be one of {known}, and the runs' keys stand in tables",
+        "string_pattern_mismatch": "must be the name of a directory, without / or \\ and with no . in front",
+    }
     try:
         return schema.model_validate(read_toml(kind, name, folder))
     except ValidationError as error:
         raise PbflError(
             "\n".join(
-                ": ".join([f"{kind} '{name}'", *filter(None, [".".join(map(str, line["loc"]))]), line["msg"]])
+                ": ".join(
+                    [
+                        f"{kind} '{name}'",
+                        *filter(None, [".".join(map(str, line["loc"]))]),
+                        plain.get(line["type"], line["msg"]),
+                    ]
+                )
                 for line in error.errors()
             )
         ) from None

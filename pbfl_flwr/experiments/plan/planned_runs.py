@@ -60,8 +60,15 @@ def plan(
         out: directory of the runs.
         block: of a reproduction.
         deal_anew: whether each seed is also that of the partition.
+
+    Raises:
+        PbflError: if an assignment is of a seed that ``seeds`` or ``deal_anew`` sets.
     """
     assigned = configuration.gather(None, assignments)
+    if seeds and "seed" in assigned.values:
+        raise PbflError("--set seed: each run gets its seed from a list; must be --seeds, e.g. --seeds 0,1")
+    if deal_anew and "partition-seed" in assigned.values:
+        raise PbflError("--set partition-seed: --deal-anew sets it to each run's seed; give one of the two")
     planned = []
     for label, keys in runs.items():
         values = {**keys, **assigned.values}
