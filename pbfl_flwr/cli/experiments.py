@@ -134,12 +134,14 @@ def watch(
 ) -> None:
     """Follow a run of another process until it ends: a line per round, failures, and how it ended."""
     from pbfl_flwr.experiments.execute.progress import Follower, follow
-    from pbfl_flwr.experiments.status import show_status, snapshot
+    from pbfl_flwr.experiments.status import DEPTH, is_run, runs_in, show_status, snapshot
 
     console = screen()
     path = expanded(run).absolute()
     try:
         with reading(str(path)):
+            if not is_run(path) and (runs := runs_in(path, DEPTH)):
+                raise PbflError(f"'{run}' is a directory of runs; must be one of them, e.g. {runs[0]}")
             if once:
                 Follower(path, 0, console, from_start=True).update()
                 status = snapshot(path)

@@ -203,8 +203,8 @@ def _conflicts(settings: Settings) -> list[str]:
     run, data, training = settings.run, settings.data, settings.training
     min_clients = f"min-clients = {run.min_clients}"
     lines = {
-        f"method-settings = {run.method_settings!r}: needs a method of your own (my_package.module:build); `pbfl list "
-        f"keys {run.method}.` shows the settings of '{run.method}'": run.method_settings
+        f"method-settings = {run.method_settings!r}: needs a method of your own (my_package.module:build); settings of "
+        f"'{run.method}' are keys of their own, see `pbfl list keys`": run.method_settings
         and ":" not in run.method,
         f"momentum = {training.momentum:g}: optimizer = '{training.optimizer}' has no such setting; must be 0, or "
         "optimizer = 'sgd'": training.momentum and training.optimizer != "sgd",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,12 +162,21 @@ def renumbered(pool: Pool, classes: Sequence[str], where: str) -> Pool:
 
 
 def names_file(labels: str) -> Path | None:
-    """Return the file named by a value of ``labels``, None if the value lists the names itself."""
+    """Return the file named by a value of ``labels``, None if the value lists the names itself.
+
+    Raises:
+        PbflError: if it is a single word, which can only be a file, and there is none.
+    """
     path = Path(os.path.expanduser(labels))  # Path.expanduser raises for '~a,b'
-    try:
-        return path if path.is_file() else None
-    except OSError:  # too long for a path
-        return None
+    with suppress(OSError):  # too long for a path
+        if path.is_file():
+            return path
+    if labels.strip() and not any(mark in labels for mark in ',"\n'):
+        raise PbflError(
+            f"labels = '{labels}': no such file; must be the names of all classes, separated by commas, or a file with "
+            "one name per line"
+        )
+    return None
 
 
 def read_names(path: Path) -> str:

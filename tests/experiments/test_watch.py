@@ -168,3 +168,15 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     followed = pbfl("watch", run)
     assert followed.exit_code == 1
     assert followed.stdout.endswith("ended with: no luck\n")
+
+
+def test_a_directory_of_runs_is_not_waited_for(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "table" / "run", [entry(1, 0.5, 0.5)])
+    for directory in (tmp_path, tmp_path / "table"):
+        for words in (["watch", directory], ["watch", directory, "--once"]):
+            result = pbfl(*words)
+            assert result.exit_code == 2
+            assert (
+                result.stderr
+                == f"error: '{directory}' is a directory of runs; must be one of them, e.g. {run}\n"
+            )

@@ -250,6 +250,13 @@ def test_a_long_list_of_names_is_no_path(tmp_path: Path) -> None:
     assert names_file("~a,b") is None
     (tmp_path / "names").write_text("ant\nbee\n")
     assert names_file(str(tmp_path / "names")) == tmp_path / "names"
+    assert names_file("") is None
+    for single in ("name.txt", "cat"):
+        result = pbfl("check-data", tmp_path / "a.npz", "--labels", single)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(
+            f"error: refused: labels = '{single}': no such file; must be the names of all"
+        )
 
 
 def test_no_samples_at_all_are_refused_in_a_line(tmp_path: Path) -> None:
