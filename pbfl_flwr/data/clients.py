@@ -122,6 +122,18 @@ class ClientData:
                         f"token ids of {name} range from {least} to {most}: must be 0 to "
                         f"{self.vocabulary_size - 1} (vocabulary_size - 1)"
                     )
+        affine = {} if self.vocabulary_size else {"scale": self.scale, "shift": self.shift}
+        for what, values in affine.items():
+            if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
+                found = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+                raise PbflError(f"{what} is {found}: must be a torch.Tensor of torch.float32")
+            sizes, wanted = values.shape, self.input_shape
+            pairs = zip(reversed(sizes), reversed(wanted), strict=False)
+            if len(sizes) > len(wanted) or any(size not in (1, length) for size, length in pairs):
+                channels = (*wanted[:1], *(1 for _ in wanted[1:]))
+                raise PbflError(
+                    f"{what} has shape {tuple(sizes)}: must be {channels} for inputs of shape {wanted}, or spread to it"
+                )
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -200,6 +200,16 @@ NAN = torch.tensor([[0.0] * 3, [float("nan")] * 3])
         ({"vocabulary_size": 2}, "token ids of train are torch.float32: must be torch.int32 or"),
         ({"inputs": torch.tensor(1.0)}, "inputs of train are a single number"),
         ({"label_names": ("a",)}, "label_names has 1 names: must be one for each of 2 classes"),
+        ({"scale": torch.ones(2)}, r"scale has shape \(2,\): must be \(3,\) for inputs of shape \(3,\)"),
+        (
+            {"scale": torch.ones(5, 1)},
+            r"scale has shape \(5, 1\): must be \(3,\) for inputs of shape \(3,\)",
+        ),
+        ({"scale": 0.5}, "scale is float: must be a torch.Tensor of torch.float32"),
+        (
+            {"scale": torch.ones(3).double()},
+            "scale is torch.float64: must be a torch.Tensor of torch.float32",
+        ),
     ],
 )
 def test_rejects_invalid_data_of_the_app_before_training(
@@ -210,7 +220,8 @@ def test_rejects_invalid_data_of_the_app_before_training(
         names = change.get("label_names", ("a", "b"))
         train = Shard(change.get("inputs", good.inputs), change.get("labels", good.labels))
         size = change.get("vocabulary_size", 0)
-        return ClientData(train, good, 2, names, torch.ones(1), torch.zeros(1), vocabulary_size=size)
+        scale = change.get("scale", torch.ones(1))
+        return ClientData(train, good, 2, names, scale, torch.zeros(1), vocabulary_size=size)
 
     strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
     with pytest.raises(PbflError, match=f"1 of 1 clients: the data from the app's data function: .*{says}"):
