@@ -144,3 +144,20 @@ def test_a_lost_terminal_does_not_disturb_the_clearing_up(tmp_path: Path) -> Non
     os.close(terminal)  # as when the connection breaks
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert (tmp_path / "said").read_text() == "cleared up"
+
+
+@pytest.mark.parametrize("fault", [KeyError("classes"), FileNotFoundError(2, "No such file", "table.csv")])
+def test_an_exception_of_a_methods_own_code_ends_its_run_alone(
+    fault: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def federation() -> None:
+        raise fault
+
+    code = runner.run_in_this_thread(
+        tmp_path / "run", federation, 1, console := terminal(), "pbfl run --resume run"
+    )
+    assert code == 1
+    [line] = [line for line in printed(console) if line.startswith("the run failed: ")]
+    assert line.startswith(f"the run failed: {type(fault).__name__}: ")
+    assert "(test_runner.py:" in line
+    assert ("Traceback" in capsys.readouterr().err) == isinstance(fault, KeyError)

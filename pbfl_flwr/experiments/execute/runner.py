@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from types import FrameType
 from rich.console import Console
 
 from pbfl_flwr.data import LoadedData
-from pbfl_flwr.errors import PbflError, writing
+from pbfl_flwr.errors import PbflError, format_exception, writing
 from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
@@ -75,7 +77,8 @@ def run_in_this_thread(
 ) -> int:
     """Run a federation in this thread while another thread prints its rounds, and print how it ended.
 
-    ``federation`` runs it, and raises KeyboardInterrupt or PbflError if it ends early.
+    ``federation`` runs it, and raises KeyboardInterrupt or PbflError if it ends early; another exception, e.g. of a
+    method of one's own, ends this run alone.
 
     Returns:
         See :func:`simulate`.
@@ -85,7 +88,7 @@ def run_in_this_thread(
     """
     try:
         with _printing(_following(run_dir, num_rounds, console)):
-            federation()
+            _reported(federation)
     except RunRefused:  # the directory belongs to another run, which this one must not offer to resume
         raise
     except KeyboardInterrupt:
@@ -93,6 +96,17 @@ def run_in_this_thread(
     except PbflError as error:
         return _failed(run_dir, str(error), console, resume_with)
     return COMPLETED
+
+
+def _reported(federation: Callable[[], None]) -> None:
+    try:
+        federation()
+    except PbflError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError):  # which names its file
+            traceback.print_exc(file=sys.stderr)
+        raise PbflError(format_exception(error)) from error
 
 
 @contextmanager
