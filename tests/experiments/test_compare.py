@@ -115,6 +115,21 @@ def test_every_bad_key_of_every_run_is_named_at_once_and_nothing_starts(file: Pa
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("seed = [0, 1]", "seed = [0, 1]: must be one number, true, false or text"),
+        ("app.x = [0, 1]", "app.x = [0, 1]: must be one number, true, false or text"),
+        ("resume = true", "resume = true: names no run"),
+    ],
+)
+def test_keys_that_no_run_can_have(file: Path, line: str, said: str) -> None:
+    file.write_text(FILE.replace("num-clients = 2", line))
+    result = pbfl("compare", file, "--dry-run")
+    assert result.exit_code == 2
+    assert [text.partition(said)[0] for text in result.stderr.splitlines()] == ["error: A: ", "error: B: "]
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         (
@@ -215,6 +230,28 @@ def test_an_interrupted_run_goes_on_and_may_end_sooner(file: Path, tmp_path: Pat
         several.run_in_turn(planned, starting := Starting(INTERRUPTED))
     ((name, requested),) = starting.asked.items()
     assert (name, requested.values["resume"], requested.values["num-server-rounds"]) == ("A-seed0", True, 2)
+
+
+def test_an_interrupted_run_ends_after_the_default_number_of_rounds_if_none_is_asked_for(
+    file: Path, tmp_path: Path
+) -> None:
+    file.write_text(FILE.replace("num-server-rounds = 2\n", ""))
+    run, _ = rows(file, tmp_path)
+    write_run(run.directory, LINES, **{"num-server-rounds": 50})
+    now = planned_runs.standing(run)
+    assert (now.state, now.rounds) == ("to resume", 4)
+    assert now.keys is not None
+    assert now.keys.values["num-server-rounds"] == 20
+    assert "num-server-rounds=20" in several.command(run, Path(), Resources())
+
+
+def test_a_run_without_a_key_of_an_app_is_not_the_one_with_it(file: Path, tmp_path: Path) -> None:
+    run, _ = rows(file, tmp_path)
+    write_run(run.directory, LINES[:2], **run.requested.values)
+    assert planned_runs.finished(run)
+    with_key, _ = rows(file, tmp_path, ["app.noise=0.5"])
+    said = planned_runs.standing(with_key).refusal
+    assert said.endswith("was run with no app.noise; give the same keys, or another --out")
 
 
 def test_a_run_that_patience_ended_is_finished_for_who_asks_with_the_same_patience(

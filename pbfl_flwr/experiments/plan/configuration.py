@@ -74,7 +74,14 @@ def gather(preset: str | None, assignments: Iterable[str]) -> RequestedKeys:
             problems.append(f"--set {assignment}: must be key=value, e.g. --set num-server-rounds=5")
             continue
         requested[key.strip()] = value(text.strip())
+    checked = scalars(requested)
+    return RequestedKeys(checked.values, (*problems, *checked.problems))
+
+
+def scalars(requested: Mapping[str, Any]) -> RequestedKeys:
+    """Return the keys of a preset or of a row of a table, with a problem for each that is no scalar or names a run."""
     values: dict[str, Scalar] = {}
+    problems = []
     for key, content in requested.items():
         if not isinstance(content, bool | int | float | str):
             problems.append(f"{key} = {content!r}: must be one number, true, false or text")

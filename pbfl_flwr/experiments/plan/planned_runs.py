@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pbfl_flwr.config import PREDICTORS, Scalar, Settings, in_order
+from pbfl_flwr.config import PREDICTORS, RunSettings, Scalar, Settings, in_order
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError, abbreviate, writing
 from pbfl_flwr.experiments.plan import configuration
@@ -71,18 +71,15 @@ def plan(
         raise PbflError("--set partition-seed: --deal-anew sets it to each run's seed; give one of the two")
     planned = []
     for label, keys in runs.items():
-        values = {**keys, **assigned.values}
+        row = configuration.scalars({**keys, **assigned.values})
+        # The default is named, too, or a run that goes on would keep the number that it began with.
+        values = {"num-server-rounds": RunSettings().num_server_rounds, **row.values}
         for seed in dict.fromkeys(seeds or [values.get("seed", 0)]):
             dealt = {"partition-seed": seed} if deal_anew else {}
-            requested = configuration.absolute({**values, "seed": seed, **dealt})
-            planned.append(
-                PlannedRun(
-                    label,
-                    configuration.RequestedKeys(requested, assigned.problems),
-                    out / f"{label}-seed{seed}",
-                    block,
-                )
+            requested = configuration.RequestedKeys(
+                {**values, "seed": seed, **dealt}, (*assigned.problems, *row.problems)
             )
+            planned.append(PlannedRun(label, requested, out / f"{label}-seed{seed}", block))
     return planned
 
 
@@ -181,7 +178,8 @@ def check_finished(run: PlannedRun) -> bool:
     about = directory.record()
     made = configuration.check(configuration.RequestedKeys(about.configuration))
     now, then = ({**each.relevant(), **_patience(each)} for each in (wanted, made))
-    if odd := [f"{key} = {value}" for key, value in then.items() if now.get(key) != value]:
+    odd = [f"{key} = {value}" for key, value in then.items() if now.get(key) != value]
+    if odd := odd or [f"no {key}" for key in now if key not in then]:  # keys of an app have no default
         raise PbflError(
             f"{run.directory} was run with {', '.join(odd)}; give the same keys, or another --out"
         )
