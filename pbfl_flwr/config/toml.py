@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -19,9 +20,15 @@ SHORT_NUMBER = re.compile(
 
 
 def toml(config: Mapping[str, Scalar]) -> str:
-    """Return flat keys as TOML; JSON's strings, numbers and booleans are valid TOML, except for the character 0x7F."""
-    lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items())
-    return "".join(lines).replace("\x7f", "\\u007f")
+    """Return flat keys as TOML."""
+    return "".join(f"{key} = {written(value)}\n" for key, value in config.items())
+
+
+def written(value: Scalar) -> str:
+    """Return a value as TOML: as in JSON, except for infinity, NaN, and texts with the character 0x7F."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def parse_toml(text: str) -> dict[str, Any]:

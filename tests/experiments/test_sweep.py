@@ -1,5 +1,6 @@
 """Sweeps: lists become combinations, combinations become runs, and runs side by side leave nothing behind."""
 
+import math
 import os
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import pytest
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.execute import several
-from pbfl_flwr.experiments.plan import sweep
-from pbfl_flwr.experiments.plan.planned_runs import PlannedRun
+from pbfl_flwr.experiments.plan import configuration, sweep
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, plan
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot
 from pbfl_flwr.util.memory import available_memory
@@ -175,6 +176,14 @@ def test_the_command_of_a_run_is_its_keys(tmp_path: Path) -> None:
     own = several.command(run, Path(), Resources())
     assert own[3:5] == ["run", "--gpus-per-client"]
     assert "--app" not in own
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e-05, True, "inf", "'a', \"b\"\n", "ü\x7f", ""])
+def test_a_run_side_by_side_has_the_values_of_one_in_turn(tmp_path: Path, value: Scalar) -> None:
+    (run,) = plan({"all": {"app.limit": value}}, [], [0], tmp_path)
+    words = several.command(run, Path(), Resources())
+    read = configuration.gather(None, [word for word in words if word.startswith("app.")])
+    assert read == configuration.RequestedKeys({"app.limit": value})
 
 
 def test_the_best_row_is_named_by_validation_data_and_never_by_test_data(tmp_path: Path) -> None:

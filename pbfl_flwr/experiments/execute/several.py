@@ -5,7 +5,6 @@ Parallel runs share this machine, each in a process of its own, as many as memor
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pbfl_flwr.config.toml import written
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.console import print_blocks, say
@@ -80,7 +80,7 @@ def command(run: PlannedRun, app: Path, resources: Resources) -> list[str]:
     words += ["--gpus-per-client", str(resources.gpus_per_client), "--workers", str(resources.workers or 1)]
     words += ["--resume" if (run.directory / "run.json").exists() else "--run-dir", str(run.directory)]
     for key, value in requested.items():
-        words += ["--set", f"{key}={json.dumps(value, ensure_ascii=False)}"]
+        words += ["--set", f"{key}={written(value)}"]
     return words
 
 
