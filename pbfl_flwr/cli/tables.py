@@ -220,15 +220,21 @@ def _execute(
     pending = sum(not finished(run) for run in chosen)
     say(console, f"{pending} of {len(chosen)} runs are to be run")
 
-    def update(_: PlannedRun | None = None) -> tuple[Tables, str]:
+    def update() -> tuple[Tables, str]:
         made = tables([run for run in planned if run in chosen or finished(run)])
         if not (unwritten := reason_not_to_write(chosen)):
             for name, content in made.files.items():
                 write_atomically(directory / name, content.encode())
         return made, unwritten
 
+    def after(_: PlannedRun) -> None:
+        try:
+            update()
+        except PbflError as error:  # the runs go on, and at their end it is an error
+            say(console, f"no tables: {error}", "yellow")
+
     with running(INTERRUPTED_NOTE):
-        failed = several.run_all(chosen, slots, app, resources, console, update, loaded)
+        failed = several.run_all(chosen, slots, app, resources, console, after, loaded)
         made, unwritten = update()
     if any(map(finished, chosen)):
         for part in made.shown:
