@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -547,7 +548,8 @@ def _labels(groups: Sequence[tuple[FinishedRun, ...]]) -> list[str]:
     """Return a unique label for each group.
 
     Tried in this order: the labels of a comparison if all runs have one; the method's name with the keys that differ
-    among groups of this method; directory names, without the seed if a comparison named them and they stay unique.
+    among groups of this method; directory names, without the seed if a comparison named them and they stay unique;
+    paths below the directory that all have in common.
     """
     named = [_comparison_label(records) for records in groups]
     if _usable(named):
@@ -568,10 +570,12 @@ def _labels(groups: Sequence[tuple[FinishedRun, ...]]) -> list[str]:
     places = [records[0].path for records in groups]
     short = [label or place.name for label, place in zip(named, places, strict=True)]
     names = [f"{place.parent.name}/{name}" for place, name in zip(places, short, strict=True)]
-    for tried in (short, names):
+    ends = [f"{place.parent.name}/{place.name}" for place in places]  # seeds of one label with other keys
+    for tried in (short, names, ends):
         if len(set(tried)) == len(tried):
             return tried
-    return [f"{place.parent.name}/{place.name}" for place in places]  # seeds of one label with other keys
+    common = os.path.commonpath([place.parent for place in places])  # copies of one directory
+    return [place.relative_to(common).as_posix() for place in places]
 
 
 def _usable(labels: Sequence[str]) -> bool:

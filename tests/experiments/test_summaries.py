@@ -502,6 +502,10 @@ LONG = {"seed": 1, "local-epochs": 2, "batch-size": 16, "learning-rate": 0.02}  
             ["mine/FP", "other/FP", "again/FP"],
         ),
         ([("mine/FP-seed0", {}), ("mine/FP-seed1", LONG)], ["mine/FP-seed0", "mine/FP-seed1"]),
+        (
+            [("here/mine/FP-seed0", {}), ("there/mine/FP-seed0", {})],
+            ["here/mine/FP-seed0", "there/mine/FP-seed0"],
+        ),
     ],
     ids=[
         "keys that differ",
@@ -509,6 +513,7 @@ LONG = {"seed": 1, "local-epochs": 2, "batch-size": 16, "learning-rate": 0.02}  
         "labels of a comparison",
         "labels in directories",
         "seeds of a label",
+        "copies of a directory",
     ],
 )
 def test_labels_say_what_differs(
