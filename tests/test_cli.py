@@ -25,10 +25,12 @@ from pbfl_flwr.config.toml import toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show
 from pbfl_flwr.experiments.console import clock, kilobytes
+from pbfl_flwr.experiments.execute import deployment
 from pbfl_flwr.experiments.execute.progress import round_line
 from pbfl_flwr.experiments.plan import configuration, planned_runs
 from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.experiments.results import resume_command
+from pbfl_flwr.flower.deploy import local_federation
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import ClientsRecord
@@ -774,6 +776,16 @@ def test_resuming_with_damaged_supernodes_is_one_line(tmp_path: Path, content: b
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
     (run / "nodes.json").write_bytes(content)
     assert f"{run / 'nodes.json'} is damaged" in refused("deploy", "local", "--resume", run)
+
+
+def test_the_supernodes_of_a_moved_run_find_their_states(tmp_path: Path) -> None:
+    before, now = tmp_path / "before", tmp_path / "now"
+    write_run(before, [entry(1, 0.5, 0.5)], **{"run-dir": str(before), "num-server-rounds": 2})
+    nodes = local_federation.complete([{"state-dir": "/elsewhere"}], 2, before / "clients")
+    (before / "nodes.json").write_text(json.dumps({"nodes": nodes, "secure": True}))
+    before.rename(now)
+    found = [node["state-dir"] for node in deployment.resumed(now, []).nodes]
+    assert found == ["/elsewhere", str(now / "clients" / "node-1")]
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ class NodesRecord(Record):
     @field_validator("nodes")
     @classmethod
     def _have_ids(cls, nodes: list[dict[str, Scalar]]) -> list[dict[str, Scalar]]:
-        if not all("client-id" in node for node in nodes):
-            raise ValueError("every SuperNode must have a client-id")
+        if not all({"client-id", "state-dir"} <= {*node} for node in nodes):
+            raise ValueError("every SuperNode must have a client-id and a state-dir")
         return nodes
 
 
@@ -112,8 +112,19 @@ def resumed(run: Path, assignments: Iterable[str]) -> Plan:
             f"'{directory}' was not made by pbfl deploy local: it has no {NODES}; try pbfl run --resume"
         )
     record = NodesRecord.from_json(RunDirectory(directory).read(NODES), file)
-    _check(settings, record.nodes)
-    return Plan(directory, requested.values, settings, record.nodes, record.secure)
+    before = Path(str(RunDirectory(directory).record().configuration["run-dir"]))
+    nodes = [_moved(node, before, directory) for node in record.nodes]
+    _check(settings, nodes)
+    return Plan(directory, requested.values, settings, nodes, record.secure)
+
+
+def _moved(node: Mapping[str, Scalar], before: Path, now: Path) -> dict[str, Scalar]:
+    """Return a SuperNode's configuration with its state beside the run, if it was there before the run was moved."""
+    state = Path(str(node["state-dir"]))
+    return {
+        **node,
+        "state-dir": str(now / state.relative_to(before) if state.is_relative_to(before) else state),
+    }
 
 
 def start(app: Path, plan: Plan, console: Console) -> int:
