@@ -7,8 +7,10 @@ that the owner of this process has allowed: by the configuration that was writte
 
 import importlib
 import inspect
+import os
 import re
 import reprlib
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -50,6 +52,14 @@ def code_in(texts: Iterable[object]) -> frozenset[str]:
 def is_external(name: str) -> bool:
     """Return whether the name has the form ``my_package.module:function``; imports nothing."""
     return SPEC.fullmatch(name) is not None
+
+
+def interpreter() -> list[str]:
+    """Return the words before ``-m`` that start a Python which imports modules from where this process does.
+
+    The script ``pbfl`` does not import from its working directory, ``python -m`` would do it before all others.
+    """
+    return [sys.executable] if {"", os.getcwd()} & {*sys.path} else [sys.executable, "-P"]
 
 
 def import_named(key: str, spec: str) -> object:

@@ -165,16 +165,19 @@ def test_a_container_has_the_memory_that_it_was_given(tmp_path: Path) -> None:
 def test_the_command_of_a_run_is_its_keys(tmp_path: Path) -> None:
     (run, _) = runs_of(sweep.read(None, ['models="cnn4,resnet8"', "cps-dim=1,2"]), tmp_path)
     words = several.command(run, Path("/app"), Resources(1, 0.5, 2, "flower"))
-    assert " ".join(words[3:11]) == "run --engine flower --app /app --gpus-per-client 0.5 --workers"
+    first = words.index("run")
+    assert (
+        " ".join(words[first : first + 8]) == "run --engine flower --app /app --gpus-per-client 0.5 --workers"
+    )
     assert words[words.index("--run-dir") + 1] == str(run.directory)
     assert 'models="cnn4,resnet8"' in words
     assert "cps-dim=1" in words
     write_run(run.directory, [entry(1, 0.5, 0.5)])
     assert "--resume" in several.command(run, Path("/app"), Resources())
     on_ray = several.command(run, Path(), Resources(engine="ray", ray_address="head:6379"))
-    assert on_ray[3:8] == ["run", "--engine", "ray", "--ray-address", "head:6379"]
+    assert on_ray[first : first + 5] == ["run", "--engine", "ray", "--ray-address", "head:6379"]
     own = several.command(run, Path(), Resources())
-    assert own[3:5] == ["run", "--gpus-per-client"]
+    assert own[first : first + 2] == ["run", "--gpus-per-client"]
     assert "--app" not in own
 
 
@@ -184,6 +187,20 @@ def test_a_run_side_by_side_has_the_values_of_one_in_turn(tmp_path: Path, value:
     words = several.command(run, Path(), Resources())
     read = configuration.gather(None, [word for word in words if word.startswith("app.")])
     assert read == configuration.RequestedKeys({"app.limit": value})
+
+
+def test_a_run_side_by_side_imports_from_where_this_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "statistics.py").write_text("raise SystemExit('another module of this name')")
+    monkeypatch.chdir(tmp_path)
+    (run,) = plan({"all": {}}, [], [0], tmp_path)
+    words = several.command(run, Path(), Resources())
+    source = {**os.environ, "PYTHONPATH": str(Path(several.__file__).parents[3])}
+    done = subprocess.run([*words[: words.index("run")], "list", "presets"], env=source, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    assert several.command(run, Path(), Resources())[:2] == [sys.executable, "-m"]
 
 
 def test_the_best_row_is_named_by_validation_data_and_never_by_test_data(tmp_path: Path) -> None:

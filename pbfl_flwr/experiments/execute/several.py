@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from pbfl_flwr.flower.deploy.processes import Processes, signals_ignored
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, slots
 from pbfl_flwr.util.atomic_files import make_directory, private_opener
 from pbfl_flwr.util.memory import available_memory
+from pbfl_flwr.util.user_code import interpreter
 
 Start = Callable[[configuration.RequestedKeys, Path], int]
 """(keys, run directory) -> exit code of the run."""
@@ -77,7 +77,7 @@ def command(run: PlannedRun, app: Path, resources: Resources) -> list[str]:
     """Return the command line that starts or resumes a run in its own process."""
     requested = run.requested.values
     source = ["--app", str(app)] if resources.engine == "flower" else []
-    words = [sys.executable, "-m", "pbfl_flwr.cli", "run", *resources.options, *source]
+    words = [*interpreter(), "-m", "pbfl_flwr.cli", "run", *resources.options, *source]
     words += ["--gpus-per-client", str(resources.gpus_per_client), "--workers", str(resources.workers or 1)]
     words += ["--resume" if (run.directory / "run.json").exists() else "--run-dir", str(run.directory)]
     for key, value in requested.items():

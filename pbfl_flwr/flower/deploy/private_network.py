@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from pbfl_flwr.config import HUB, Settings
+from pbfl_flwr.util.user_code import interpreter
 
 INSIDE = "PBFL_PRIVATE_NETWORK"  # environment variable of a command that was started in a network of its own
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
@@ -67,7 +68,7 @@ def enter(arguments: Sequence[str]) -> NoReturn:
     module = find_spec("pbfl_flwr.cli")
     assert module is not None
     sys.stdout.flush()
-    os.execvp("unshare", [*_unshare(), sys.executable, "-m", module.name, *arguments])
+    os.execvp("unshare", [*_unshare(), *interpreter(), "-m", module.name, *arguments])
 
 
 def bring_up() -> None:
