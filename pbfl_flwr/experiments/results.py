@@ -519,10 +519,14 @@ def with_the_same_keys(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
     ]
 
 
+def data_keys(run: FinishedRun) -> tuple[Scalar | None, ...]:
+    """Return the values of the keys that say which samples are on which client."""
+    return tuple(run.config.get(key) for key in (*DataSettings.key_names(), "num-clients"))
+
+
 def same_data(one: FinishedRun, other: FinishedRun) -> bool:
     """Whether two runs have the same samples on the same clients, as far as their files record it."""
-    keys = [*DataSettings.key_names(), "num-clients"]
-    if any(one.config.get(key) != other.config.get(key) for key in keys):
+    if data_keys(one) != data_keys(other):
         return False
     hashes = [one.partition.data, other.partition.data]
     if None not in hashes and hashes[0] != hashes[1]:

@@ -17,7 +17,7 @@ from pbfl_flwr.experiments.notes import (
     majority_lines,
     unscored_lines,
 )
-from pbfl_flwr.experiments.results import WINDOW, RunGroup, column_of, same_data, span
+from pbfl_flwr.experiments.results import WINDOW, RunGroup, column_of, data_keys, same_data, span
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
 from pbfl_flwr.util.csv_text import csv_text
 
@@ -241,6 +241,9 @@ def run_notes(groups: Sequence[RunGroup]) -> list[str]:
             if one.seeds[0] == other.seeds[0]
         )
     ]
+    firsts: dict[tuple[object, ...], RunGroup] = {}  # by data keys
+    pairs = [(firsts.setdefault(data_keys(group.first), group), group) for group in groups]
+    other = [f"{two.label} than {one.label}" for one, two in pairs if not same_data(one.first, two.first)]
     edited = [group.label for group in groups if any(run.edits for run in group.runs)]
     codes = {group.label: [run.about.latest.code for run in group.runs] for group in groups}
     several = [label for label, used in codes.items() if any(code != used[0] for code in used)]
@@ -249,6 +252,7 @@ def run_notes(groups: Sequence[RunGroup]) -> list[str]:
         *([MOMENT_NOTE] if moment_column(groups) else []),
         *([f"Runs with different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
         *([f"Runs of one row on different data: {'; '.join(changed)}."] if changed else []),
+        *([f"Rows on other data, though with the same keys: {'; '.join(other)}."] if other else []),
         *([f"Code edited during a run, see pbfl show: {'; '.join(edited)}."] if edited else []),
         *([f"Code edited between the runs of one row: {'; '.join(several)}."] if several else []),
         *unscored_lines((group.label, group.first.predictor) for group in groups if not group.scores),

@@ -304,6 +304,7 @@ def test_probabilities() -> None:
 ALL = ("a0", "a1", "b0", "b1")  # FedProto and TinyProto, two seeds each
 OTHER_SAMPLES = "Different data on the clients, so not compared: tinyproto − fedproto."
 OF_ONE_ROW = "Runs of one row on different data: tinyproto."
+OF_ROWS = "Rows on other data, though with the same keys: tinyproto than fedproto."
 
 
 @pytest.mark.parametrize(
@@ -345,6 +346,7 @@ def test_what_is_compared_with_what(
     assert [row[1] for row in sheet.rows] == runs
     assert [note for note in sheet.notes if "so not compared" in note][:1] == ([said] if said else [])
     assert (OF_ONE_ROW in fairness_sheet(groups).notes) == (partitions == "xxxy")
+    assert (OF_ROWS in fairness_sheet(groups).notes) == (partitions == "xxyy")
 
 
 def test_rows_name_unlike_predictors_and_notes_stay_short(tmp_path: Path) -> None:
