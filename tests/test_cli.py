@@ -20,7 +20,7 @@ import typer
 
 from pbfl_flwr.cli import app
 from pbfl_flwr.cli.common import INTERRUPTED, INTERRUPTED_NOTE, running
-from pbfl_flwr.config import Scalar
+from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.config.toml import toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show
@@ -32,7 +32,8 @@ from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.experiments.results import resume_command
 from pbfl_flwr.flower.deploy import local_federation
 from pbfl_flwr.flower.engines.placement import Resources
-from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory, RunRefused
+from pbfl_flwr.runs.locks import lock_of
 from pbfl_flwr.runs.records import ClientsRecord
 from tests.real_runs import sets
 from tests.small_runs import (
@@ -43,6 +44,7 @@ from tests.small_runs import (
     pbfl,
     refused,
     rounds_of,
+    terminal,
     unread,
     without_room,
     write_lines,
@@ -786,6 +788,15 @@ def test_the_supernodes_of_a_moved_run_find_their_states(tmp_path: Path) -> None
     before.rename(now)
     found = [node["state-dir"] for node in deployment.resumed(now, []).nodes]
     assert found == ["/elsewhere", str(now / "clients" / "node-1")]
+
+
+def test_a_deployment_in_a_directory_in_use_leaves_its_supernodes_alone(tmp_path: Path) -> None:
+    (nodes := tmp_path / "nodes.json").write_text("of the run that uses it")
+    node: dict[str, Scalar] = {"client-id": 0, "state-dir": "/elsewhere"}
+    other = deployment.Plan(tmp_path, {}, parse({"num-clients": 1}), [node], secure=False)
+    with lock_of(tmp_path), pytest.raises(RunRefused, match="in use by another run"):
+        deployment.start(tmp_path, other, terminal())
+    assert nodes.read_text() == "of the run that uses it"
 
 
 @pytest.mark.parametrize(

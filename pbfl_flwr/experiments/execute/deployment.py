@@ -137,7 +137,6 @@ def start(app: Path, plan: Plan, console: Console) -> int:
         PbflError: if Flower cannot be started, refuses the run, or a SuperNode ends before the first round.
     """
     record = NodesRecord(nodes=[dict(node) for node in plan.nodes], secure=plan.secure)
-    write_atomically(plan.run_dir / NODES, (json.dumps(record.to_json(), indent=1) + "\n").encode())
     guard = "TLS, SuperNode authentication" if plan.secure else "insecure"
     guard += ", in a network of its own" * private_network.inside()
     deployment = Deployment(
@@ -145,6 +144,9 @@ def start(app: Path, plan: Plan, console: Console) -> int:
     )
 
     def submit() -> str:
+        # The directory is locked by now, so the file is not another run's.
+        content = json.dumps(record.to_json(), indent=1) + "\n"
+        write_atomically(plan.run_dir / NODES, content.encode())
         run_id = deployment.submit(app, {**plan.config, "run-dir": str(plan.run_dir)})
         say(console, f"SuperLink {deployment.fleet_address} ({guard}), {len(plan.nodes)} SuperNodes")
         return run_id
