@@ -196,22 +196,6 @@ def test_finished_runs_are_kept_and_a_failure_stops_nobody(file: Path, tmp_path:
     assert [*starting.asked] == ["A-seed1", "B-seed0", "B-seed1"]
 
 
-def test_a_method_that_raises_on_the_server_stops_nobody_else(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Raising(Starting):
-        def __call__(self, requested: RequestedKeys, directory: Path) -> int:
-            code = super().__call__(requested, directory)
-            if directory.name == "A-seed0":
-                raise ValueError("no such\nclass")
-            return code
-
-    (said,) = several.run_in_turn(rows(file, tmp_path), starting := Raising())
-    assert [*starting.asked] == ["A-seed0", "B-seed0"]
-    assert said.startswith("A, seed 0: ValueError: no such class (test_compare.py:")
-    assert "Traceback" in capsys.readouterr().err
-
-
 def test_tables_that_cannot_be_made_stop_no_run(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

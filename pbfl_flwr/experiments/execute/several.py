@@ -9,7 +9,6 @@ import math
 import os
 import subprocess
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from pbfl_flwr.config.toml import written
 from pbfl_flwr.data import LoadedData
-from pbfl_flwr.errors import PbflError, format_exception, writing
+from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.console import print_blocks, say
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.execute.runner import INTERRUPTED, simulate
@@ -149,10 +148,6 @@ def run_in_turn(
             code = start(now.keys, run.directory)
         except PbflError as error:
             failed.append(f"{run.name}: {error}")
-            continue
-        except Exception as error:  # a method of a user's may raise anything on the server
-            traceback.print_exc()
-            failed.append(f"{run.name}: {format_exception(error)}")
             continue
         if code == INTERRUPTED:
             raise KeyboardInterrupt
