@@ -109,6 +109,23 @@ def test_runs_side_by_side_begin_anew_in_the_place_of_what_is_kept(edit_factor: 
     }
 
 
+def test_a_run_of_code_that_was_edited_after_the_command_began_is_named(
+    edit_factor: Edit, tmp_path: Path
+) -> None:
+    (planned,) = planned_of({"Mine": {**KEYS, "feature-dim": 4}}, [], [0], [], tmp_path / "out")
+    made = write_run(tmp_path / "made", [entry(1, 0.5, 0.5)], **KEYS)
+    edit(made / "run.json", code={"my_method:build": "of another source"})
+    moving = [
+        sys.executable,
+        "-c",
+        f"import shutil; shutil.copytree({str(made)!r}, {str(planned.directory)!r}, dirs_exist_ok=True)",
+    ]
+    (said,) = several.run_in_parallel(
+        [planned], [Slot(1)], lambda run, slot: moving, terminal(), lambda run: None
+    )
+    assert said.startswith("Mine, seed 0: my_method:build was edited meanwhile, so it is in no table until ")
+
+
 def run_here(**keys: Scalar) -> RunRecord:
     federate("run", {**KEYS, **keys}, 2, ONE)
     return record("run")

@@ -214,6 +214,11 @@ def run_in_parallel(
                 outcome = f"failed, see {one.run.directory / LOG}" if code else "finished"
                 say(console, f"{names[one.run.directory]}: {outcome}", "red" if code else "")
                 failed += [one.run.name] if code else []
+                if edited := standing(one.run).edited:  # this process has the code as it was before
+                    failed.append(
+                        f"{one.run.name}: {', '.join(edited)} was edited meanwhile, so it is in no table until "
+                        "the same command is started again"
+                    )
                 after(one.run)
             time.sleep(POLL_SECONDS)
     finally:
