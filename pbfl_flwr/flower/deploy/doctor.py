@@ -25,6 +25,8 @@ from typing import get_args
 
 import joblib
 import torch
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from packaging.requirements import Requirement
 
 from pbfl_flwr.config import TrainingSettings
@@ -126,11 +128,14 @@ def check_connection(targets: CheckTargets, tell: Callable[[str], None] = lambda
 
 
 def check_key_file(path: Path) -> Finding:
-    """Check that the device's private key can be read, and by its owner alone."""
+    """Check that the device's private key can be read as Flower reads it, and by its owner alone."""
     try:
-        path.open().close()
+        load_ssh_private_key(path.read_bytes(), None)
     except OSError as error:
         return Finding("key", FAILED, f"{path} cannot be read ({error.strerror})", "pbfl keys makes one")
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it has a passphrase
+        advice = "give the file without .pub that pbfl keys wrote, without a passphrase"
+        return Finding("key", FAILED, f"{path} is not a private key that Flower can read", advice)
     if security.readable_by_others(path):
         return Finding("key", WARNING, f"{path} is readable by others", f"chmod 600 {path}")
     return Finding("key", OK, f"{path} can be read")

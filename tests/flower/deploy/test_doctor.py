@@ -78,6 +78,11 @@ def test_reports_what_a_supernode_would_meet(superlink: SimpleNamespace, tmp_pat
         security.make_keys(tmp_path, ["open"])
         (tmp_path / "open").chmod(0o644)
         assert doctor.check_key_file(tmp_path / "open").status is Status.WARNING
+        public = doctor.check_key_file(tmp_path / "open.pub")
+        assert (public.status, public.message) == (
+            Status.FAILED,
+            f"{tmp_path / 'open.pub'} is not a private key that Flower can read",
+        )
 
 
 KEY = Path("site-a")
