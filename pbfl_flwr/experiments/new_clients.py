@@ -63,10 +63,12 @@ def new_client_sheet(run: FinishedRun, clients: int, rounds: int) -> Sheet:
         state, done = method.state.from_tensors(tensors, task), int(metadata["round"])
     pool, partition = unseen(run, settings, clients)
     played: list[list[Round]] = []
+    trained: list[int] = []
     for number, split in enumerate(partition.splits, start=settings.run.num_clients):
         check_allowed(run, architecture_of(settings.models.models, number))
         seed = seeds.derive(settings.data.partition_seed, "validation", number)
         data = materialise(pool, split, settings.data.validation_share, seed)
+        trained.append(len(data.train))
         sent = wire.encode(calls.broadcast(method, state, number), settings.prototypes.wire_dtype)
         client = _client(settings, number, done, data, run)
         played.append([*_rounds(method, client, wire.decode(sent, method.down, task), rounds)])
@@ -83,7 +85,7 @@ def new_client_sheet(run: FinishedRun, clients: int, rounds: int) -> Sheet:
     ]
     notes = (
         "Sample-weighted accuracy in %, before and after the local training of a round with the broadcast.",
-        f"Training samples: {', '.join(str(len(split.train)) for split in partition.splits)}; "
+        f"Training samples: {', '.join(map(str, trained))}; "
         f"test samples: {', '.join(str(len(split.test)) for split in partition.splits)}.",
         *majority_lines([partition.majority(pool.labels)], "a new client"),
     )

@@ -59,6 +59,7 @@ def test_they_are_the_next_clients_and_do_what_a_client_does(tmp_path: Path, met
     keys: dict[str, Any] = {"data": None, "dataset": "pflib", "data_dir": str(tmp_path / "files")}
     keys |= {"gfpl.start": 2, "gfpl.interval": 2} if method == "gfpl" else {}
     keys |= {"wire_dtype": "int8", "initial_weights": "own"} if method == "fedproto" else {}
+    keys |= {"validation_share": 0.2} if method == "fedavg" else {}
     run = federation(tmp_path / "run", method, num_clients=3, on_disk=True, **keys).run()
     sheet = new_client_sheet(finished(run), 2, 2)
     table = {title: [row[place] for row in sheet.rows] for place, title in enumerate(sheet.columns)}
