@@ -104,7 +104,7 @@ def paired_sheet(
     pairs = asked.of([group for group in groups if group not in alone])
     rows: list[tuple[str, tuple[str, ...], Paired, tuple[str, ...]]] = []
     skipped: dict[str, list[str]] = {}
-    partitions: set[int] = set()
+    partitions: list[list[int]] = []  # of each row
     for one, other in pairs:
         label, seeds = f"{one.label} − {other.label}", sorted({*one.by_seed()} & {*other.by_seed()})
         common = [(one.by_seed()[seed], other.by_seed()[seed]) for seed in seeds]
@@ -112,7 +112,7 @@ def paired_sheet(
             skipped.setdefault(reason, []).append(label)
             continue
         dealt = sorted({partition for partition, _ in seeds})
-        partitions |= {*dealt}
+        partitions.append(dealt)
         units = (
             [[pair for pair in common if pair[0].seeds[0] == partition] for partition in dealt]
             if len(dealt) > 1
@@ -126,7 +126,7 @@ def paired_sheet(
             unweighted = "" if plain.p is None else f" (unweighted: p {probability(plain.p)})"
             remarks.append(f"weighted and unweighted differ in sign{unweighted}")
         if len(units) == 1 and clients is not None:
-            agreeing = clients[0] if weighted.difference > 0 else clients[2]
+            agreeing = clients[(weighted.difference <= 0) + (weighted.difference < 0)]
             remarks.append(f"consistent over clients of this run: {agreeing} of {sum(clients)}")
         elif len(units) > 1 and weighted.p is None:
             remarks.append("all runs differ by the same")
@@ -139,8 +139,8 @@ def paired_sheet(
         f"{reason}: {'every pair' if 1 < len(labels) == len(pairs) else '; '.join(labels)}."
         for reason, labels in skipped.items()
     ]
-    tests = sum(p is not None for p in adjusted)
-    about = _about(groups, tests, len(partitions)) if shown else ["No two rows are compared."]
+    tested = [dealt for dealt, p in zip(partitions, adjusted, strict=True) if p is not None]
+    about = _about(groups, tested) if shown else ["No two rows are compared."]
     return Sheet(title, COLUMNS, shown, (*about, *notes))
 
 
@@ -151,8 +151,10 @@ def probability(p: float | None) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _about(groups: Sequence[RunGroup], tests: int, partitions: int) -> list[str]:
-    """Return what the columns mean, and what the tests hold for."""
+def _about(groups: Sequence[RunGroup], tested: Sequence[Sequence[int]]) -> list[str]:
+    """Return what the columns mean, and what the tests hold for: one for each entry, over these partitions."""
+    tests, several = len(tested), any(len(dealt) > 1 for dealt in tested)
+    single = {dealt[0] for dealt in tested if len(dealt) == 1}
     first = groups[0].first if groups else None
     lines = [
         f"Difference: first minus second, in percentage points of the {accuracy_name(first.by if first else '')} in "
@@ -160,9 +162,16 @@ def _about(groups: Sequence[RunGroup], tests: int, partitions: int) -> list[str]
     ]
     if not tests:
         lines.append("With one run a side there is no interval and no p; --seeds makes several.")
-    elif partitions > 1:
+    elif several:
         lines.append(
             f"Interval ({CONFIDENCE:.0%}) and p: paired t-test over the partitions, each the mean of its runs."
+        )
+        if single:
+            lines.append("Of a pair on one partition it is over the runs, and holds for this partition.")
+    elif len(single) > 1:
+        lines.append(
+            f"Interval ({CONFIDENCE:.0%}) and p: paired t-test over the runs, of the weighted difference. The runs "
+            "of a pair share one partition, so this holds for the pair's partition."
         )
     else:
         lines.append(

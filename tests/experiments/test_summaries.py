@@ -269,6 +269,30 @@ def test_several_partitions_are_the_units(tmp_path: Path) -> None:
     assert not any("different data" in note for note in fairness_sheet(groups).notes)
 
 
+def test_each_test_is_said_to_be_over_its_own_units(tmp_path: Path) -> None:
+    """FedProto is on both partitions, each of the others on one or both of them, all with two seeds."""
+    for method, partitions in {"fedproto": [0, 1], "local": [0, 1], "fedgh": [0], "fedtgp": [1]}.items():
+        for dealt in partitions:
+            for seed in (0, 1):
+                share = 0.5 if method == "fedproto" else 0.25 + seed / 8 + dealt / 16
+                keys = {"method": method, "seed": seed, "partition-seed": dealt}
+                run(tmp_path / f"{method}{dealt}{seed}", share, [1, 3], **keys)
+
+    def said(*methods: str) -> str:
+        groups = results.load(sorted(path for name in methods for path in tmp_path.glob(f"{name}*")))
+        return " ".join(paired_sheet(groups, asked=Asked("fedproto")).notes)
+
+    over, runs = "paired t-test over the partitions", "paired t-test over the runs"
+    one = "Of a pair on one partition it is over the runs, and holds for this partition."
+    assert over in (both := said("fedproto", "local", "fedgh"))
+    assert one in both
+    assert one not in said("fedproto", "local")
+    assert over not in (alone := said("fedproto", "fedgh", "fedtgp"))
+    assert runs in alone
+    assert "share one partition, so this holds for the pair's partition" in alone
+    assert "share one partition, so this holds for this partition" in said("fedproto", "fedgh")
+
+
 def test_the_round_that_is_compared(tmp_path: Path) -> None:
     """The last one, the best one, or the mean of the last ten: in figures, pairs, and over clients."""
     shares = {"fedproto": [0.5, *[0.25] * 10, 0.375], "local": [0.25] * 12}
@@ -357,7 +381,7 @@ def test_rows_name_unlike_predictors_and_notes_stay_short(tmp_path: Path) -> Non
         file = places[2] / name
         file.write_text(file.read_text().replace('"global"', '"head"'))
     remarks = {row[0]: row[-1] for row in paired_sheet(results.load(places)).rows}
-    same = "consistent over clients of this run: 0 of 2"
+    same = "consistent over clients of this run: 2 of 2"  # a difference of 0, equal on both
     assert remarks == {"tinyproto − fedproto": same, "protonorm − fedproto": f"head vs. global; {same}"}
 
 
