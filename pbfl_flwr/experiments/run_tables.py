@@ -140,8 +140,8 @@ def balance_sheet(groups: Sequence[RunGroup]) -> Sheet | None:
     )
     note = (
         "Last round, %. Accuracy is sample-weighted; balanced accuracy is the mean of the class accuracies, macro-F1 "
-        "the mean of the class F1 scores. Both over the pooled test samples of all clients, and as the unweighted mean "
-        "over clients, each over the classes in its test data (macro-F1: or in its predictions)."
+        "the mean of the class F1 scores. Both over the pooled test samples of all scored clients, and as the "
+        "unweighted mean over them, each over the classes in its test data (macro-F1: or in its predictions)."
     )
     note += FIRST_SEED if len(groups) > 1 else ""
     return Sheet("Class-balanced metrics", columns, tuple(rows), (note,), text_columns=2)
@@ -165,11 +165,11 @@ def class_sheet(groups: Sequence[RunGroup]) -> Sheet | None:
     if not rows:
         return None
     notes = [
-        "Last round, %, over the pooled test samples of all clients; the numbers of test samples are those of "
-        f"{counted[0].by or 'the primary predictor'}.{FIRST_SEED if len(groups) > 1 else ''}"
+        "Last round, %, over the pooled test samples of all scored clients; the numbers of test samples are "
+        f"those of {counted[0].by or 'the primary predictor'}.{FIRST_SEED if len(groups) > 1 else ''}"
     ]
     if untested:
-        notes.append(f"Without test samples: {abbreviate(untested, MOST)}.")
+        notes.append(f"Without test samples of scored clients: {abbreviate(untested, MOST)}.")
     columns = ("run", "class", "test samples", *predictors)
     return Sheet("Accuracy by class", columns, tuple(rows), tuple(notes), text_columns=2)
 

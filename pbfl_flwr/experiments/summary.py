@@ -31,7 +31,7 @@ VALIDATION_NOTE = (
 )
 BALANCE_NOTE = (
     "Balanced accuracy (mean of the class accuracies) and macro-F1 (mean of the class F1 scores): last round, by the "
-    "predictor of the row, over the pooled test samples of all clients."
+    "predictor of the row, over the pooled test samples of all scored clients."
 )
 FAIRNESS_NOTE = (
     "Over clients, last round: unweighted mean, population standard deviation (0 is perfectly fair), mean of the worst "

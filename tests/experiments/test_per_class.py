@@ -62,7 +62,7 @@ def test_show_prints_both_tables(tmp_path: Path) -> None:
     assert ["class", "test", "samples", "head", "global"] in words
     assert ["a", "4", "75.00", "100.00"] in words
     assert ["c", "1", "0.00", "25.00"] in words
-    assert "Without test samples: b." in told
+    assert "Without test samples of scored clients: b." in told
     assert not any("seed of each" in text for text in told)
 
 
@@ -128,7 +128,7 @@ def test_the_page_has_tables_and_pictures(tmp_path: Path) -> None:
     sheet = run_tables.class_sheet(groups)
     assert sheet is not None
     assert [row[:3] for row in sheet.rows] == [("fedproto", "a", "4"), ("fedproto", "c", "1")]
-    assert sheet.notes[-1] == "Without test samples: fedproto: b."
+    assert sheet.notes[-1] == "Without test samples of scored clients: fedproto: b."
     for title in ("Class-balanced metrics", "Accuracy by class"):
         assert "First seed of each configuration." in page.split(f"{title}</h2>")[1].split("<h2")[0]
 

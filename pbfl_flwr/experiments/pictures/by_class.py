@@ -48,7 +48,7 @@ def accuracy_by_class(group: RunGroup) -> Iterator[Picture]:
     yield titled_picture(
         "accuracy-by-class",
         f"Accuracy by class: {group.label}",
-        "Accuracy of each class in the last round over the pooled test samples of all clients, for every "
+        "Accuracy of each class in the last round over the pooled test samples of all scored clients, for every "
         f"predictor; below, the number of these samples. Predictor '{predictor}': accuracy "
         f"{100 * shown.weighted:.1f} %, balanced accuracy {100 * (shown.balanced or 0.0):.1f} %. First seed.",
         figure,
