@@ -241,7 +241,7 @@ def _coverage(run: FinishedRun) -> list[set[str]]:
 def _differences(
     one: RunGroup, other: RunGroup, common: Sequence[tuple[FinishedRun, FinishedRun]]
 ) -> list[str]:
-    """Return remarks on what else differs in two groups: predictor, moment of scoring, rounds."""
+    """Return remarks on what else differs in two groups: predictor, moment of scoring, rounds, clients in them."""
     heads = [group.first.predictor for group in (one, other)]
     moments = [group.first.about.moment for group in (one, other)]
     rounds = [[len(pair[side].rounds) for pair in common] for side in (0, 1)]
@@ -252,4 +252,15 @@ def _differences(
     remarks += [f"scored {moments[0]} vs. {moments[1]} local training"] if len({*moments}) > 1 else []
     if len({number for numbers in rounds for number in numbers}) > 1:
         remarks.append(f"{' vs. '.join(map(span, rounds))} rounds")
+    if one.first.at == "window" and any(_presence(a) != _presence(b) for a, b in common):
+        remarks.append("scored over other clients in some rounds")
     return remarks
+
+
+def _presence(run: FinishedRun) -> dict[str, float]:
+    """Return client name -> share of the compared rounds in which it was scored."""
+    numbers = {number for number, _ in run.points}
+    return {
+        run.client_name(client): sum(number in numbers for number, _ in curve) / len(numbers)
+        for client, curve in run.client_curves().items()
+    }

@@ -321,6 +321,24 @@ def test_the_round_that_is_compared(tmp_path: Path) -> None:
         assert any(AT[at] in note for note in sheet.notes)
 
 
+def test_windows_over_other_clients_in_single_rounds_are_remarked(tmp_path: Path) -> None:
+    """Each run scores both clients in some round; FedTGP in twice as many rounds as Local, both clients in all."""
+    for method, clients in {
+        "fedproto": [[0, 1], [0], [0, 1]],
+        "fedgh": [[0, 1], [0], [0, 1]],
+        "local": [[0, 1], [0, 1]],
+        "fedtgp": [[0, 1]] * 4,
+    }.items():
+        rounds = [entry(number, 0, 0.5) for number in range(1, len(clients) + 1)]
+        path = write_run(tmp_path / method, rounds, method=method)
+        each = [client_line(number, [2] * len(who)) for number, who in enumerate(clients, 1)]
+        write_lines(path / "clients.jsonl", *each)
+    groups = results.load(sorted(tmp_path.iterdir()), at="window")
+    asked = Asked(pairs=("fedproto/local", "fedproto/fedgh", "fedtgp/local"))
+    remarks = [row[-1] for row in paired_sheet(groups, asked=asked).rows]
+    assert ["over other clients in some rounds" in remark for remark in remarks] == [True, False, False]
+
+
 def test_probabilities() -> None:
     assert [probability(p) for p in (None, 0.00099, 0.001)] == ["-", "< 0.001", "0.001"]
 
