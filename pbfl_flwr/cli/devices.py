@@ -97,6 +97,7 @@ def check_data(
         "data-path": str(inspection.path),
         "data-client": inspection.data_client,
         **more,
+        "model": model,
     }
     say(
         screen(),

@@ -283,7 +283,8 @@ def call(*arguments: str) -> tuple[int, str]:
 def test_check_data_command(tmp_path: Path, photos: Path) -> None:
     code, text = call(str(photos), "--labels", "ant,cat,emu", "--input-shape", "1,16,16", "--model", "cnn2")
     assert code == 0, text
-    assert f"data-path='{photos}' labels='ant,cat,emu' input-shape='1,16,16'" in text.replace("\n", "")
+    keys = f"data-path='{photos}' labels='ant,cat,emu' input-shape='1,16,16' model='cnn2'"
+    assert keys in text.replace("\n", "")
     code, text = call(str(photos), "--json")
     actual = json.loads(text)
     assert (code, actual["refused"], actual["counts"], actual["input_shape"]) == (0, None, [4, 4], [3, 6, 10])
