@@ -131,7 +131,10 @@ TABLES = ("compare table.toml", "sweep fedproto-digits --set cps-dim=8,16")
         ("list runs", "error: runs cannot be read (No such file or directory)"),
         ("list runs .", "error: '.' holds no run: no run.json in it or up to 3 levels below it"),
         ("show .", "error: '.' is not a run directory: it has no run.json"),
-        ("run --set num-server-rounds=1 --run-dir file/x", "file/x cannot be written (Not a directory)"),
+        *(
+            (f"run --set num-server-rounds=1 --run-dir file/x{dry}", "file is a file; must be a directory")
+            for dry in ("", " --dry-run")
+        ),
         *(
             (f"{words} --out {out}", "file is a file; must be a directory")
             for words in TABLES
@@ -153,7 +156,7 @@ TABLES = ("compare table.toml", "sweep fedproto-digits --set cps-dim=8,16")
             "reproduce fedcpd-table1 --set seed=3",
             "--set seed: each run gets its seed from a list; must be --seeds",
         ),
-        ("deploy local --run-dir file/x", "file/x cannot be written (Not a directory)"),
+        ("deploy local --run-dir file/x", "file is a file; must be a directory"),
         ("certs --host fl.example.org --out file/x", "cannot be written"),
         ("keys site-a --out file/x", "cannot be written"),
     ],

@@ -203,9 +203,8 @@ def _execute(
     from pbfl_flwr.util.atomic_files import write_atomically
 
     console = screen()
-    for place in (place for run in chosen for place in (run.directory, *run.directory.parents)):
-        if place.exists() and not place.is_dir():
-            raise PbflError(f"--out {directory}: {place} is a file; must be a directory")
+    for run in chosen:
+        configuration.check_no_file(f"--out {directory}", run.directory)
     loaded = LoadedData()
     for note in preflight(chosen, resources, loaded):
         say(console, note, "yellow")

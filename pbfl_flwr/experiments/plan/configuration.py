@@ -276,7 +276,7 @@ def run_directory(settings: Settings, wanted: Path | None) -> Path:
     """Return the absolute directory of a new run.
 
     Raises:
-        PbflError: if it already holds a run.
+        PbflError: if it already holds a run, or it or a directory above is a file.
     """
     chosen = chosen_directory(settings, wanted)
     if chosen is None:
@@ -284,11 +284,23 @@ def run_directory(settings: Settings, wanted: Path | None) -> Path:
         return _unused(Path("runs").absolute() / name.replace(":", "-"))
     path = expanded(chosen).absolute()
     in_utf8("run-dir", str(path))
+    check_no_file(f"run-dir = '{path}'", path)
     if (path / "run.json").exists():
         raise PbflError(
             f"run-dir = '{path}' already holds a run; choose another one, or --resume {quote(str(path))}"
         )
     return path
+
+
+def check_no_file(what: str, path: Path) -> None:
+    """Check that a directory can be made.
+
+    Raises:
+        PbflError: beginning with ``what``, if it or a directory above is a file.
+    """
+    for place in (path, *path.parents):
+        if place.exists() and not place.is_dir():
+            raise PbflError(f"{what}: {place} is a file; must be a directory")
 
 
 def chosen_directory(settings: Settings, wanted: Path | None) -> Path | None:
