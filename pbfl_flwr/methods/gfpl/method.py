@@ -11,8 +11,8 @@ Predicts: the logits; "etf" is argmax_j hᵀz_j.
 Differs from the paper: in its text retraining follows the download, at the end of round t; with one message a round it
 is at the start of round t+1, the same order of steps, but scores include the epochs that follow. Algorithm 2 exchanges
 in every round from t1 on and nests both in the loop over batches. It retrains only the projection, Section 4.2
-projection and head (gfpl.retrain). Components are weighted by π_c·n_ij, not only π_c, which would count 3 samples like
-300 (gfpl.weight). d = K is allowed. For what it leaves open (EM's start, single samples, cluster seeds) see
+projection and head (gfpl.retrain). The weight of a component is not printed: π_c·n_ij, since π_c alone counts 3 samples
+like 300 (gfpl.weight). d = K is allowed. For what it leaves open (EM's start, single samples, cluster seeds) see
 prototypes/mixture.py. No authors' code is known.
 """
 
