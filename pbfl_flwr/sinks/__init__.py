@@ -1,18 +1,20 @@
 """Metric sinks beside the run's own JSONL: TensorBoard, Weights & Biases, MLflow, Prometheus. Server side only.
 
 A sink is a class made with ``(run_dir, about)``, the run's directory and record, and one entry of :data:`SINKS`. The
-JSONL is the record and sinks are copies for convenience, so a sink that fails during a run is dropped with a warning.
+JSONL is the record and sinks are copies for convenience, so one that cannot be opened or fails during a run is dropped
+with a warning, and one that waits for a server gives up after about half a minute.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from pbfl_flwr.config import comma_list
 from pbfl_flwr.errors import PbflError, printable
@@ -20,6 +22,8 @@ from pbfl_flwr.runs.records import Record, RoundRecord, RunRecord
 from pbfl_flwr.util.extras import lacking
 
 Metrics = dict[str, float]
+Ending = Literal["finished", "failed", "killed"]
+"""How a run ends: with its last round, by an error, or because it was interrupted."""
 
 
 class Sink(Protocol):
@@ -28,8 +32,8 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step; steps never decrease."""
 
-    def close(self) -> None:
-        """Flush and close."""
+    def close(self, ending: Ending) -> None:
+        """Flush and close, with how the run ends."""
 
 
 SINKS = {  # name, which is also the extra that installs its library -> library, class
@@ -39,12 +43,13 @@ SINKS = {  # name, which is also the extra that installs its library -> library,
     "prometheus": ("prometheus_client", "pbfl_flwr.sinks.prometheus:Prometheus"),
 }
 
-KINDS = {  # of failures, by what their reason begins with; any other is an "error"
+KINDS = {  # of failures, by what their reason begins with
     "upload rejected": "rejected",
     "no answer": "timeout",
     "its node is not connected": "disconnected",
     "Error: Node Unavailable": "disconnected",
 }
+OTHER_KIND = "error"
 
 
 def names(sinks: str) -> list[str]:
@@ -53,10 +58,10 @@ def names(sinks: str) -> list[str]:
 
 
 def check(sinks: str) -> None:
-    """Check before a run that the sinks in a comma list exist and their libraries are installed.
+    """Check before a run that the sinks in a comma list exist, their libraries are installed and their addresses valid.
 
     Raises:
-        PbflError: one line per sink that does not exist or whose library is not installed here.
+        PbflError: one line per sink that does not exist, whose library is not installed here, or whose address is none.
     """
     problems = []
     for name in names(sinks):
@@ -64,26 +69,49 @@ def check(sinks: str) -> None:
             problems.append(f"sinks = '{sinks}': unknown sink '{name}'; must be one of {', '.join(SINKS)}")
         elif line := lacking(f"sinks = '{sinks}' on the server", SINKS[name][0]):
             problems.append(line)
+        elif name == "prometheus":
+            try:
+                prometheus_address()
+            except PbflError as error:
+                problems.append(str(error))
     if problems:
         raise PbflError("\n".join(problems))
+
+
+def prometheus_address() -> tuple[str, int]:
+    """Return host and port at which the sink ``prometheus`` serves, those of PBFL_PROMETHEUS if it is set.
+
+    Raises:
+        PbflError: if it is not HOST:PORT.
+    """
+    given = os.environ.get("PBFL_PROMETHEUS", "127.0.0.1:9464")
+    host, _, port = given.rpartition(":")
+    if not (host and re.fullmatch("[0-9]{1,5}", port) and int(port) < 2**16):
+        raise PbflError(
+            f"PBFL_PROMETHEUS = '{given}' in the environment: must be HOST:PORT, such as 127.0.0.1:9464"
+        )
+    return host.strip("[]"), int(port)  # [::1]:9464
 
 
 class Sinks:
     """The sinks of a run, a comma list.
 
+    Attributes:
+        left_out: a warning for every sink that cannot be opened.
+
     Raises:
-        PbflError: if one of them cannot be opened; before round 1.
+        PbflError: as :func:`check`.
     """
 
     def __init__(self, sinks: str, run_dir: Path, about: RunRecord) -> None:
         check(sinks)
         self._open: dict[str, Sink] = {}
+        self.left_out: list[str] = []
         for name in names(sinks):
             try:
                 self._open[name] = resolve_name(SINKS[name][1])(run_dir, about)  # imports the library
             except Exception as error:  # third-party libraries may raise anything
-                self.close()  # one more attempt may follow in this process
-                raise PbflError(f"sinks = '{sinks}': {name} cannot be opened: {_text(error)}") from error
+                self.left_out.append(f"sink {name} cannot be opened and is left out: {_text(error)}")
 
     def log(self, record: RoundRecord) -> list[str]:
         """Log a round of the run in all sinks.
@@ -99,9 +127,9 @@ class Sinks:
 
         return self._each(log_all)
 
-    def close(self) -> list[str]:
+    def close(self, ending: Ending) -> list[str]:
         """Close all; returns warnings as :meth:`log` does."""
-        return self._each(lambda sink: sink.close())
+        return self._each(lambda sink: sink.close(ending))
 
     def _each(self, do: Callable[[Sink], None]) -> list[str]:
         warnings = []
@@ -149,7 +177,7 @@ def steps(record: RoundRecord) -> list[tuple[int, Metrics]]:
 
 def kind_of(reason: str) -> str:
     """Return the kind of a failure: "rejected", "timeout", "disconnected" or "error"."""
-    return next((kind for start, kind in KINDS.items() if reason.startswith(start)), "error")
+    return next((kind for start, kind in KINDS.items() if reason.startswith(start)), OTHER_KIND)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:

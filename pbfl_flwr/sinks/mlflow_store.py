@@ -2,6 +2,9 @@
 
 MLflow's file store is in maintenance and requires MLFLOW_ALLOW_FILE_STORE=true, also for ``mlflow ui``. It is used here
 because it needs no database and no server; ``mlflow migrate-filestore`` moves it into a database.
+
+MLflow's client would try for minutes to reach a server that is away. Unless the environment says otherwise it gives up
+after about half a minute.
 """
 
 from __future__ import annotations
@@ -14,16 +17,24 @@ from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from pbfl_flwr.runs.records import RunRecord
-from pbfl_flwr.sinks import Metrics
+from pbfl_flwr.sinks import Ending, Metrics
 
 TAG = "pbfl.experiment"
 EXPERIMENT = "pbfl-flwr"
+PATIENCE = {  # four attempts of 5 s, and 12 s between them
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "2",
+    "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
+}
 
 
 class Mlflow:
     """One MLflow run, resumed by a tag with the run's experiment id."""
 
     def __init__(self, run_dir: Path, about: RunRecord) -> None:
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -47,6 +58,6 @@ class Mlflow:
         entries = [Metric(name, value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._run, metrics=entries)
 
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self._client.set_terminated(self._run)
+    def close(self, ending: Ending) -> None:
+        """Mark the run as FINISHED, FAILED or KILLED."""
+        self._client.set_terminated(self._run, ending.upper())

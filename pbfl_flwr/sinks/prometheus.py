@@ -6,13 +6,13 @@ again when a run is resumed, which Prometheus expects of them.
 
 from __future__ import annotations
 
-import os
+from itertools import product
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from pbfl_flwr.runs.records import RunRecord
-from pbfl_flwr.sinks import Metrics
+from pbfl_flwr.runs.records import Bytes, RunRecord
+from pbfl_flwr.sinks import KINDS, OTHER_KIND, Ending, Metrics, prometheus_address
 
 
 class Prometheus:
@@ -39,8 +39,12 @@ class Prometheus:
             "bytes": counter("bytes", "Bytes of messages", "direction", "part"),
             "failures-by-kind": counter("failures", "Clients that did not complete their task", "kind"),
         }
-        host, _, port = os.environ.get("PBFL_PROMETHEUS", "127.0.0.1:9464").rpartition(":")
-        self._server, self._thread = start_http_server(int(port), host, registry)
+        for labels in product(("up", "down"), Bytes.model_fields):  # at 0 from the start, as rate() needs
+            self._counters["bytes"].labels(self._run, *labels)
+        for kind in {*KINDS.values(), OTHER_KIND}:
+            self._counters["failures-by-kind"].labels(self._run, kind)
+        host, port = prometheus_address()
+        self._server, self._thread = start_http_server(port, host, registry)
 
     @property
     def port(self) -> int:
@@ -65,7 +69,7 @@ class Prometheus:
             self._round.labels(self._run).set(step)
             self._online.labels(self._run).set(self._clients - disconnected)
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Close the endpoint."""
         self._server.shutdown()
         self._server.server_close()

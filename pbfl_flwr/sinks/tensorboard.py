@@ -8,7 +8,7 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from pbfl_flwr.runs.records import RunRecord
-from pbfl_flwr.sinks import Metrics
+from pbfl_flwr.sinks import Ending, Metrics
 
 FOLDER = "tensorboard"
 
@@ -29,6 +29,6 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Close the event file."""
         self._writer.close()

@@ -1,5 +1,6 @@
 """Sinks: what they are given, what they write, that a resumed run goes on in them, and that they cost no run."""
 
+import os
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
@@ -39,15 +40,15 @@ class Recording:
 
     def __init__(self, most: int = 99) -> None:
         self.steps: list[tuple[int, Mapping[str, float]]] = []
-        self.most, self.closed = most, False
+        self.most, self.ending = most, ""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if len(self.steps) == self.most:
             raise OSError("No space left on device")
         self.steps.append((step, metrics))
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, ending: str) -> None:
+        self.ending = ending
 
 
 def register(monkeypatch: pytest.MonkeyPatch, name: str, sink: Recording) -> None:
@@ -116,7 +117,7 @@ def test_a_sink_that_fails_is_dropped_with_a_warning(tmp_path: Path, monkeypatch
     message = "sink brittle failed and is not used any more: OSError: No space left on device"
     assert warnings == [[], [], [message], []]
     assert [step for step, _ in sink.steps] == [1]
-    assert not sink.closed
+    assert not sink.ending
 
 
 def test_a_strategy_that_goes_on_opens_its_sinks_again(
@@ -134,18 +135,47 @@ def test_a_strategy_that_goes_on_opens_its_sinks_again(
     for rounds in (1, 2):
         made.strategy.start(made.grid, num_rounds=rounds)
     assert [[step for step, _ in sink.steps] for sink in opened] == [[1], [2]]
-    assert all(sink.closed for sink in opened)
+    assert all(sink.ending == "finished" for sink in opened)
 
 
-def test_a_sink_that_cannot_be_opened_ends_the_run_before_round_1(
+def test_a_sink_that_cannot_be_opened_is_left_out_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sinks.SINKS, "absent", ("json", "no_such_module_at_all:Sink"))
     register(monkeypatch, "open", sink := Recording())
-    with pytest.raises(PbflError, match="absent cannot be opened: ModuleNotFoundError"):
-        run(tmp_path, "open,absent")
-    assert sink.closed
-    assert RunDirectory(tmp_path / "run").round_records() == []
+    first, second = RunDirectory(run(tmp_path, "absent,open")).round_records()
+    assert "sink absent cannot be opened and is left out: ModuleNotFoundError" in "\n".join(first.warnings)
+    assert "sink" not in "\n".join(second.warnings)
+    assert [step for step, _ in sink.steps] == [1, 2]
+
+
+@pytest.mark.parametrize(("error", "ending"), [(ValueError, "failed"), (KeyboardInterrupt, "killed")])
+def test_a_run_that_does_not_finish_is_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], ending: str
+) -> None:
+    register(monkeypatch, "open", sink := Recording())
+    made = federation(tmp_path, on_disk=True, num_clients=2, models="cnn4", sinks="open")
+
+    def end(number: int, arrays: object) -> None:
+        raise error
+
+    with pytest.raises(error):
+        made.strategy.start(made.grid, evaluate_fn=end)
+    assert sink.ending == ending
+
+
+@pytest.mark.parametrize("address", ["", "9464", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536"])
+def test_the_address_of_prometheus_is_checked_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setitem(sinks.SINKS, "prometheus", ("json", sinks.SINKS["prometheus"][1]))
+    monkeypatch.setenv("PBFL_PROMETHEUS", address)
+    with pytest.raises(
+        PbflError, match=f"^PBFL_PROMETHEUS = '{address}' in the environment: must be HOST:PORT"
+    ):
+        sinks.check("prometheus")
+    monkeypatch.setenv("PBFL_PROMETHEUS", "[::1]:9464")
+    assert sinks.prometheus_address() == ("::1", 9464)
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -180,6 +210,9 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(history) == 3
     assert result.data.params["learning-rate"] == "0.01"
     assert result.info.status == "FINISHED"
+    sink = sinks.Sinks("mlflow", run_dir, RunDirectory(run_dir).record())
+    assert sink.close("killed") == []
+    assert client.get_run(result.info.run_id).info.status == "KILLED"
 
 
 def test_mlflow_takes_a_relative_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,12 +221,15 @@ def test_mlflow_takes_a_relative_run_directory(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     library = MagicMock()
+    monkeypatch.setattr(os, "environ", {**os.environ})
     for name in ("mlflow", "mlflow.entities", "mlflow.tracking"):
         monkeypatch.setitem(sys.modules, name, library)
     monkeypatch.delitem(sys.modules, "pbfl_flwr.sinks.mlflow_store", raising=False)
     monkeypatch.setitem(sinks.SINKS, "mlflow", ("json", sinks.SINKS["mlflow"][1]))
     sinks.Sinks("mlflow", Path("mine"), MagicMock())
     library.MlflowClient.assert_called_once_with((tmp_path / "mine" / "mlruns").as_uri())
+    attempts = 1 + int(os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
+    assert attempts * int(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) < 30  # s, if the server is away
     del sys.modules["pbfl_flwr.sinks.mlflow_store"]
 
 
@@ -203,16 +239,22 @@ def test_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     scraped: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
 
-    def scrape(sink: Any) -> None:
+    def scrape(sink: Any, ending: str = "") -> None:
         text = urlopen(f"http://127.0.0.1:{sink.port}/metrics").read().decode()
         for family in text_string_to_metric_families(text):
             scraped.update({(one.name, frozenset(one.labels.items())): one.value for one in family.samples})
-        close(sink)
+        if ending:
+            close(sink, ending)
 
     module = pytest.importorskip("pbfl_flwr.sinks.prometheus").Prometheus
     close = module.close
     monkeypatch.setattr(module, "close", scrape)
     monkeypatch.setenv("PBFL_PROMETHEUS", "127.0.0.1:0")
+    opened = module(tmp_path / "new", MagicMock(clients=[]))
+    scrape(opened)
+    close(opened, "finished")
+    counted = {name: value for (name, _), value in scraped.items() if name.endswith("_total")}
+    assert counted == {"pbfl_bytes_total": 0, "pbfl_failures_total": 0}
     run_dir = run(tmp_path, "prometheus")
     records = RunDirectory(run_dir).round_records()
 
@@ -249,14 +291,14 @@ def test_failures_are_counted_by_kind(reason: str, kind: str) -> None:
 def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
     logged: dict[int, Mapping[str, float]] = {}
-    finished: list[bool] = []
+    finished: list[int] = []
 
     class Run:
         def log(self, metrics: Mapping[str, float], step: int) -> None:
             logged[step] = metrics
 
-        def finish(self) -> None:
-            finished.append(True)
+        def finish(self, exit_code: int) -> None:
+            finished.append(exit_code)
 
     def init(**keywords: Any) -> Run:
         started.append(keywords)
@@ -271,7 +313,6 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run_dir = run(tmp_path, "wandb")
     monkeypatch.setenv("WANDB_MODE", "online")
     run(tmp_path, "wandb", rounds=3, resume=True)
-    monkeypatch.delitem(sys.modules, "pbfl_flwr.sinks.weights_and_biases")
     about = RunDirectory(run_dir).record()
     assert [(one["id"], one["resume"]) for one in started] == [(about.experiment, "allow")] * 2
     assert [one["mode"] for one in started] == ["offline", "online"]
@@ -279,4 +320,6 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert {one["dir"] for one in started} == {str(run_dir)}
     weighted = {step: metrics["accuracy/head/weighted"] for step, metrics in logged.items()}
     assert weighted == pytest.approx(accuracies(run_dir))
-    assert finished == [True, True]
+    sinks.Sinks("wandb", run_dir, about).close("failed")
+    assert finished == [0, 0, 1]
+    monkeypatch.delitem(sys.modules, "pbfl_flwr.sinks.weights_and_biases")

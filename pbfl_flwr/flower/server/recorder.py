@@ -34,7 +34,7 @@ from pbfl_flwr.runs.records import (
     RunRecord,
 )
 from pbfl_flwr.runs.result_hash import result_hash
-from pbfl_flwr.sinks import Sinks
+from pbfl_flwr.sinks import Ending, Sinks
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import UnsavedState, flush_directory
 from pbfl_flwr.util.source_hash import check_unedited, code_hashes
@@ -102,7 +102,7 @@ class Recorder:
     def end_early(self, done: int) -> None:
         """Write that the run ends before its last configured round."""
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Write the result hash if the run is finished, and close the sinks."""
 
 
@@ -185,8 +185,7 @@ class RunRecorder(Recorder):
         """Write a new run's files before its first round, run.json last; in a simulation also the partition.
 
         Raises:
-            PbflError: if the directory already holds a run, code was edited since it was imported, or a sink cannot be
-                opened.
+            PbflError: if the directory already holds a run, or code was edited since it was imported.
         """
         members, code = list(clients), self._code()
         self.directory.check_new()
@@ -238,7 +237,6 @@ class RunRecorder(Recorder):
 
         Raises:
             DamagedState: if its histories are damaged.
-            PbflError: if a sink cannot be opened.
         """
         self.directory.remove(ERROR)
         self.directory.truncate(done)
@@ -294,7 +292,7 @@ class RunRecorder(Recorder):
         warnings, self._warnings = self._warnings, []
         return warnings
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Write the result hash if the run is finished, and close the sinks."""
         self.set_waiting("")
         try:
@@ -306,7 +304,7 @@ class RunRecorder(Recorder):
         except PbflError as error:  # the results are complete nevertheless
             log(WARNING, "no result hash: %s", error)
         if self._sinks is not None:
-            self._warn(self._sinks.close())
+            self._warn(self._sinks.close(ending))
             self._sinks = None
 
     @property
@@ -330,6 +328,7 @@ class RunRecorder(Recorder):
 
     def _open_sinks(self) -> None:
         self._sinks = Sinks(self._settings.run.sinks, self.directory.path, self.directory.record())
+        self._warn(self._sinks.left_out)
 
     def _warn(self, warnings: list[str]) -> None:
         for warning in warnings:

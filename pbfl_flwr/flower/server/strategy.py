@@ -49,6 +49,7 @@ from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.early_stopping import accuracies_on, accuracy_on, early_stop_warning
 from pbfl_flwr.runs.records import ClientsRecord, RoundRecord
+from pbfl_flwr.sinks import Ending
 from pbfl_flwr.sinks import check as check_sinks
 from pbfl_flwr.task import Task
 
@@ -203,6 +204,7 @@ class MethodStrategy(hooks.Hooks):
             written.set_waiting("")  # a killed server may have left a line
             if self.membership is None:
                 self.prepare(grid)
+            ending: Ending = "killed"
             try:
                 if self.done >= self._last_round:
                     log(INFO, "nothing to do: %s of %s rounds are finished", self.done, self._last_round)
@@ -213,8 +215,12 @@ class MethodStrategy(hooks.Hooks):
                         hooks.add_metrics(result, self.done, evaluate_fn(self.done, result.arrays))
                 if self._last_round < self.schedule.num_rounds:
                     written.end_early(self.done)
+                ending = "finished"
+            except Exception:
+                ending = "failed"
+                raise
             finally:
-                written.close()
+                written.close(ending)
         return result
 
     # A round ------------------------------------------------------------------------------------------------
