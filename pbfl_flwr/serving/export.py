@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import warnings
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def lacking_for_onnx() -> str:
 def _programs(served: Served, card: Card, directory: Path) -> None:
     example = torch.zeros(2, *card.input_shape, dtype=torch.int64 if card.vocabulary_size else torch.float32)
     batch = {"inputs": {0: torch.export.Dim("batch", min=1)}}
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that it lacks torchvision
     with warnings.catch_warnings():  # from torch's own code
         warnings.simplefilter("ignore")
         try:

@@ -1,12 +1,14 @@
 """Own data in four formats, trained by real messages, exported, and used on files: the same answers everywhere."""
 
 import json
+import logging
 import os
 import random
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -591,6 +593,20 @@ def test_every_network_for_texts_becomes_a_program(texts: Ran, name: str, tmp_pa
         reference = pytest.importorskip("onnx.reference").ReferenceEvaluator(str(tmp_path / "out/model.onnx"))
         for result, wanted in zip(reference.run(None, {"inputs": ids.numpy()}), expected, strict=True):
             np.testing.assert_allclose(result, wanted.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_writing_onnx_prints_no_warning_of_the_library(
+    texts: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that there is no torchvision; the library itself need not be there."""
+
+    def write(*arguments: object, **keywords: object) -> MagicMock:
+        assert not logging.getLogger("torch.onnx.exporter").isEnabledFor(logging.WARNING)
+        return MagicMock()
+
+    monkeypatch.setattr("pbfl_flwr.serving.export.lacking_for_onnx", str)
+    monkeypatch.setattr(torch.onnx, "export", write)
+    export(texts.kept("north"), tmp_path / "out")
 
 
 def test_token_ids_of_an_array(texts: Ran, exported: dict[str, Path], tmp_path: Path) -> None:
