@@ -57,7 +57,18 @@ def in_utf8(what: str, text: str) -> str:
     return text
 
 
-def format_exception(error: Exception) -> str:
+def pass_on_exit(error: BaseException) -> None:
+    """Raise the SystemExit again with which Flower or Ray answers a signal, since it must end this process.
+
+    One that user code raised, e.g. by ``sys.exit()``, is that code's error like any other.
+    """
+    if isinstance(error, SystemExit):
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in ("flwr", "ray"):
+            raise error
+
+
+def format_exception(error: BaseException) -> str:
     """Return an unexpected error in one line, with the file and line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     message = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
@@ -65,7 +76,7 @@ def format_exception(error: Exception) -> str:
     return f"{message[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno}){advice}"
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that a GPU ran out of memory: torch's own error, or that of a CUDA library."""
     messages = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED", "_DEVICE_ALLOCATION_FAILED")
     return type(error).__name__ == "OutOfMemoryError" or any(message in str(error) for message in messages)

@@ -5,7 +5,7 @@ import traceback
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, pass_on_exit
 from pbfl_flwr.models.contract import SplitModel, random_inputs
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import describe_user_error
@@ -48,7 +48,8 @@ def dry_forward(name: str, model: SplitModel, task: Task, batch: int = 2) -> Non
                 ) from error
             except PbflError:
                 raise
-            except Exception as error:  # external code may raise anything
+            except (Exception, SystemExit) as error:  # external code may raise anything
+                pass_on_exit(error)
                 raise PbflError(
                     f"model '{name}', {step}: raised {describe_user_error(error, name)}"
                 ) from error

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 from filelock import Timeout
 
-from pbfl_flwr.errors import PbflError, format_exception, printable
+from pbfl_flwr.errors import PbflError, format_exception, pass_on_exit, printable
 from pbfl_flwr.runs.records import (
     VERSION,
     ClientsRecord,
@@ -103,7 +103,8 @@ class RunDirectory:
             yield
         except RunRefused:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            pass_on_exit(error)
             with suppress(UnsavedState):  # a full disk may be the original error
                 self.write_line(
                     ERROR, str(error) if isinstance(error, PbflError) else format_exception(error)

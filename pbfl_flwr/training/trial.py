@@ -13,7 +13,7 @@ from torch import nn
 
 from pbfl_flwr import calls, seeds
 from pbfl_flwr.data import ClientData, Shard
-from pbfl_flwr.errors import PbflError, format_exception
+from pbfl_flwr.errors import PbflError, format_exception, pass_on_exit
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.training.evaluation import evaluate
 from pbfl_flwr.util.user_code import describe_user_error, is_external
@@ -104,7 +104,8 @@ def _blamed_on(architecture: str, method: Method[Any, Any, Any], size: int) -> I
         raise
     except PbflError as error:
         raise PbflError(f"{where}: {error}") from error
-    except Exception as error:  # users' networks and methods may raise anything
+    except (Exception, SystemExit) as error:  # users' networks and methods may raise anything
+        pass_on_exit(error)
         of_user = is_external(architecture)
         reason = describe_user_error(error, architecture) if of_user else format_exception(error)
         raise PbflError(f"{where}: {reason}") from error

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from pbfl_flwr.errors import LONGEST, PbflError, printable
+from pbfl_flwr.errors import LONGEST, PbflError, pass_on_exit, printable
 from pbfl_flwr.util.source_hash import remember_source
 
 T = TypeVar("T")
@@ -86,6 +86,7 @@ def import_named(key: str, spec: str) -> object:
             "PYTHONPATH?"
         ) from error
     except (Exception, SystemExit) as error:  # user code may raise anything
+        pass_on_exit(error)
         raise PbflError(
             f"{key} = '{spec}': importing '{module_name}' raised {describe_user_error(error, spec)}"
         ) from error
@@ -152,6 +153,7 @@ def called(function: Callable[..., T], key: str, spec: str, what: str, *argument
     except PbflError:
         raise
     except (Exception, SystemExit) as error:  # user code may raise anything
+        pass_on_exit(error)
         name = spec.partition(":")[2]
         raise PbflError(
             f"{key} = '{spec}': {name}({what}) raised {describe_user_error(error, spec, place_of(function))}"

@@ -5,6 +5,7 @@ import os
 import pty
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,12 @@ def test_a_lost_terminal_does_not_disturb_the_clearing_up(tmp_path: Path) -> Non
     assert (tmp_path / "said").read_text() == "cleared up"
 
 
-@pytest.mark.parametrize("fault", [KeyError("classes"), FileNotFoundError(2, "No such file", "table.csv")])
+@pytest.mark.parametrize(
+    "fault",
+    [KeyError("classes"), SystemExit("I leave"), FileNotFoundError(2, "No such file", "table.csv")],
+)
 def test_an_exception_of_a_methods_own_code_ends_its_run_alone(
-    fault: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def federation() -> None:
         raise fault
@@ -160,4 +164,11 @@ def test_an_exception_of_a_methods_own_code_ends_its_run_alone(
     [line] = [line for line in printed(console) if line.startswith("the run failed: ")]
     assert line.startswith(f"the run failed: {type(fault).__name__}: ")
     assert "(test_runner.py:" in line
-    assert ("Traceback" in capsys.readouterr().err) == isinstance(fault, KeyError)
+    assert ("Traceback" in capsys.readouterr().err) == (not isinstance(fault, OSError))
+
+
+@pytest.mark.parametrize("library", ["flwr.supercore.exit", "ray._private.worker"])
+def test_the_exit_after_a_signal_is_no_error_of_the_method(library: str, tmp_path: Path) -> None:
+    federation = partial(exec, "raise SystemExit(0)", {"__name__": library})
+    with pytest.raises(SystemExit):
+        runner.run_in_this_thread(tmp_path / "run", federation, 1, terminal(), "")

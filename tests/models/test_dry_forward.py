@@ -71,6 +71,11 @@ class FailsBetweenLayers(SplitModel):
         raise RuntimeError("no layer of mine")
 
 
+class Leaves(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise SystemExit(3)
+
+
 class ToFloat64(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.double()
@@ -94,6 +99,7 @@ NECK, HEAD = nn.Linear(256, 24), nn.Linear(24, 10)
         (nn.Flatten(), NECK, infinite(nn.Linear(24, 10)), "'own', head: expected finite numbers"),
         (nn.Flatten(), nn.Sequential(NECK, ToFloat64()), HEAD, "features: expected float32 numbers, found float64"),
         (nn.Flatten(), NECK, nn.Sequential(HEAD, ToFloat64()), "head: expected float32 numbers, found float64"),
+        (Leaves(), NECK, HEAD, "'own', features: raised SystemExit: 3"),
         # the layer that failed and not the one that recovered
         (Recovers(), nn.Linear(7, 24), HEAD, r"layer neck, Linear\(in_features=7, .* input of shape \(2, 256\)"),
     ],

@@ -5,13 +5,17 @@ import torch
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.trial import try_step
 
 K, SHAPE = 10, (3, 32, 32)
+TASK = Task(K, 512, SHAPE)
+SETTINGS = parse({"method": "fedproto", "models": "efficientnet-b0"}, SECTIONS)
 
 
 def smooth_images(client: int) -> ClientData:
@@ -25,12 +29,24 @@ def smooth_images(client: int) -> ClientData:
     return ClientData(train, Shard(images[:2], torch.tensor([0, 1])), K, names, scale, shift)
 
 
+def client_of(model: SplitModel, seed: int) -> Client:
+    return Client(seed, 1, TASK, model, smooth_images(seed), SETTINGS.training)
+
+
 @pytest.mark.parametrize("seed", [2, 5])
 def test_batch_norm_over_two_values_in_many_layers_is_no_reason_to_refuse_a_network(seed: int) -> None:
     """At 32x32 EfficientNet-B0's deeper half sees one pixel: gradients of 1e5 to 1e10 with two samples."""
-    settings = parse({"method": "fedproto", "models": "efficientnet-b0"}, SECTIONS)
-    task = Task(K, 512, SHAPE)
-    client = Client(
-        seed, 1, task, build_model("efficientnet-b0", task, seed), smooth_images(seed), settings.training
-    )
-    try_step("efficientnet-b0", build_method(settings), client)
+    client = client_of(build_model("efficientnet-b0", TASK, seed), seed)
+    try_step("efficientnet-b0", build_method(SETTINGS), client)
+
+
+def test_a_network_that_exits_while_it_trains_is_named() -> None:
+    def leave(*_: object) -> None:
+        raise SystemExit(3)
+
+    model = build_model("cnn4", TASK, 0)
+    model.head.register_full_backward_hook(leave)
+    with pytest.raises(
+        PbflError, match=r"^model 'cnn4', a step of method 'fedproto' on 2 samples: SystemExit: 3"
+    ):
+        try_step("cnn4", build_method(SETTINGS), client_of(model, 0))

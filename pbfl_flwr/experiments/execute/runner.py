@@ -17,7 +17,7 @@ from types import FrameType
 from rich.console import Console
 
 from pbfl_flwr.data import LoadedData
-from pbfl_flwr.errors import PbflError, format_exception, writing
+from pbfl_flwr.errors import PbflError, format_exception, pass_on_exit, writing
 from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
@@ -103,7 +103,8 @@ def _reported(federation: Callable[[], None]) -> None:
         federation()
     except PbflError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the server's half of a method may call sys.exit()
+        pass_on_exit(error)
         if not isinstance(error, OSError):  # which names its file
             traceback.print_exc(file=sys.stderr)
         raise PbflError(format_exception(error)) from error

@@ -19,7 +19,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from pbfl_flwr import calls, seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import LoadedData
-from pbfl_flwr.errors import PbflError, format_exception, is_out_of_memory
+from pbfl_flwr.errors import PbflError, format_exception, is_out_of_memory, pass_on_exit
 from pbfl_flwr.flower.client.device import peak_gpu_memory, release_gpu_memory
 from pbfl_flwr.flower.client.handshake import answer_handshake, reason_of
 from pbfl_flwr.flower.client.mods import call_with_mods, checked_mods
@@ -92,7 +92,8 @@ def _guarded(message: Message, context: Context, handler: ClientAppCallable, wor
             "a breakpoint() was quit with q, or has no terminal here; with one worker (--engine processes --workers "
             "1) clients run in your terminal"
         )
-    except Exception as error:  # an exception here must not affect other clients
+    except (Exception, SystemExit) as error:  # an exception here must not affect other clients
+        pass_on_exit(error)
         reason = format_exception(error)
         traceback.print_exc(file=sys.stderr)
         if is_out_of_memory(error):

@@ -180,7 +180,7 @@ def test_flowers_own_mods(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_mod_that_raises_costs_its_client_one_line(tmp_path: Path) -> None:
-    def raising(error: Exception) -> Mod:
+    def raising(error: BaseException) -> Mod:
         def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
             if message.metadata.message_type == "train" and context.node_config["partition-id"] == 3:
                 raise error
@@ -188,9 +188,12 @@ def test_mod_that_raises_costs_its_client_one_line(tmp_path: Path) -> None:
 
         return mod
 
-    for number, (error, reason) in enumerate(
-        ((PbflError("not today"), "not today"), (ValueError("a\nb"), "ValueError: a b (test_mods.py:"))
-    ):
+    errors = [
+        (PbflError("not today"), "not today"),
+        (ValueError("a\nb"), "ValueError: a b (test_mods.py:"),
+        (SystemExit(3), "SystemExit: 3 (test_mods.py:"),
+    ]
+    for number, (error, reason) in enumerate(errors):
         run = with_given(tmp_path / f"{number}", [raising(error)], num_server_rounds=1).run()
         (failure,) = plain(run.strategy.history[0].failures)
         assert failure["client"] == 3
