@@ -654,7 +654,7 @@ def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
         "threads": 1,
     }
     wanted["batch-size"] = 5
-    with pytest.raises(PbflError, match=r"^seed = 4, batch-size = 5: changes the results of the resumed run"):
+    with pytest.raises(PbflError, match=r"^seed = 4, batch-size = 5: cannot change when a run is resumed"):
         configuration.resumed(run, configuration.RequestedKeys(wanted))
     with pytest.raises(PbflError, match=r"state-dir = '/elsewhere': .* where it is, in its own directory"):
         configuration.resumed(run, configuration.RequestedKeys({"state-dir": "/elsewhere"}))

@@ -143,7 +143,7 @@ class RunSettings(Group):
     state_dir: Annotated[AbsolutePath, PLACE] = Field(
         "", description="directory in which clients store model and state; empty: <run-dir>/clients"
     )
-    client_states: Annotated[Literal["auto", "always"], COURSE] = Field(
+    client_states: Annotated[Literal["auto", "always"], Concerns(neutral=True)] = Field(
         "auto",
         description="whether clients store model and state after every round: always, or auto: unless their method "
         "keeps nothing (FedAvg and its kind, with networks without BatchNorm, scored before training)",

@@ -68,7 +68,6 @@ def test_values_beyond_the_bounds_of_a_key_are_rejected() -> None:
 
 def test_what_a_key_concerns_is_declared_with_it() -> None:
     course = {
-        "client-states",
         "round-timeout",
         "join-timeout",
         "failure-policy",
@@ -78,7 +77,7 @@ def test_what_a_key_concerns_is_declared_with_it() -> None:
     course |= {"threads", "sinks", "new-code"}
     assert {*PLACES} == {"run-dir", "state-dir", "resume"}
     assert {*CHANGEABLE} == {"num-server-rounds", "patience", "patience-on", *course}
-    assert {*NEUTRAL} == {"seed", "device", *PLACES, *course}
+    assert {*NEUTRAL} == {"seed", "device", "client-states", *PLACES, *course}
     assert {*SILENT} == {*PLACES, "data-dir", "download", "device", "threads", "eval-batch-size", "seed"}
     assert {*STAGES} == {*GROUPS["prototypes"].key_names()} - {"wire-dtype"}
     assert {*PROTECTIONS} == {"min-class-count", "dp-clip", "dp-noise"}

@@ -244,7 +244,7 @@ def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> Re
             f"{key} = {value}" for key, value in requested.values.items() if now.get(key) != then.get(key)
         ]
         raise PbflError(
-            f"{', '.join(different)}: changes the results of the resumed run; only these may change: "
+            f"{', '.join(different)}: cannot change when a run is resumed; only these can: "
             f"{', '.join(CHANGEABLE)}"
         )
     if (edited := about.edited) and not wanted.run.new_code:
