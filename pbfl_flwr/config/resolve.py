@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, TypeVar
@@ -142,6 +144,9 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
         else:
             problems.append(_unknown(name, known, sections))
             continue
+        if must_be := _storable(value, table):
+            problems.append(f"{name} = {value!r}: must be {must_be}")
+            continue
         by_table.setdefault(table, {})[key] = int(value) if _is_whole(value) else value
     problems = [*dict.fromkeys(problems)]
     groups: dict[str, Any] = {
@@ -196,6 +201,16 @@ def completed(
 def _is_whole(value: object) -> bool:
     """Whether this is an integer of any type, NumPy's included, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _storable(value: Scalar, table: str) -> str:
+    """Return what a value must be that can be sent and recorded; empty if it is, or if its group says so by itself."""
+    if isinstance(value, str):
+        return "a text that UTF-8 can encode" if re.search("[\ud800-\udfff]", value) else ""
+    if table == APP and isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "a number of at most 64 bits"
+    infinite = table == APP and isinstance(value, float) and not math.isfinite(value)
+    return "a finite number" if infinite else ""
 
 
 def _conflicts(settings: Settings) -> list[str]:

@@ -1,5 +1,6 @@
 """The run configuration: every invalid key at once, strict types, protocols, fingerprint."""
 
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,6 +61,17 @@ def test_all_invalid_keys_are_reported_at_once() -> None:
         "my_package.module:function",
         "learning-rate = 'fast': must be a number",
         "fedtgp.rate = -1.0: must be greater than 0",
+    ]
+
+
+def test_values_that_cannot_be_sent_or_recorded_are_refused_in_keys_of_an_app_too() -> None:
+    app = {"app.a": math.nan, "app.b": -math.inf, "app.c": 2**63, "app.d": "a\ud800", "app.e": -(2**63)}
+    assert error_lines({**app, "data-dir": "/a\udcff", "app.f": 1e300}) == [
+        "app.a = nan: must be a finite number",
+        "app.b = -inf: must be a finite number",
+        f"app.c = {2**63}: must be a number of at most 64 bits",
+        r"app.d = 'a\ud800': must be a text that UTF-8 can encode",
+        r"data-dir = '/a\udcff': must be a text that UTF-8 can encode",
     ]
 
 
