@@ -161,6 +161,7 @@ def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> C
         PbflError: one line on what does not fit.
     """
     from pbfl_flwr.flower.client.mods import configured_mods
+    from pbfl_flwr.flower.server.roster import check_server_device
     from pbfl_flwr.models.build import check_models
     from pbfl_flwr.training.augmentation import check_augmentation
 
@@ -178,6 +179,7 @@ def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> C
     check_models(models, task, code)
     names = [architecture_of(models, client, code) for client in range(clients)]
     method = build_method(settings)
+    check_server_device(method)
     method.check(task, names)
     return Checked(partition, method)
 

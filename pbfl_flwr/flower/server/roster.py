@@ -148,14 +148,23 @@ class Roster:
 NOBODY = Roster({})
 
 
+def check_server_device(method: Method[Any, Any, Any]) -> None:
+    """Check that this machine, as the server, has the device that the method's server half needs.
+
+    Raises:
+        PbflError: if it has not.
+    """
+    if method.server_device == "cuda" and not torch.cuda.is_available():
+        raise PbflError("server-device = 'cuda': the server sees no CUDA device; must be 'cpu' here")
+
+
 def check_roster(method: Method[Any, Any, Any], settings: Settings, roster: Roster) -> None:
     """Check that a method supports the clients of a roster together, and that the server has the device it needs.
 
     Raises:
         PbflError: if it does not.
     """
-    if method.server_device == "cuda" and not torch.cuda.is_available():
-        raise PbflError("server-device = 'cuda': the server sees no CUDA device; must be 'cpu' here")
+    check_server_device(method)
     # Of a name that a client declares, only the one in the configuration can be built.
     own = {name: name for name in architectures(settings.models.models, settings.code)}
     validated = any(client.num_validation for client in roster.clients.values())

@@ -15,9 +15,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp.strategy import Strategy
 
 from pbfl_flwr.config import parse
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check, preflight
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.engines.local import federate_app
+from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
@@ -445,6 +448,10 @@ def test_a_refused_resume_leaves_the_run_as_it_is_however_often_it_is_started(
 def test_a_server_without_the_device_that_it_needs_says_so_before_round_1(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"fedtgp.server-device": "cuda"}
     run = federation(tmp_path, "fedtgp", **keys)
-    with pytest.raises(PbflError, match=r"^server-device = 'cuda': the server sees no CUDA device"):
+    says = r"^server-device = 'cuda': the server sees no CUDA device"
+    with pytest.raises(PbflError, match=says):
         run.run()
     assert not run.strategy.history
+    requested = RequestedKeys({"method": "fedtgp", "models": "mlp5", **keys})
+    with pytest.raises(PbflError, match=says):  # in a dry run too
+        preflight(check(requested), Resources(workers=1), LoadedData())
