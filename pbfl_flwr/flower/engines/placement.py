@@ -73,7 +73,9 @@ class Machine:
         if requested.ray_address:
             from pbfl_flwr.flower.engines.ray_cluster import cluster_resources
 
-            cpus, gpus = cluster_resources(requested.ray_address)
+            cpus, gpus = cluster_resources(
+                requested.ray_address, requested.cpus_per_client, requested.gpus_per_client
+            )
             return cls(cpus, tuple(map(str, range(gpus))))
         import joblib
 

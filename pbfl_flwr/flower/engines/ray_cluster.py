@@ -24,7 +24,7 @@ def connected(address: str, cpus: int) -> Iterator[None]:
     """Connect to the cluster at an address, or without one start a Ray with this many CPUs and end it afterwards.
 
     Raises:
-        PbflError: if there is no cluster at the address.
+        PbflError: if the address is none, or there is no cluster at it.
     """
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     # Short, since it contains Ray's sockets, whose paths are limited to about 100 characters.
@@ -51,24 +51,39 @@ def connected(address: str, cpus: int) -> Iterator[None]:
 
 def _need_answer(address: str) -> None:
     """Check that something answers at HOST:PORT; Ray would try for many minutes."""
+    if address in ("", "auto"):
+        return
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdigit():
-        try:
-            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-        except OSError as error:
-            raise _no_cluster(address, error) from None
+    if not (host and port.isdigit()):
+        raise PbflError(f"--ray-address {address}: must be HOST:PORT, e.g. 192.168.1.5:6379, or auto")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from None
 
 
-def _no_cluster(address: str, error: OSError) -> PbflError:
+def _no_cluster(address: str, error: OSError | OverflowError) -> PbflError:
     return PbflError(f"--ray-address {address}: no Ray cluster answers ({error})")
 
 
-def cluster_resources(address: str) -> tuple[int, int]:
+def cluster_resources(address: str, cpus: int, gpus: float) -> tuple[int, int]:
     """Return the numbers of CPUs and GPUs of the whole cluster.
 
+    Args:
+        address: of the cluster.
+        cpus: that a worker needs.
+        gpus: that a worker needs.
+
     Raises:
-        PbflError: as :func:`connected`.
+        PbflError: as :func:`connected`, or if no node has room for a worker, which Ray would await for ever.
     """
     with nullcontext() if ray.is_initialized() else connected(address, 0):
-        total = ray.cluster_resources()
-    return int(total.get("CPU", 0)), int(total.get("GPU", 0))
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    found = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
+    if not any(cpus <= has_cpus and gpus <= has_gpus for has_cpus, has_gpus in found):
+        each = " or ".join(f"{has_cpus} CPUs and {has_gpus} GPUs" for has_cpus, has_gpus in sorted({*found}))
+        raise PbflError(
+            f"--cpus-per-client {cpus} --gpus-per-client {gpus:g}: fit on no node of the Ray cluster; its nodes have "
+            f"{each}"
+        )
+    return sum(has_cpus for has_cpus, _ in found), sum(has_gpus for _, has_gpus in found)

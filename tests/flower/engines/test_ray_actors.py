@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,10 @@ def test_run_on_a_cluster_has_the_result_of_one_process(
     federate(tmp_path / "one", keys, 3, Resources(workers=1))
     run, log = RunDirectory(tmp_path / "cluster"), tmp_path / "cluster" / "flower.log"
     assert Machine.here(cluster.resources) == Machine(2)
+    with pytest.raises(
+        PbflError, match=r"fit on no node of the Ray cluster; its nodes have 1 CPUs and 0 GPUs$"
+    ):
+        Machine.here(replace(cluster.resources, cpus_per_client=2))
     with monkeypatch.context() as patch:
         patch.setattr(ray_actors, "check_nodes", lambda states: False)
         federate(run.path, {**keys, "num-server-rounds": 2}, 3, cluster.resources)
@@ -148,6 +153,11 @@ def test_names_an_address_without_a_cluster(tmp_path: Path) -> None:
     nobody = Resources(engine="ray", ray_address=f"127.0.0.1:{free_port()}")
     with pytest.raises(PbflError, match=r"--ray-address 127\.0\.0\.1:\d+: no Ray cluster answers"):
         federate(tmp_path, KEYS, 3, nobody)
+    for address in ("foo", "host:port", ":6379"):
+        with pytest.raises(
+            PbflError, match=f"^--ray-address {address}: must be HOST:PORT, e.g. .*, or auto$"
+        ):
+            federate(tmp_path, KEYS, 3, replace(nobody, ray_address=address))
 
 
 @pytest.mark.slow
