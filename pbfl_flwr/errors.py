@@ -30,6 +30,18 @@ class PbflError(Exception):
     """
 
 
+class QuotesData(PbflError):
+    """An error whose text may quote a client's data, so that a device keeps it in its own log.
+
+    Attributes:
+        told: what the server is told instead.
+    """
+
+    def __init__(self, text: str, told: str = "") -> None:
+        super().__init__(text)  # alone, for pickle, which sets the attribute itself
+        self.told = f"{told}; see the device's log"
+
+
 def printable(text: str, *, lines: bool = False) -> str:
     """Return text that came from elsewhere so that it can be shown, logged and handed on.
 
@@ -68,10 +80,15 @@ def pass_on_exit(error: BaseException) -> None:
             raise error
 
 
-def format_exception(error: BaseException) -> str:
-    """Return an unexpected error in one line, with the file and line that raised it."""
+def format_exception(error: BaseException, *, text: bool = True) -> str:
+    """Return an unexpected error in one line, with the file and line that raised it.
+
+    Args:
+        error: that was raised.
+        text: whether to include its text, which may quote data.
+    """
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    message = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
+    message = type(error).__name__ + f": {' '.join(printable(str(error)).split())}" * text
     advice = f"; {OUT_OF_MEMORY_HINT}" if is_out_of_memory(error) else ""
     return f"{message[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno}){advice}"
 
@@ -127,6 +144,25 @@ def reading(what: str) -> Iterator[None]:
         raise PbflError(
             f"{what} is damaged, or was written by another version: {format_exception(error)}"
         ) from error
+
+
+@contextmanager
+def quoting_data(what: str) -> Iterator[None]:
+    """Turn an error about a client's data into one whose text stays on a device.
+
+    Args:
+        what: the data that cannot be used, for the server.
+
+    Raises:
+        QuotesData: instead of a PbflError.
+    """
+    try:
+        yield
+    except PbflError as error:
+        cause, kind = error.__cause__, ""
+        if isinstance(cause, Exception) and cause.__traceback__:
+            kind = f": {format_exception(cause, text=False)}"
+        raise QuotesData(str(error), f"{what} cannot be used{kind}") from error
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 
 from pbfl_flwr import calls, seeds
 from pbfl_flwr.data import ClientData, Shard
-from pbfl_flwr.errors import PbflError, format_exception, pass_on_exit
+from pbfl_flwr.errors import PbflError, QuotesData, format_exception, pass_on_exit
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.training.evaluation import evaluate
 from pbfl_flwr.util.user_code import describe_user_error, is_external
@@ -108,4 +108,4 @@ def _blamed_on(architecture: str, method: Method[Any, Any, Any], size: int) -> I
         pass_on_exit(error)
         of_user = is_external(architecture)
         reason = describe_user_error(error, architecture) if of_user else format_exception(error)
-        raise PbflError(f"{where}: {reason}") from error
+        raise QuotesData(f"{where}: {reason}", f"{where}: {format_exception(error, text=False)}") from error

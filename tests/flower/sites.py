@@ -34,9 +34,8 @@ def run(tmp_path: Path, nodes: list[dict[str, Scalar]], place: str = "run", **ke
     base: dict[str, Any] = {"models": "cnn4", "num_clients": len(nodes), "run_dir": str(tmp_path / place)}
     return federation(
         tmp_path,
-        data=None,
         on_disk=True,
         node_configs=nodes,
         partitions=range(len(nodes)),
-        **{**base, **keys},
+        **{"data": None, **base, **keys},
     )

@@ -1,7 +1,8 @@
 """The ClientApp: load a client's state, run the method, save the state, reply.
 
 Every message may start a new client process, so all client state is stored in its own directory on its own disk. An
-exception in one client becomes an error reply with one readable line and does not affect other clients.
+exception in one client becomes an error reply with one readable line and does not affect other clients. Text that may
+quote a device's data stays in the device's log.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Sequence
 from dataclasses import replace
+from logging import ERROR
 
 from flwr.app import Context, Error, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.common import log
 
 from pbfl_flwr import calls, seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import LoadedData
-from pbfl_flwr.errors import PbflError, format_exception, is_out_of_memory, pass_on_exit
-from pbfl_flwr.flower.client.device import peak_gpu_memory, release_gpu_memory
+from pbfl_flwr.errors import PbflError, QuotesData, format_exception, is_out_of_memory, pass_on_exit
+from pbfl_flwr.flower.client.device import peak_gpu_memory, release_gpu_memory, simulated
 from pbfl_flwr.flower.client.handshake import answer_handshake, reason_of
 from pbfl_flwr.flower.client.mods import call_with_mods, checked_mods
 from pbfl_flwr.flower.client.saving import needs_state, state_after_round
@@ -83,9 +86,13 @@ def make_client_app(
 
 def _guarded(message: Message, context: Context, handler: ClientAppCallable, worker: Worker) -> Message:
     """Return the handler's reply, or an error reply with a one-line reason."""
+    of_device = not simulated(context.node_config)
     try:
         return handler(message, context)
     except PbflError as error:
+        if of_device and isinstance(error, QuotesData):
+            log(ERROR, "%s", error)
+            error = PbflError(error.told)
         reason = reason_of(error, message, context)
     except BdbQuit:
         reason = (
@@ -94,7 +101,7 @@ def _guarded(message: Message, context: Context, handler: ClientAppCallable, wor
         )
     except (Exception, SystemExit) as error:  # an exception here must not affect other clients
         pass_on_exit(error)
-        reason = format_exception(error)
+        reason = format_exception(error, text=not of_device) + "; see the device's log" * of_device
         traceback.print_exc(file=sys.stderr)
         if is_out_of_memory(error):
             worker.release_networks()

@@ -25,7 +25,7 @@ from threadpoolctl import threadpool_limits
 
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import kind_of, read_names
-from pbfl_flwr.errors import PbflError, expanded
+from pbfl_flwr.errors import PbflError, expanded, quoting_data
 from pbfl_flwr.flower.messages.identity import ALLOWED_ID, NAME, is_number
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import architectures
@@ -171,7 +171,9 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
         if "dataset" not in node:
             changed["dataset"] = kind_of(path)
     if Path(labels := str(node.get("labels", ""))).is_absolute():
-        changed["labels"] = read_names(Path(labels))
+        with quoting_data(f"labels = '{labels}' in --node-config"):
+            changed["labels"] = read_names(Path(labels))
+            parse({"labels": changed["labels"]}, SECTIONS)
     code = code_in(node.get(key) for key in ("model", "dataset", "allow-code"))
     changed_settings = parse({**settings.as_dict(), **changed}, SECTIONS).allowing(code)
     networks = dict.fromkeys(architectures(changed_settings.models.models))

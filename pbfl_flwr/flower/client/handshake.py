@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType
 
 from pbfl_flwr import calls
 from pbfl_flwr.data import ClientData
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, quoting_data
 from pbfl_flwr.flower.client.device import choose_device, identify
 from pbfl_flwr.flower.client.session import architecture_for
 from pbfl_flwr.flower.client.worker import Run, Worker
@@ -38,7 +38,8 @@ def answer_handshake(message: Message, context: Context, worker: Worker) -> Mess
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
     data = worker.data_of(settings, identity)
     if worker.source is not None:
-        _check(data, worker.source)
+        with quoting_data("the data of the app"):
+            _check(data, worker.source)
     task = data.task(settings.models.feature_dim)
     architecture = architecture_for(settings, identity)
     check_augmentation(settings.training.augmentation, task)

@@ -7,6 +7,7 @@ computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from pbfl_flwr.config import Scalar, Settings, TrainingSettings, parse
 from pbfl_flwr.data import ClientData, LoadedData
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, quoting_data
 from pbfl_flwr.flower.client.device import Identity, own_settings, simulated
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.method import Method
@@ -122,10 +123,13 @@ class Worker:
         """Return the client's shards.
 
         Raises:
+            QuotesData: if data that a device may have for itself cannot be used.
             PbflError: if it has a name but no data of its own; also whatever the app's data function raises.
         """
+        data = settings.data
         if identity.own_data and self.configured:
-            return self._loaded.own(settings.data, identity.files)
+            with quoting_data(f"the data at {data.data_dir}"):
+                return self._loaded.own(data, identity.files)
         if isinstance(identity.client, str):
             need = "data-path in --node-config" if self.configured else "a client-id that is a number"
             raise PbflError(
@@ -133,8 +137,11 @@ class Worker:
                 f"{need}{', or a number instead, which takes that share of the common dataset' * self.configured}"
             )
         if self.source is None:
-            return self._loaded.client(settings.data, settings.run.num_clients, identity.client)
-        return self.source(settings, identity.client)
+            own = is_external(data.dataset) or "\n" in data.labels  # of a file
+            with quoting_data(f"dataset = '{data.dataset}'") if own else nullcontext():
+                return self._loaded.client(data, settings.run.num_clients, identity.client)
+        with quoting_data("the data of the app"):
+            return self.source(settings, identity.client)
 
     # Networks -----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import Task
 
 IDENTITY = "identity"  # key in a message's ConfigRecord
-LONGEST_LIST = 200  # characters of names in an error message
 # A name must not be a number: client-id='0' would otherwise be another client than client-id=0.
 NAME = re.compile(r"(?!\d+$)[A-Za-z0-9._-]{1,64}")
 ALLOWED_ID = "a whole number from 0, or a name of 1 to 64 letters, digits, '.', '_', '-' that is not a number"
@@ -60,11 +59,10 @@ def check_identity(config: ConfigRecord, client: int | str, data: ClientData) ->
         str(config[IDENTITY]).split("\n"),
         declared_identity(client, data.task(1), data.label_names, columns).split("\n"),
     )
-    classes = ", ".join(data.label_names)[:LONGEST_LIST]
     reasons = (
         f"client-id = {client!r} in --node-config: in this run the node is client {declared[0]}; start it with that id",
         f"its data are {current[1]}, but were {declared[1]} when it joined this run; restore them",
-        f"the classes of its data are {classes}, but were others when it joined this run; restore them",
+        "the classes of its data have other names, or another order, than when it joined this run; restore them",
         "the columns of its data have other names, or another order, than when it joined this run; restore them",
     )
     for reason, before, after in zip(reasons, declared, current, strict=True):

@@ -11,10 +11,13 @@ import pytest
 from filelock import Timeout
 from flwr.app import ConfigRecord, Message
 
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client_module
 from pbfl_flwr.flower.client.worker import Worker
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.prototypes.pipeline import Pipeline
+from tests.flower import sites
 from tests.flower.inprocess import NUM_CLIENTS, Answer, federation, plain
 
 ANSWER = """
@@ -121,3 +124,50 @@ def test_client_holds_the_lock_of_its_state_while_training(tmp_path: Path) -> No
     with patch.object(client_module, "_train_and_save", watching):
         run.run()
     assert locked == [True] * NUM_CLIENTS
+
+
+def leaky(*arguments: object) -> Any:
+    raise ValueError("Ann Smith")
+
+
+def leaks_in_round_2(method: Pipeline, client: Any, down: Any, update: Any = Pipeline.local_update) -> Any:
+    return leaky() if client.round == 2 else update(method, client, down)
+
+
+LEAKS: dict[
+    str, tuple[dict[str, str], Any, Any, str]
+] = {  # -> node, data of the app, training, what the server is told
+    "table": ({"data-path": "TMP/x.csv"}, None, None, "the data at TMP/x.csv cannot be used"),
+    "labels": ({"labels": "TMP/x.csv"}, None, None, "dataset = 'digits' cannot be used; "),
+    "names": ({"labels": "TMP/names"}, None, None, "labels = 'TMP/names' in --node-config cannot be used; "),
+    "function": (
+        {"dataset": f"{__name__}:leaky"},
+        None,
+        None,
+        "leaky' cannot be used: ValueError (test_app.py:",
+    ),
+    "app": ({}, leaky, None, "ValueError (test_app.py:"),
+    "trial": ({"data-path": "TMP/data.npz"}, None, leaky, "on 2 samples: ValueError (test_app.py:"),
+    "round": ({"data-path": "TMP/data.npz"}, None, leaks_in_round_2, "client 0: ValueError (test_app.py:"),
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_text_that_may_quote_its_data_stays_on_a_device(
+    tmp_path: Path, leak: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node, data, training, told = LEAKS[leak]
+    sites.write_site(tmp_path, 1)
+    (tmp_path / "x.csv").write_text("x,label\n1,cat\nAnn Smith,dog\n")
+    (tmp_path / "names").write_text("Ann Smith\nAnn Smith\n")
+    where = {key: text.replace("TMP", str(tmp_path)) for key, text in node.items()}
+    whole: dict[str, Scalar] = {"client-id": 0, "state-dir": str(tmp_path / "state"), **where}
+    with (
+        patch.object(Pipeline, "local_update", training or Pipeline.local_update),
+        pytest.raises(PbflError) as caught,
+    ):
+        sites.run(tmp_path, [whole], data=data, num_server_rounds=2).run()
+    assert told.replace("TMP", str(tmp_path)) in str(caught.value)
+    assert "; see the device's log" in str(caught.value)
+    assert "Ann" not in str(caught.value)
+    assert "Ann Smith" in caplog.text + capsys.readouterr().err
