@@ -32,7 +32,7 @@ from pbfl_flwr.models.precision import set_precision
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.cuda_graph import Recordings
-from pbfl_flwr.util.user_code import UserCode, is_external
+from pbfl_flwr.util.user_code import UserCode, import_function, is_external
 
 P = TypeVar("P", bound=Payload)
 DataSource = Callable[[Settings, int], ClientData]
@@ -127,6 +127,8 @@ class Worker:
             PbflError: if it has a name but no data of its own; also whatever the app's data function raises.
         """
         data = settings.data
+        if of_code := self.configured and is_external(data.dataset):
+            import_function("dataset", data.dataset)  # what is wrong with it does not quote data
         if identity.own_data and self.configured:
             with quoting_data(f"the data at {data.data_dir}"):
                 return self._loaded.own(data, identity.files)
@@ -137,7 +139,7 @@ class Worker:
                 f"{need}{', or a number instead, which takes that share of the common dataset' * self.configured}"
             )
         if self.source is None:
-            own = is_external(data.dataset) or "\n" in data.labels  # of a file
+            own = of_code or "\n" in data.labels  # of a file
             with quoting_data(f"dataset = '{data.dataset}'") if own else nullcontext():
                 return self._loaded.client(data, settings.run.num_clients, identity.client)
         with quoting_data("the data of the app"):
