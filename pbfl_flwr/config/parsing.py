@@ -153,7 +153,7 @@ def named_arguments(text: str) -> dict[str, Any]:
 def _inline_table(text: str, form: str, depth: int) -> dict[str, Any]:
     try:
         document = parse_toml(f"values = {{{text}}}")
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{form} ({error})") from None
     values: dict[str, Any] = document["values"]
     if len(document) > 1 or not all(_is_scalar(value, depth) for value in values.values()):

@@ -7,6 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ def parse_toml(text: str) -> dict[str, Any]:
         tomllib.TOMLDecodeError: if it is not TOML.
     """
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+        with suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(text)
         return tomllib.loads(SHORT_NUMBER.sub(_in_full, text))
+    except (ValueError, RecursionError) as error:  # also of thousands of digits, or of brackets in each other
+        raise tomllib.TOMLDecodeError(str(error)) from None
 
 
 def _in_full(found: re.Match[str]) -> str:
