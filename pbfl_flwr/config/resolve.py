@@ -35,6 +35,8 @@ G = TypeVar("G", bound=Group)
 APP = "app."
 """Prefix of the keys that an app has for itself; this project only hands them on, see :attr:`Settings.app`."""
 
+LARGEST = 1e18  # number of a key: float32 holds a product of two, Flower sends whole numbers of 64 bits
+
 # One row per key, one column per protocol: the behaviour of the published code bases (sources: the method cards).
 # A row "<method>.<key>" overrides it for one method.
 PROTOCOLS: dict[str, dict[str, str | int]] = {
@@ -280,7 +282,11 @@ PLAIN = {
 def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, problems: list[str]) -> G | None:
     """Return a group of these values, or None after appending a line for every invalid one."""
     try:
-        return group.model_validate(values)
+        parsed = group.model_validate(values)
+        for key, value in parsed.model_dump(by_alias=True).items():
+            if isinstance(value, int | float) and value > LARGEST:
+                problems.append(f"{prefix}{key} = {value!r}: must be at most {LARGEST:g}")
+        return parsed
     except ValidationError as error:
         by_key: dict[str, list[str]] = {}
         for problem in error.errors():

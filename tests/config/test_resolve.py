@@ -75,6 +75,14 @@ def test_values_that_cannot_be_sent_or_recorded_are_refused_in_keys_of_an_app_to
     ]
 
 
+def test_numbers_with_which_nothing_can_be_computed_are_refused() -> None:
+    assert error_lines({"learning-rate": 1e300, "patience": 2**70, "fedtgp.rate": 3e38}) == [
+        f"patience = {2**70}: must be at most 1e+18",
+        "learning-rate = 1e+300: must be at most 1e+18",
+        "fedtgp.rate = 3e+38: must be at most 1e+18",
+    ]
+
+
 def test_a_common_key_in_a_table_is_told_where_it_belongs() -> None:
     preset = tomllib.loads("[fedtgp]\nlocal-epochs = 2\nbatch-size = 4\n[training]\nmomentum = 0.5\nfoo = 1")
     lines = error_lines(flatten(preset))
