@@ -18,9 +18,7 @@ from pbfl_flwr.runs.saved_model import Card, fault
 from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.util.atomic_files import NODE
 
-UNKEPT = (
-    "; a client has one once it has trained, one of FedAvg and its kind only with client-states = 'always'"
-)
+UNKEPT = "; a client's state is stored once it has trained, with FedAvg and its kind only if client-states = 'always'"
 MAX_FILES = 100_000  # clients of a run
 
 

@@ -77,11 +77,11 @@ def test_a_repeated_question_gets_the_same_answer(tmp_path: Path) -> None:
 def test_an_export_says_what_to_set(tmp_path: Path) -> None:
     run = federation(tmp_path, "fedavg", **KEYS).run()
     with pytest.raises(
-        PbflError, match="once it has trained, one of FedAvg and its kind only with client-states = 'always'"
+        PbflError, match="once it has trained, with FedAvg and its kind only if client-states = 'always'"
     ):
         averaged(run.directory.path)
     with pytest.raises(
-        PbflError, match="once it has trained, one of FedAvg and its kind only with client-states = 'always'"
+        PbflError, match="once it has trained, with FedAvg and its kind only if client-states = 'always'"
     ):
         state_file(run.directory.path, "1")
 
