@@ -507,7 +507,7 @@ class PrivacySettings(Group):
         description="z, noise multiplier: standard deviation of the Gaussian noise divided by the sensitivity; 0 "
         "is off",
     )
-    dp_delta: float = Field(1e-5, gt=0, lt=1, description="δ for which ε is reported")
+    dp_delta: float = Field(1e-5, ge=1e-15, lt=1, description="δ for which ε is reported")
     dp_unit: DpUnit = Field(
         "client", description="unit of protection: all data of a client, or one sample for a given network"
     )

@@ -45,6 +45,7 @@ from pbfl_flwr.prototypes.rules import rule_named
 from pbfl_flwr.prototypes.stages import scale_by_counts
 from pbfl_flwr.util.extras import require
 
+LEAST_NOISE = 1e-6  # of z; float32 rounds less away
 RELEASES = "releases"  # name in the client's memory of its number of noisy releases
 
 
@@ -194,6 +195,10 @@ def release(settings: PrivacySettings, rule: str, *, sends_total: bool, once: bo
     sent = rule_named(rule)
     if not settings.dp_noise:
         return Release(settings, sent.scaled)
+    if settings.dp_noise < LEAST_NOISE:
+        raise PbflError(
+            f"dp-noise = {settings.dp_noise:g}: so little hides nothing; must be 0, or at least {LEAST_NOISE:g}"
+        )
     if not settings.dp_clip:
         raise PbflError(
             "dp-noise needs a clipping norm, which bounds the sensitivity; dp-clip must be above 0"

@@ -228,6 +228,8 @@ NOISE: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 1.0}
     ("keys", "message"),
     [
         ({"dp-noise": 1.0}, "dp-noise needs a clipping norm"),
+        ({"dp-noise": 1e-320, "dp-clip": 1.0}, "hides nothing; must be 0, or at least 1e-06"),
+        ({**NOISE, "dp-delta": 1e-320}, "must be greater than or equal to 0.000000000000001"),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "weighted"}, "sends exact counts"),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "ppa"}, "sends n_i exactly; set total-examples"),
         ({**NOISE, "method": "tinyproto"}, "sends n_i exactly; set aps-scale to a number"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from flwr.common.constant import ErrorCode
 
 from pbfl_flwr.config import RunSettings, Settings, TrainingSettings
@@ -10,7 +9,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.replies import Replies, worker_died
 from pbfl_flwr.flower.server.roster import Roster
-from pbfl_flwr.payloads import Payload
+from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.task import Task
 
 # Flower's errors for a node whose heartbeats or reply were lost.
 LOST = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
@@ -88,15 +88,16 @@ def _need_steps(replies: Replies, training: TrainingSettings) -> None:
         )
 
 
-def need_finite(broadcast: Payload, server_round: int) -> None:
-    """Check that the next broadcast is finite.
+def need_usable(broadcast: Payload, kind: type[Payload], task: Task, server_round: int) -> None:
+    """Check that clients can read the next broadcast, which is of this kind: its numbers are finite and bounded.
 
     Raises:
         RunEnded: naming the tensor that is not.
     """
-    for name, tensor in broadcast.to_tensors().items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise RunEnded(
-                f"round {server_round}: after aggregation '{name}' of the broadcast holds NaN or infinity; lower the "
-                f"learning rates. Rounds up to {server_round - 1} are kept"
-            )
+    try:
+        kind.from_tensors(broadcast.to_tensors(), task)
+    except RejectedPayload as error:
+        raise RunEnded(
+            f"round {server_round}: after aggregation the broadcast would be rejected: {error}; lower the learning "
+            f"rates. Rounds up to {server_round - 1} are kept"
+        ) from None

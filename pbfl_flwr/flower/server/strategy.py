@@ -301,7 +301,7 @@ class MethodStrategy(hooks.Hooks):
             uploads: client id -> upload, already validated.
 
         Raises:
-            RunEnded: if the aggregate is not finite.
+            RunEnded: if clients would reject the next broadcast, e.g. since it is not finite.
         """
         run = self.settings.run
         M = len(self._clients.roster.clients) if self.membership else run.num_clients
@@ -311,7 +311,8 @@ class MethodStrategy(hooks.Hooks):
         with seeds.seeded(seeds.derive(run.seed, "server", server_round)):
             state = self.method.aggregate(self.state, uploads, round_info)
         calls.as_state(self.method, state, self.method.aggregate)
-        stopping.need_finite(calls.broadcast(self.method, state, min(uploads, default=0)), server_round)
+        broadcast = calls.broadcast(self.method, state, min(uploads, default=0))
+        stopping.need_usable(broadcast, self.method.down, self._task, server_round)
         return state
 
     def _finished(self, replies: Replies, started: float, grid: Grid | None = None) -> FinishedRound:

@@ -102,12 +102,18 @@ def test_an_aggregate_fit_that_returns_nothing_is_named_with_its_place() -> None
         federate_app(Forgetful(settings), make_client_app(None, settings))
 
 
-def test_non_finite_aggregate_ends_the_run_and_keeps_the_state() -> None:
+@pytest.mark.parametrize(
+    ("value", "found"), [(float("nan"), "NaN or infinity"), (2e8, "2e+08, must be at most")]
+)
+def test_an_aggregate_that_clients_would_reject_ends_the_run_and_keeps_the_state(
+    value: float, found: str
+) -> None:
     strategy = strategy_of(method="fedproto")
     strategy.begin(TASK)
     before = strategy.state
-    bad = replace(prototypes(0, [1]), values=torch.full((4, 6), float("nan")))
-    with pytest.raises(RunEnded, match="round 1: after aggregation 'rows' of the broadcast holds NaN"):
+    bad = replace(prototypes(0, [1]), values=torch.full((4, 6), value))
+    says = f"round 1: after aggregation the broadcast would be rejected: 'rows' holds {found}"
+    with pytest.raises(RunEnded, match=re.escape(says)):
         strategy.aggregate_fit(1, {0: bad})
     assert strategy.state is before
 
