@@ -48,7 +48,7 @@ class Config(Group):
     smoothing: float = Field(
         0.9, ge=0, le=1, description="ρ, share of the old classifier row in its moving average"
     )
-    scale: Annotated[float, Field(gt=0)] | Auto = Field(
+    scale: Annotated[float, Field(gt=0, le=1e6)] | Auto = Field(
         "auto", description="s, initial scale of the cosine logits; auto: 20 for resnet*, else 1"
     )
 

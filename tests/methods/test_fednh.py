@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
+from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.methods.fednh import SCALE, move_rows, spread_rows
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
@@ -96,6 +99,13 @@ def test_scale_starts_as_in_the_reference(make_method):
     assert make_method("fednh", models="resnet8").scale == 20.0
     assert make_method("fednh", models="cnn4").scale == 1.0
     assert make_method("fednh", models="cnn4", own={"scale": 7.0}).scale == 7.0
+
+
+def test_a_scale_that_clients_would_reject_is_refused():
+    with pytest.raises(
+        PbflError, match=r"^fednh.scale = 1000000000.0: must be less than or equal to 1000000"
+    ):
+        parse({"method": "fednh", "fednh.scale": 1e9}, SECTIONS)
 
 
 def test_a_parameter_of_the_network_may_be_called_scale(make_method, make_client, task):
