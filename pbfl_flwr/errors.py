@@ -65,7 +65,7 @@ def in_utf8(what: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PbflError(f"{what} = {text!r}: must be a name in UTF-8; rename it") from None
+        raise PbflError(f"{what} = {text!r}: must be text in UTF-8; rename what has this name") from None
     return text
 
 

@@ -120,7 +120,7 @@ TABLES = ("compare table.toml", "sweep fedproto-digits --set cps-dim=8,16")
         ("deploy local --node \"data-path='nowhere.npz'\"", "--node 0: "),
         ("deploy local --node client-id=1 --node client-id=1", "--node 0 and --node 1: both are client-id 1"),
         ("deploy local --method fedprot", "fedproto"),
-        ("deploy local --run-dir r\udcfc", "must be a name in UTF-8; rename it"),
+        ("deploy local --run-dir r\udcfc", "must be text in UTF-8; rename what has this name"),
         ("deploy local --resume nowhere", "no run.json"),
         ("deploy local --resume nowhere -n 2", "--resume: "),
         (

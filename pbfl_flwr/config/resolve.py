@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from pbfl_flwr.config.keys import (
     TrainingSettings,
 )
 from pbfl_flwr.config.parsing import Group, Scalar, named_values
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, in_utf8
 from pbfl_flwr.util.user_code import code_in
 
 G = TypeVar("G", bound=Group)
@@ -146,8 +145,10 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
         else:
             problems.append(_unknown(name, known, sections))
             continue
-        if must_be := _storable(value, table):
-            problems.append(f"{name} = {value!r}: must be {must_be}")
+        try:
+            _check_storable(name, value, own=table == APP)
+        except PbflError as error:
+            problems.append(str(error))
             continue
         by_table.setdefault(table, {})[key] = int(value) if _is_whole(value) else value
     problems = [*dict.fromkeys(problems)]
@@ -205,14 +206,23 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _storable(value: Scalar, table: str) -> str:
-    """Return what a value must be that can be sent and recorded; empty if it is, or if its group says so by itself."""
+def _check_storable(name: str, value: Scalar, *, own: bool) -> None:
+    """Check that a value can be sent and recorded.
+
+    Args:
+        name: of the key.
+        value: of the key.
+        own: whether it is a key of an app, which no group bounds.
+
+    Raises:
+        PbflError: saying what it must be.
+    """
     if isinstance(value, str):
-        return "a text that UTF-8 can encode" if re.search("[\ud800-\udfff]", value) else ""
-    if table == APP and isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return "a number of at most 64 bits"
-    infinite = table == APP and isinstance(value, float) and not math.isfinite(value)
-    return "a finite number" if infinite else ""
+        in_utf8(name, value)
+    elif own and isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise PbflError(f"{name} = {value}: must be a number of at most 64 bits")
+    elif own and isinstance(value, float) and not math.isfinite(value):
+        raise PbflError(f"{name} = {value}: must be a finite number")
 
 
 def _conflicts(settings: Settings) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 from pbfl_flwr.config import comma_list
 from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.runs.records import Record, RoundRecord, RunRecord
+from pbfl_flwr.util.addresses import split_address
 from pbfl_flwr.util.extras import lacking
 
 Metrics = dict[str, float]
@@ -84,13 +85,7 @@ def prometheus_address() -> tuple[str, int]:
     Raises:
         PbflError: if it is not HOST:PORT.
     """
-    given = os.environ.get("PBFL_PROMETHEUS", "127.0.0.1:9464")
-    host, _, port = given.rpartition(":")
-    if not (host and re.fullmatch("[0-9]{1,5}", port) and int(port) < 2**16):
-        raise PbflError(
-            f"PBFL_PROMETHEUS = '{given}' in the environment: must be HOST:PORT, such as 127.0.0.1:9464"
-        )
-    return host.strip("[]"), int(port)  # [::1]:9464
+    return split_address(os.environ.get("PBFL_PROMETHEUS", "127.0.0.1:9464"), "PBFL_PROMETHEUS =")
 
 
 class Sinks:

@@ -70,8 +70,8 @@ def test_values_that_cannot_be_sent_or_recorded_are_refused_in_keys_of_an_app_to
         "app.a = nan: must be a finite number",
         "app.b = -inf: must be a finite number",
         f"app.c = {2**63}: must be a number of at most 64 bits",
-        r"app.d = 'a\ud800': must be a text that UTF-8 can encode",
-        r"data-dir = '/a\udcff': must be a text that UTF-8 can encode",
+        r"app.d = 'a\ud800': must be text in UTF-8; rename what has this name",
+        r"data-dir = '/a\udcff': must be text in UTF-8; rename what has this name",
     ]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from pbfl_flwr import sinks
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.deploy.processes import free_port
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import RunRecord
@@ -164,15 +165,15 @@ def test_a_run_that_does_not_finish_is_marked(
     assert sink.ending == ending
 
 
-@pytest.mark.parametrize("address", ["", "9464", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536"])
+@pytest.mark.parametrize(
+    "address", ["", "9464", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:0", "127.0.0.1:65536"]
+)
 def test_the_address_of_prometheus_is_checked_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setitem(sinks.SINKS, "prometheus", ("json", sinks.SINKS["prometheus"][1]))
     monkeypatch.setenv("PBFL_PROMETHEUS", address)
-    with pytest.raises(
-        PbflError, match=f"^PBFL_PROMETHEUS = '{address}' in the environment: must be HOST:PORT"
-    ):
+    with pytest.raises(PbflError, match=f"^PBFL_PROMETHEUS = '{address}': must be HOST:PORT"):
         sinks.check("prometheus")
     monkeypatch.setenv("PBFL_PROMETHEUS", "[::1]:9464")
     assert sinks.prometheus_address() == ("::1", 9464)
@@ -249,7 +250,7 @@ def test_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = pytest.importorskip("pbfl_flwr.sinks.prometheus").Prometheus
     close = module.close
     monkeypatch.setattr(module, "close", scrape)
-    monkeypatch.setenv("PBFL_PROMETHEUS", "127.0.0.1:0")
+    monkeypatch.setenv("PBFL_PROMETHEUS", f"127.0.0.1:{free_port()}")
     opened = module(tmp_path / "new", MagicMock(clients=[]))
     scrape(opened)
     close(opened, "finished")

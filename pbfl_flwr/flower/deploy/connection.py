@@ -1,4 +1,4 @@
-"""A server's address, and the certificate that it shows there."""
+"""The certificate that a server shows at its address."""
 
 from __future__ import annotations
 
@@ -9,19 +9,7 @@ from pathlib import Path
 from cryptography import x509
 
 from pbfl_flwr.errors import PbflError
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return (host, port) of HOST:PORT or [IPv6]:PORT.
-
-    Raises:
-        PbflError: if it is no such address.
-    """
-    host, _, port = address.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise PbflError(f"address {address!r}: must be HOST:PORT, e.g. fl.example.org:9092")
-    return host, int(port)
+from pbfl_flwr.util.addresses import split_address
 
 
 def server_certificate(address: str, ca: Path | None, timeout: float = 10.0) -> x509.Certificate:

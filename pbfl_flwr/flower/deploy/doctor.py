@@ -36,6 +36,7 @@ from pbfl_flwr.flower.deploy import connection
 from pbfl_flwr.flower.deploy.admission import check_admission
 from pbfl_flwr.flower.deploy.findings import FAILED, OK, WARNING, Finding
 from pbfl_flwr.flower.deploy.processes import health
+from pbfl_flwr.util.addresses import split_address
 from pbfl_flwr.util.memory import available_memory
 from pbfl_flwr.util.paths import home
 
@@ -144,7 +145,7 @@ def check_key_file(path: Path) -> Finding:
 def check_address(what: str, address: str) -> Finding:
     """Check that the host name resolves and the port accepts connections."""
     try:
-        host, port = connection.split_address(address)
+        host, port = split_address(address)
         ip = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except PbflError as error:
         return Finding(what, FAILED, str(error))
@@ -182,7 +183,7 @@ def check_control_api(address: str, ca: Path | None, insecure: bool) -> Finding:
     reachable = check_address(what, address)
     if reachable.status is not OK:
         return reachable
-    host, port = connection.split_address(address)
+    host, port = split_address(address)
     try:
         health(host, port, None if insecure else ssl.create_default_context(cafile=ca), ANSWER_SECONDS)
     except (OSError, http.client.HTTPException) as error:

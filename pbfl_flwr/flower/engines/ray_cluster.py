@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.util.addresses import HOST_AND_PORT, split_address
 
 CONNECT_SECONDS = 10.0
 
@@ -53,16 +54,14 @@ def _need_answer(address: str) -> None:
     """Check that something answers at HOST:PORT; Ray would try for many minutes."""
     if address in ("", "auto"):
         return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not (host and port.isdigit()):
-        raise PbflError(f"--ray-address {address}: must be HOST:PORT, e.g. 192.168.1.5:6379, or auto")
+    place = split_address(address.removeprefix("ray://"), "--ray-address", f"{HOST_AND_PORT}, or auto")
     try:
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
+        socket.create_connection(place, CONNECT_SECONDS).close()
+    except OSError as error:
         raise _no_cluster(address, error) from None
 
 
-def _no_cluster(address: str, error: OSError | OverflowError) -> PbflError:
+def _no_cluster(address: str, error: OSError) -> PbflError:
     return PbflError(f"--ray-address {address}: no Ray cluster answers ({error})")
 
 

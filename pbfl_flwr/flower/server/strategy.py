@@ -204,7 +204,7 @@ class MethodStrategy(hooks.Hooks):
             written.set_waiting("")  # a killed server may have left a line
             if self.membership is None:
                 self.prepare(grid)
-            ending: Ending = "killed"
+            ending: Ending = "failed"
             try:
                 if self.done >= self._last_round:
                     log(INFO, "nothing to do: %s of %s rounds are finished", self.done, self._last_round)
@@ -216,8 +216,8 @@ class MethodStrategy(hooks.Hooks):
                 if self._last_round < self.schedule.num_rounds:
                     written.end_early(self.done)
                 ending = "finished"
-            except Exception:
-                ending = "failed"
+            except (KeyboardInterrupt, SystemExit):
+                ending = "killed"
                 raise
             finally:
                 written.close(ending)

@@ -134,9 +134,8 @@ def leaks_in_round_2(method: Pipeline, client: Any, down: Any, update: Any = Pip
     return leaky() if client.round == 2 else update(method, client, down)
 
 
-LEAKS: dict[
-    str, tuple[dict[str, str], Any, Any, str]
-] = {  # -> node, data of the app, training, what the server is told
+# name -> node, data of the app, training, what the server is told
+LEAKS: dict[str, tuple[dict[str, str], Any, Any, str]] = {
     "table": ({"data-path": "TMP/x.csv"}, None, None, "the data at TMP/x.csv cannot be used"),
     "labels": ({"labels": "TMP/x.csv"}, None, None, "dataset = 'digits' cannot be used; "),
     "names": ({"labels": "TMP/names"}, None, None, "labels = 'TMP/names' in --node-config cannot be used; "),

@@ -16,7 +16,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy import certificates as security
-from pbfl_flwr.flower.deploy.connection import server_certificate, split_address
+from pbfl_flwr.flower.deploy.connection import server_certificate
+from pbfl_flwr.util.addresses import split_address
 
 
 @contextmanager

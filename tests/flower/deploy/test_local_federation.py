@@ -100,7 +100,7 @@ def test_invalid_nodes_are_refused_before_they_start(tmp_path: Path) -> None:
         ({"client-id": 1.5}, "client-id = 1.5 in --node-config: must be a whole number"),
         ({"client-id": "a b"}, "client-id = 'a b' in --node-config: must be a whole number"),
         ({"data-client": "x"}, "data-client = 'x' in --node-config: must be a whole number"),
-        ({"state-dir": "/s\udcfc"}, "state-dir = '/s\\udcfc': must be a name in UTF-8"),
+        ({"state-dir": "/s\udcfc"}, "state-dir = '/s\\udcfc': must be text in UTF-8"),
     ):
         with pytest.raises(PbflError, match=re.escape(f"--node 0: {text}")):
             deployment.check(settings, deployment.complete([refused], 2, tmp_path))
