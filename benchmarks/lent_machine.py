@@ -24,7 +24,8 @@ from pathlib import Path
 from pbfl_flwr.runs.directory import RunDirectory
 
 GRACE = 30.0
-STATES = ("*.safetensors", "clients", "*.lock", ".*")
+"""Seconds from the interruption to the kill, after which the runs end by themselves."""
+STATES_AND_LOCKS = ("*.safetensors", "clients", ".*")
 
 
 def main() -> int:
@@ -70,7 +71,7 @@ def archive(out: Path, file: Path) -> None:
     """Write a directory's records, without states and locks, and print how far its runs are."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "records"
-        shutil.copytree(out, copy, ignore=shutil.ignore_patterns(*STATES))
+        shutil.copytree(out, copy, ignore=shutil.ignore_patterns(*STATES_AND_LOCKS))
         with tarfile.open(file, "w:xz") as records:
             records.add(copy, arcname=".")
     for run in runs_in(out):
@@ -87,7 +88,7 @@ def collect(file: Path, out: Path) -> None:
         for run in runs_in(Path(scratch)):
             name = run.path.relative_to(scratch)
             if (out / name).exists():
-                print(f"{name}: is there")
+                print(f"{name}: is there, {progress(RunDirectory(out / name))}")
             elif not run.result():
                 print(f"{name}: left out, {progress(run)}")
             else:
