@@ -76,17 +76,19 @@ def _scores(
     loss = 0.0
     for inputs, labels in each_batch(client, shard):
         features = client.model.features(inputs)
-        answered = logits = client.model.head(features)
+        logits = client.model.head(features)
+        answered = logits[: len(labels)]
         for name, predictor in predictors.items():
             if isinstance(predictor, WithInputs):
                 found = predictor(inputs, features, logits)
             else:
                 found = predictor(features, logits)
             scores = returned(predictor, found, Tensor)
-            if scores.shape != (len(labels), client.task.num_classes):
+            if scores.shape != (len(inputs), client.task.num_classes):
                 raise ValueError(
                     f"predictor '{name}' returns scores of shape {tuple(scores.shape)}, expected (B, K)"
                 )
+            scores = scores[: len(labels)]
             if not bool(torch.isfinite(scores).all()):
                 raise Diverged(f"predictor '{name}' gives scores that are not finite; {REMEDY}")
             answer = scores.argmax(dim=1)

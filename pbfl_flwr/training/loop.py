@@ -28,6 +28,7 @@ Loss = Callable[..., Mapping[str, Tensor]]
 
 
 REMEDY = "lower learning-rate, or set max-grad-norm"
+SMALLEST_FILLED = 32  # samples of a batch on a GPU in evaluation
 
 
 class Diverged(PbflError):
@@ -307,18 +308,34 @@ def take(
 
 
 def each_batch(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (inputs (B, ...), labels (B,)) over a shard, in large batches, with the network in evaluation mode."""
+    """Yield (inputs (F, ...), labels (B,)) over a shard, in large batches, with the network in evaluation mode.
+
+    On a CPU F = B. On a GPU the last batch is filled with samples of the shard, F >= B, and what a network says of the
+    rows from B on is to be discarded: cuDNN takes seconds for a network and a batch size that it has not met.
+    """
     client.model.eval()
-    size = client.evaluation.eval_batch_size
-    for start in range(0, len(shard.labels), size):
-        yield take(client.data, shard, slice(start, start + size), client.device, client.training.layout)
+    count, size = len(shard.labels), client.evaluation.eval_batch_size
+    fill = client.device.type == "cuda"
+    if fill:
+        size = _filled_size(count, size)
+    for start in range(0, count, size):
+        index: Tensor | slice = slice(start, start + size)
+        if fill and start + size > count:
+            index = torch.arange(start, start + size, device=shard.labels.device) % count
+        inputs, labels = take(client.data, shard, index, client.device, client.training.layout)
+        yield inputs, labels[: count - start]
+
+
+def _filled_size(count: int, largest: int) -> int:
+    """Return the size of a GPU's batches: a power of two for a shard below the largest, so that sizes are few."""
+    return min(largest, max(SMALLEST_FILLED, 1 << (count - 1).bit_length()))
 
 
 @torch.no_grad()
 def each_feature(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (features (B, d), labels (B,)) over a shard in evaluation mode, in large batches."""
     for inputs, labels in each_batch(client, shard):
-        yield client.model.features(inputs), labels
+        yield client.model.features(inputs)[: len(labels)], labels
 
 
 def fixed_features(client: Client) -> tuple[Tensor, Tensor] | None:

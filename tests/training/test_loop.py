@@ -29,6 +29,7 @@ from pbfl_flwr.training.loop import (
     rate_factor,
 )
 from pbfl_flwr.training.optimizers import ParamGroup, param_group
+from tests.pretend_card import CUDA, card
 
 TASK = Task(num_classes=3, feature_dim=5, input_shape=(4,))
 SETTINGS = TrainingSettings(batch_size=4, learning_rate=0.1, batch_order="shuffled", drop_last="small")
@@ -579,6 +580,54 @@ def test_features_come_in_order_and_in_evaluation_mode() -> None:
     assert torch.equal(torch.cat([labels for _, labels in parts]), data(9).train.labels)
     assert not changed(before, who.model)
     assert not any(features.requires_grad for features, _ in parts)
+
+
+@pytest.mark.parametrize(
+    ("n", "largest", "sizes"),
+    [
+        (9, 4, [4, 4, 4]),
+        (9, 64, [32]),  # no smaller ones, so that sizes are few
+        (33, 64, [64]),
+        (64, 64, [64]),
+        (130, 64, [64, 64, 64]),
+        (0, 64, []),
+    ],
+)
+def test_batches_of_a_card_are_filled_in_evaluation(
+    n: int, largest: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN takes seconds for every new batch size."""
+    on_cpu = replace(client(n=n), evaluation=EvaluationSettings(eval_batch_size=largest))
+    on_cpu = replace(on_cpu, data=replace(on_cpu.data, test=on_cpu.data.train))
+    predictors: dict[str, Any] = {
+        "head": head_scores,
+        "nearest": Nearest(torch.eye(3, 5), torch.ones(3, dtype=torch.bool)),
+    }
+    expected = torch.cat(
+        [features for features, _ in each_feature(on_cpu, on_cpu.data.train)] or [torch.zeros(0, 5)]
+    )
+    met = list[int]()
+    with card():
+        model: Any = Net().to(CUDA)
+        who = replace(on_cpu, model=model, data=on_cpu.data.on(CUDA))
+        features_of = model.features
+
+        def features(inputs: Tensor) -> Tensor:
+            met.append(len(inputs))
+            result: Tensor = features_of(inputs)
+            return result
+
+        monkeypatch.setattr(model, "features", features)
+        parts = list(each_feature(who, who.data.train))
+        scores = evaluate(who, predictors, ("nearest",))
+        found = torch.cat([features.cpu() for features, _ in parts] or [torch.zeros(0, 5)])
+        labels = torch.cat([labels.cpu() for _, labels in parts] or [torch.zeros(0)])
+    assert met == sizes * 2
+    assert torch.allclose(found, expected)
+    assert labels.tolist() == on_cpu.data.train.labels.tolist()
+    of_cpu = evaluate(on_cpu, predictors, ("nearest",))
+    assert (scores.num_samples, scores.correct) == (n, of_cpu.correct)
+    assert scores.loss == pytest.approx(of_cpu.loss)
 
 
 def test_nearest_prefers_the_nearest_candidate() -> None:
