@@ -7,7 +7,8 @@ A step of FedProto with the four networks of ``heterogeneous-4``, batches of 32 
 in one process: kernels of a step, their seconds, those of a replay. Then in all processes together: steps per second,
 and the seconds of 1,400 steps, which is a round of 20 clients with 70 batches each. The variants: images contiguous or
 channels-last; BatchNorm's counters of batches, which nothing reads, advanced by one kernel instead of one a layer;
-bodies compiled by ``torch.compile``, whose first seconds count as "start". Without a GPU nothing is measured.
+ReLU6 and SiLU out of place, since in place a step copies their inputs for its backward pass; bodies compiled by
+``torch.compile``, whose first seconds count as "start". Without a GPU nothing is measured.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ from pbfl_flwr.util.cuda_graph import Recordings
 
 NETWORKS = FAMILIES["heterogeneous-4"]
 TASK, BATCH, STEPS = Task(10, 512, (3, 32, 32)), 32, 70
-VARIANTS = ("contiguous", "channels-last", "channels-last, counters", "channels-last, compiled")
+VARIANTS = (
+    "contiguous",
+    "channels-last",
+    "channels-last, counters",
+    "channels-last, out of place",
+    "channels-last, compiled",
+)
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -51,6 +58,10 @@ def step_of(architecture: str, variant: str) -> tuple[Step, Tensor, Tensor]:
             if isinstance(layer, nn.BatchNorm2d) and layer.num_batches_tracked is not None:
                 counters.append(layer.num_batches_tracked)
                 layer.num_batches_tracked = None
+    if variant.endswith("out of place"):
+        for layer in model.modules():
+            if isinstance(layer, (nn.ReLU6, nn.SiLU)):
+                layer.inplace = False
     features: Any = torch.compile(model.features) if variant.endswith("compiled") else model.features
     optimizer, prototypes = SGD([param_group(model)], 0.01), torch.randn(10, 512, device="cuda")
 
