@@ -59,7 +59,8 @@ class WithInputs:
 Predictor = Callable[..., Tensor]
 """(features (B, d), logits (B, K)) -> finite scores (B, K); the class with the highest score is predicted.
 
-One that is a :class:`WithInputs` gets the inputs as well.
+A sample's scores must not depend on the rest of its batch: its size is a device's choice, and a GPU's last one is
+filled up with samples scored before. One that is a :class:`WithInputs` gets the inputs as well.
 """
 
 EXCLUDED = -1e30

@@ -28,7 +28,7 @@ Loss = Callable[..., Mapping[str, Tensor]]
 
 
 REMEDY = "lower learning-rate, or set max-grad-norm"
-SMALLEST_FILLED = 32  # samples of a batch on a GPU in evaluation
+SMALLEST_FILLED = 32  # the smallest batch of a GPU in evaluation
 
 
 class Diverged(PbflError):

@@ -46,9 +46,8 @@ def alike(tmp_path: Path, method: str, keys: dict[str, Any], **how: Any) -> None
         card(),
         patch.object(session, "choose_device", lambda wanted: CUDA),
         patch.object(session, "make_deterministic"),
-        patch.object(
-            loop, "_filled_size", min
-        ),  # another size would round differently on the CPU that computes
+        # not filled, since the CPU that computes rounds differently with another size
+        patch.object(loop, "_filled_size", min),
     ):
         on_card = federation(tmp_path / "card", method, num_clients=2, **how, **keys).run()
     assert [line.failures for line in on_card.strategy.history] == [[], []]

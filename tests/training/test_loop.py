@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import EvaluationSettings, TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
-from pbfl_flwr.method import EXCLUDED, Client, Nearest, head_scores
+from pbfl_flwr.method import EXCLUDED, Client, Nearest, WithInputs, head_scores
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import loop as training
@@ -602,6 +602,7 @@ def test_batches_of_a_card_are_filled_in_evaluation(
     predictors: dict[str, Any] = {
         "head": head_scores,
         "nearest": Nearest(torch.eye(3, 5), torch.ones(3, dtype=torch.bool)),
+        "local": WithInputs(lambda inputs, features, logits: inputs[:, :3]),
     }
     expected = torch.cat(
         [features for features, _ in each_feature(on_cpu, on_cpu.data.train)] or [torch.zeros(0, 5)]
