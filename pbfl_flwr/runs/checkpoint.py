@@ -1,6 +1,12 @@
-"""The server's checkpoints: the state after the last round, and the state with the best accuracy so far."""
+"""The server's checkpoints: the state after the last round, and the state with the best accuracy so far.
+
+A round counts once its line is in rounds.jsonl. Its files are written before that into a directory beside those of the
+round before, and take their place afterwards, so that files and histories are of the same rounds.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from pbfl_flwr.payloads import RejectedPayload, Serializable
 from pbfl_flwr.runs.directory import (
@@ -15,29 +21,44 @@ from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import DamagedState
 
 
-def save(
-    run: RunDirectory, state: Serializable, broadcast: Serializable, server_round: int, configuration: str
-) -> None:
-    """Write the server's state after a round, and the next broadcast for other programs to read.
-
-    Raises:
-        UnsavedState: if writing fails.
-    """
-    number = {"round": str(server_round)}
-    save_tensors(run.path / BROADCAST, broadcast.to_tensors(), number)
-    save_tensors(run.path / CHECKPOINT, state.to_tensors(), {**number, "configuration": configuration})
-
-
-def save_best(run: RunDirectory, state: Serializable, after: int, accuracy: float, predictor: str) -> None:
-    """Write the best state: the one that had been broadcast when clients were scored.
+@dataclass(frozen=True)
+class BestState:
+    """A state that is better than those before: the one that had been broadcast when clients were scored.
 
     It was produced by round ``after`` (0: the initial state); its accuracy in 0..1 is weighted by samples.
+    """
+
+    state: Serializable
+    after: int
+    accuracy: float
+    predictor: str
+
+
+def stage(
+    run: RunDirectory,
+    state: Serializable,
+    broadcast: Serializable,
+    server_round: int,
+    configuration: str,
+    best: BestState | None = None,
+) -> None:
+    """Write the files of a round that does not count yet: the server's state, the next broadcast, the best state.
 
     Raises:
         UnsavedState: if writing fails.
     """
-    about = {"round": str(after), "accuracy": f"{accuracy:.6f}", "predictor": predictor}
-    save_tensors(run.path / BEST, state.to_tensors(), about)
+    run.settle()  # nothing of an earlier try stays
+    folder = run.staged(server_round)
+    number = {"round": str(server_round)}
+    save_tensors(folder / BROADCAST, broadcast.to_tensors(), number, flushed=False)
+    if best is not None:
+        about = {
+            "round": str(best.after),
+            "accuracy": f"{best.accuracy:.6f}",
+            "predictor": best.predictor,
+        }
+        save_tensors(folder / BEST, best.state.to_tensors(), about, flushed=False)
+    save_tensors(folder / CHECKPOINT, state.to_tensors(), {**number, "configuration": configuration})
 
 
 def resume(
@@ -45,23 +66,26 @@ def resume(
 ) -> tuple[Serializable, int] | None:
     """Return (state, finished rounds) of the checkpoint, None if no round was finished.
 
-    Rounds in the histories after the checkpoint are removed.
+    What is left of a round that does not count is removed, and rounds in the histories after the checkpoint.
 
     Raises:
         RunRefused: if the checkpoint is of another configuration's run.
-        DamagedState: if it is damaged, or missing although the history has several rounds.
+        DamagedState: if it is damaged, or missing although the history has rounds, or ahead of it.
+        UnsavedState: if the directory cannot be written.
     """
-    file = run.path / CHECKPOINT
+    run.settle()
+    file, finished = run.path / CHECKPOINT, len(run.round_records())
     try:
         tensors, metadata = load_tensors(file)
     except FileNotFoundError:
-        if (finished := len(run.round_records())) > 1:  # a round's line is written before its checkpoint
+        if finished:
             raise DamagedState(f"{file} is missing, but the history holds {finished} rounds") from None
         run.truncate(0)
         return None
     if metadata.get("configuration") != configuration:
         raise RunRefused(f"{file} is not of the run in {run.path} (see its run.json)")
-    done = int(metadata["round"])
+    if (done := int(metadata["round"])) > finished:
+        raise DamagedState(f"{file} is of round {done}, but the history holds {finished} rounds")
     try:
         resumed = kind.from_tensors(tensors, task)
     except (RejectedPayload, KeyError) as error:

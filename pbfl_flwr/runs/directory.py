@@ -12,6 +12,7 @@
               prototypes.safetensors  the server's broadcast after the last round
               checkpoint.safetensors  the server's full state after the last round
               best.safetensors        the server's state with the best accuracy so far
+              .round-<number>/        the last three of a round that is being written
               clients/<experiment>/   the clients' own models (simulation)
 
 The files with tensors are written and read in :mod:`~pbfl_flwr.runs.checkpoint`. This module does not import
@@ -25,6 +26,7 @@ import json
 import math
 import os
 import platform
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -57,6 +59,7 @@ from pbfl_flwr.util.locks import Lock
 
 ERROR, WAITING, RESULT = "error.txt", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
+STAGED = ".round-"
 SERVER_LOCK = ".server.lock"
 # Bytes of the files that are read, by suffix: a line, run.json of 100,000 devices, histories of thousands of rounds.
 LARGEST = {".txt": 2**16, ".json": 2**28, ".jsonl": 2**31}
@@ -247,29 +250,57 @@ class RunDirectory:
         """Append a round to both histories; it is on disk when this returns.
 
         Raises:
-            UnsavedState: if writing fails; an incomplete line is removed when the run is resumed.
+            UnsavedState: if writing fails; the round is then in no history that counts.
         """
         self._append("clients.jsonl", clients)
         self._append("rounds.jsonl", record)
 
     def _append(self, name: str, record: Record) -> None:
+        history = self.path / name
+        size = history.stat().st_size if history.exists() else None
         try:
-            created = not (self.path / name).exists()
-            with open(self.path / name, "a", opener=private_opener) as file:
+            with open(history, "a", opener=private_opener) as file:
                 file.write(json.dumps(record.to_json()) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            if created:
+            if size is None:
                 flush_directory(self.path)
         except OSError as error:
-            raise UnsavedState(f"{self.path / name} cannot be written ({error.strerror})") from None
+            with suppress(OSError):
+                os.truncate(history, size or 0)  # what is there may not be on the disk
+            raise UnsavedState(f"{history} cannot be written ({error.strerror})") from None
+
+    def staged(self, number: int) -> Path:
+        """Return where the files of a round are written before its lines are in the histories."""
+        return self.path / f"{STAGED}{number}"
+
+    def settle(self) -> None:
+        """Put the files of the last round of the history in place, and remove those of a round that it does not have.
+
+        Raises:
+            DamagedState: if the history is damaged.
+            UnsavedState: if the directory cannot be written.
+        """
+        folders = list(self.path.glob(f"{STAGED}*"))
+        if not folders:
+            return
+        done = self.staged(len(self.round_records()))
+        try:
+            for name in (BROADCAST, CHECKPOINT, BEST):
+                if (done / name).exists():
+                    (done / name).replace(self.path / name)
+            for folder in folders:
+                shutil.rmtree(folder)
+            flush_directory(self.path)
+        except OSError as error:
+            raise UnsavedState(f"{self.path} cannot be written ({error.strerror})") from None
 
     def write_partition(self, partition: PartitionRecord) -> None:
         """Write partition.json."""
         self._write("partition.json", partition)
 
     def truncate(self, done: int) -> None:
-        """Remove rounds after ``done`` from the histories; no checkpoint was written for them."""
+        """Remove rounds after ``done`` from the histories."""
         self._truncate("rounds.jsonl", [record.round for record in self.round_records()], done)
         self._truncate("clients.jsonl", [record.round for record in self.client_records()], done)
 

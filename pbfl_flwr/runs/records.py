@@ -157,8 +157,9 @@ class RoundRecord(Accuracies):
         ages: rounds since each class was last uploaded (K entries), -1 if never; None if uploads are not by class.
         warnings: for the user.
         failures: the clients that did not complete their task.
-        bytes_up, bytes_down: summed over clients; up includes replies to earlier rounds, which came too late.
-        scalars: likewise.
+        bytes_up, bytes_down: summed over clients, with all tries of a repeated round; up includes replies to earlier
+            rounds, which came too late.
+        scalars: summed over clients, of the try that counted.
         seconds: see :class:`Seconds`.
         peak_mb: largest resident memory of a client process.
         gpu_mb: largest GPU memory reserved by a client process.

@@ -316,13 +316,13 @@ def test_states_of_a_round_are_flushed_once_before_the_checkpoint(
     monkeypatch.setattr(files, "flush_directory", lambda path: flushed.append(f"{path.parent.name}, client"))
     monkeypatch.setattr(recorder, "flush_directory", lambda path: flushed.append(f"{path.parent.name}, all"))
     run = federation(tmp_path, on_disk=True, num_server_rounds=2)
-    keep = checkpoint.save
+    keep = checkpoint.stage
 
     def saving(*args: Any) -> None:
         flushed.append("checkpoint")
         keep(*args)
 
-    monkeypatch.setattr(checkpoint, "save", saving)
+    monkeypatch.setattr(checkpoint, "stage", saving)
     run.run()
     states = [what for what in flushed if what.startswith("clients, ") or what == "checkpoint"]
     assert states == ["clients, all", "checkpoint"] * 2

@@ -49,8 +49,8 @@ RosterCheck = Callable[[Roster], None]
 class Membership:
     """The clients of a run from round to round: their nodes, overdue replies, and what a round's record says of them.
 
-    ``warnings``, ``joined`` and ``late_bytes`` collect until :meth:`recorded` says that the record of a round holds
-    them, so a repeated round loses nothing.
+    ``warnings``, ``joined``, ``lost_up`` and ``lost_down`` collect until :meth:`recorded` says that the record of a
+    round holds them, so a repeated round loses nothing.
 
     Attributes:
         run: number of clients, timeouts, whether devices may join.
@@ -62,7 +62,8 @@ class Membership:
         failed: clients that failed in the last exchange; they may have reconnected as new nodes.
         warnings: for the user, not yet in a record.
         joined: labels of the clients that have joined, not yet in a record.
-        late_bytes: of replies that came after the deadline of their round, not yet in a record.
+        lost_up, lost_down: bytes of replies that came after the deadline of their round, and of failed tries of a
+            round, not yet in a record.
     """
 
     run: RunSettings
@@ -74,7 +75,8 @@ class Membership:
     failed: frozenset[int] = frozenset()
     warnings: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
-    late_bytes: Bytes = NO_BYTES
+    lost_up: Bytes = NO_BYTES
+    lost_down: Bytes = NO_BYTES
     _refusals: set[str] = field(default_factory=set)  # reasons that are already in a warning
     # Refused node -> (pause in rounds after the next refusal, round from which it is asked again).
     _refused_nodes: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -363,11 +365,12 @@ class Membership:
                 f"client {label}: its reply to round {overdue.round} came too late and is discarded"
             )
             size = size_of(reply)
-            self.late_bytes += size if isinstance(size, Bytes) else NO_BYTES
+            self.lost_up += size if isinstance(size, Bytes) else NO_BYTES
 
     def recorded(self) -> None:
-        """Forget the warnings, joined clients and bytes of late replies, which now stand in a round's record."""
-        self.warnings, self.joined, self.late_bytes = [], [], NO_BYTES
+        """Forget the warnings, joined clients and lost bytes, which now stand in a round's record."""
+        self.warnings, self.joined = [], []
+        self.lost_up = self.lost_down = NO_BYTES
 
     def _warn_of_refused(self, reasons: Collection[str]) -> None:
         """Add a warning for each reason why new nodes were refused that has not been in one before."""

@@ -82,6 +82,9 @@ class Recorder:
         """Return what the run to resume holds, None if no round was finished."""
         return None
 
+    def reopen(self, done: int) -> None:
+        """Record the settings with which a run is resumed after ``done`` rounds, and open it."""
+
     def go_on(self, done: int) -> None:
         """Open a run again, without what is left of a round after the ``done`` finished ones."""
 
@@ -94,6 +97,9 @@ class Recorder:
         ``scored`` is the state that clients were sent, and scored; ``broadcast`` is the next one, for other programs to
         read.
         """
+
+    def log_in_sinks(self, record: RoundRecord) -> None:
+        """Log a round in the sinks, which may take long."""
 
     def warnings(self) -> list[str]:
         """Return the warnings of sinks since the last call."""
@@ -128,9 +134,9 @@ class RunRecorder(Recorder):
         """Set the settings of the run; a run that has started goes on with other values of CHANGEABLE keys."""
         self._settings, self._method, self._primary_predictor = settings, method, primary_predictor
         if self._sinks is not None:
-            self._reopen()
+            self._record_settings()
 
-    def _reopen(self) -> None:
+    def _record_settings(self) -> None:
         """Record the settings with which a run goes on."""
         self.directory.remove(RESULT)
         now = Change(
@@ -223,22 +229,33 @@ class RunRecorder(Recorder):
             raise RunRefused(
                 f"num-server-rounds = {num_rounds}: the run has {done} rounds already; must be {done} or more"
             )
-        self._reopen()
-        self._open_sinks()
         if resumed is None:
             return None
         history = self.directory.round_records()
         self._scores = all_scores(history, self._primary_predictor)
-        log(INFO, "resumed after round %s", done)
         return Resumed(*resumed, history, [*self.directory.client_records()])
+
+    def reopen(self, done: int) -> None:
+        """Record the settings with which a run is resumed after ``done`` rounds, and open it."""
+        self._record_settings()
+        self._open_sinks()
+        if done:
+            log(INFO, "resumed after round %s", done)
 
     def go_on(self, done: int) -> None:
         """Open a run again, without what is left of a round after the ``done`` finished ones.
 
         Raises:
+            RunRefused: if the directory has more rounds, as after an interruption just before one counted here.
             DamagedState: if its histories are damaged.
         """
+        if (present := len(self.directory.round_records())) > done:
+            raise RunRefused(
+                f"run-dir = '{self.directory.path}' has {present} rounds, this strategy {done}; make another one with "
+                "resume = true"
+            )
         self.directory.remove(ERROR)
+        self.directory.settle()
         self.directory.truncate(done)
         if self._sinks is None:
             self._open_sinks()
@@ -263,14 +280,18 @@ class RunRecorder(Recorder):
         record, number = finished.record, finished.record.round
         self.set_waiting("")
         self._flush_states()
-        self.directory.add_round(record, finished.clients)
-        self._scores |= all_scores([record], self._primary_predictor)
-        if (place := best(self._scores)) is not None and place[0] == number:
+        scores = self._scores | all_scores([record], self._primary_predictor)
+        better = None
+        if (place := best(scores)) is not None and place[0] == number:
             state, after = (finished.state, number) if place[1] else (scored, number - 1)
-            checkpoint.save_best(
-                self.directory, state, after, self._scores[place][1], self._primary_predictor
-            )
-        checkpoint.save(self.directory, finished.state, broadcast, number, self._configuration)
+            better = checkpoint.BestState(state, after, scores[place][1], self._primary_predictor)
+        checkpoint.stage(self.directory, finished.state, broadcast, number, self._configuration, better)
+        self.directory.add_round(record, finished.clients)  # from here on the round counts
+        self.directory.settle()
+        self._scores = scores
+
+    def log_in_sinks(self, record: RoundRecord) -> None:
+        """Log a round in the sinks, which may take long."""
         if self._sinks is not None:
             self._warn(self._sinks.log(record))
 
@@ -296,6 +317,7 @@ class RunRecorder(Recorder):
         """Write the result hash if the run is finished, and close the sinks."""
         self.set_waiting("")
         try:
+            self.directory.settle()
             rounds = self.directory.record().last_round
             if len(self.directory.round_records()) >= rounds:
                 result = result_hash(self.directory, rounds)

@@ -133,12 +133,13 @@ def round_fields(
     aggregated: float,
     total: float,
     final: Replies | None = None,
-    late: Bytes = NO_BYTES,
+    lost: tuple[Bytes, Bytes] = (NO_BYTES, NO_BYTES),
 ) -> dict[str, Any]:
     """Return the fields of a RoundRecord, except warnings, ages of classes and joined clients.
 
     ``aggregated`` and ``total`` are seconds; ``final`` is the scoring after the last training, if there was one;
-    ``late`` are the bytes of replies to earlier rounds.
+    ``lost`` are bytes, up and
+    down, of replies to earlier rounds and of failed tries of this one.
     """
     phase = replies.phase
     trained = [replies.reports[client] for client in replies.trained]
@@ -159,8 +160,8 @@ def round_fields(
         "server_metrics": finite(server_metrics),
         "trained": replies.trained,
         "failures": failures(replies),
-        "bytes_up": sum(replies.up.values(), late),
-        "bytes_down": sum(phase.down.values(), NO_BYTES),
+        "bytes_up": sum(replies.up.values(), lost[0]),
+        "bytes_down": sum(phase.down.values(), lost[1]),
         "scalars": Scalars(up=replies.scalars_up, down=phase.scalars_down),
         "seconds": Seconds(
             total=total,

@@ -34,6 +34,7 @@ from pbfl_flwr.config import Settings, changed
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.traffic import NO_BYTES
 from pbfl_flwr.flower.server import hooks, recorder, rounds, stopping
 from pbfl_flwr.flower.server.grid import polling
 from pbfl_flwr.flower.server.membership import Membership
@@ -46,7 +47,7 @@ from pbfl_flwr.flower.server.schedule import Schedule
 from pbfl_flwr.method import Moment, Round, resolved_moment
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Payload, Serializable
-from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory, RunRefused
 from pbfl_flwr.runs.early_stopping import accuracies_on, accuracy_on, early_stop_warning
 from pbfl_flwr.runs.records import ClientsRecord, RoundRecord
 from pbfl_flwr.sinks import Ending
@@ -152,9 +153,26 @@ class MethodStrategy(hooks.Hooks):
                 self.history = resumed.history
                 for clients in resumed.clients:
                     self._count_participations(clients)
+                self._check_scored_last()
+            self._recorder.reopen(self.done)
             recorded = {label for record in self.history for label in record.joined}
             membership.add_joined([label for label in previous.joined if label not in recorded])
         self.membership = membership  # only now: after an error, another start prepares again
+
+    def _check_scored_last(self) -> None:
+        """Refuse to end a resumed run without scoring its final state.
+
+        Raises:
+            RunRefused: if nothing remains to be done, but the last round was not made as the last.
+        """
+        if self.done >= self._last_round and self.moment == "before" and self.history[-1].final is None:
+            run = self.settings.run
+            early = f" and patience = {run.patience}" if run.patience else ""
+            raise RunRefused(
+                f"num-server-rounds = {run.num_server_rounds}{early}: the run would end with its {self.done} rounds, "
+                "whose last one was not made as the last, so nobody has scored the final state; must allow another "
+                "round"
+            )
 
     def begin(self, task: Task) -> None:
         """Set the method's initial state; :meth:`prepare` calls this, and so does a test without a grid."""
@@ -234,9 +252,8 @@ class MethodStrategy(hooks.Hooks):
         Raises:
             RunEnded: see :meth:`start`; the strategy's state is then that of the round before.
         """
-        run, repeats = self.settings.run, 0
+        run, repeats, started = self.settings.run, 0, time.perf_counter()
         while True:
-            started = time.perf_counter()
             replies = self._exchange(grid, self._plan(grid, number), self.state)
             try:
                 stopping.check_replies(replies, self._clients.roster, self.settings)
@@ -245,6 +262,8 @@ class MethodStrategy(hooks.Hooks):
                 repeats += 1
                 if repeats > MAX_REPEATS:
                     raise
+                self._clients.lost_up += sum(replies.up.values(), NO_BYTES)
+                self._clients.lost_down += sum(replies.phase.down.values(), NO_BYTES)
                 log(WARNING, "%s. Waiting up to %.0f s for nodes", error, run.join_timeout)
                 target = max(len(replies.phase.messages), run.min_replies)
                 if self._clients.wait_for_nodes(grid, target) < run.min_replies:
@@ -350,9 +369,9 @@ class MethodStrategy(hooks.Hooks):
         if ends_early:
             warnings.append(early_stop_warning(so_far, on, self.moment, self.schedule.patience))
         total = time.perf_counter() - started
-        metrics, late = calls.report(method, state), members.late_bytes
+        metrics, lost = calls.report(method, state), (members.lost_up, members.lost_down)
         record = RoundRecord(
-            **rounds.round_fields(replies, self.moment, metrics, aggregated, total, final, late),
+            **rounds.round_fields(replies, self.moment, metrics, aggregated, total, final, lost),
             warnings=[*warnings, *members.warnings, *self._recorder.warnings()],
             ages=ages,
             joined=list(members.joined),
@@ -380,6 +399,7 @@ class MethodStrategy(hooks.Hooks):
         self.history.append(record)
         self._count_participations(finished.clients)
         self._clients.recorded()
+        self._recorder.log_in_sinks(record)
         clients = len(self._clients.roster.clients)
         recorder.log_record(record, self.primary_predictor, self._last_round, clients)
         return record

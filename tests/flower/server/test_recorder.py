@@ -17,6 +17,7 @@ from flwr.app import Context, Message, RecordDict
 from pbfl_flwr.config import DataSettings, Scalar
 from pbfl_flwr.data import check_data, client_data, load_pool
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.status import snapshot
 from pbfl_flwr.flower.client import handshake
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.server.recorder import log_record
@@ -27,7 +28,7 @@ from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs import directory as history
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused
-from pbfl_flwr.runs.records import Accuracies
+from pbfl_flwr.runs.records import Accuracies, ClientsRecord, RoundRecord
 from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.util.atomic_files import DamagedState
 from server_app import app as server_app
@@ -38,6 +39,7 @@ from tests.flower.inprocess import (
     InProcessGrid,
     after_round,
     federation,
+    flower_error,
     same_tensors,
     silent,
     stored_rounds,
@@ -425,6 +427,8 @@ def test_full_disk_of_the_server_ends_the_run_which_can_be_resumed(tmp_path: Pat
         pytest.raises(PbflError, match=rf"{name} cannot be written \(No sp"),
     ):
         run.run()
+    assert (snapshot(run.directory.path).state, run.directory.result()) == ("failed", "")
+    assert not list(run.directory.path.glob(".round-*"))
     resumed = federation(tmp_path / "a", on_disk=True, resume=True).run()
     assert resumed.fingerprint == whole.fingerprint
 
@@ -438,8 +442,9 @@ class Killed(BaseException):
     [
         (MethodStrategy, "_read", 2),  # the clients have trained round 2, the server knows nothing of it
         (MethodStrategy, "_commit", 2),
-        (checkpoint, "save_best", 1),
-        (checkpoint, "save", 2),  # the history is a round ahead of the checkpoint
+        (checkpoint, "save_tensors", 2),  # the files of the round are not complete
+        (RunDirectory, "add_round", 2),
+        (RunDirectory, "settle", 4),  # round 2 counts, its files are not in place
         (MethodStrategy, "_plan", 3),
         (MethodStrategy, "_final_scoring", 1),
     ],
@@ -474,6 +479,71 @@ def test_killed_server_resumes_with_the_same_bits(tmp_path: Path, owner: Any, na
         assert same_tensors(ours, theirs), file
     assert stored_rounds(resumed) == stored_rounds(whole)
     assert lines(resumed) == lines(whole)
+
+
+def test_best_state_of_a_round_that_did_not_count_is_forgotten(tmp_path: Path) -> None:
+    """Killed before the third round counts, which then has another outcome since four clients are gone."""
+    keys: dict[str, Any] = {
+        "on_disk": True,
+        "num_server_rounds": 3,
+        "evaluate_moment": "after",
+        "learning_rate": 0.1,
+    }
+    add = RunDirectory.add_round
+
+    def killed(self: RunDirectory, record: RoundRecord, clients: ClientsRecord) -> None:
+        if record.round == 3:
+            raise Killed
+        add(self, record, clients)
+
+    with patch.object(RunDirectory, "add_round", killed), pytest.raises(Killed):
+        federation(tmp_path, "fedavg", models="cnn4", **keys).run()
+    gone = {(client, 3): flower_error("its node is unavailable") for client in range(1, 5)}
+    run = federation(tmp_path, "fedavg", models="cnn4", resume=True, faults=gone, **keys).run()
+    _, about = load_tensors(run.directory.path / "best.safetensors")
+    scores = {line.round - 1: line.accuracy["head"].weighted for line in run.directory.round_records()}
+    assert float(about["accuracy"]) == pytest.approx(scores[int(about["round"])], abs=1e-6)
+
+
+def test_interruption_between_a_round_and_its_files_is_mended(tmp_path: Path) -> None:
+    whole = federation(tmp_path / "b", on_disk=True).run()
+    run = federation(tmp_path / "a", on_disk=True)
+    settle, calls = RunDirectory.settle, []
+
+    def interrupted(self: RunDirectory) -> None:
+        calls.append(self)
+        if len(calls) == 2:  # the first is before the files of round 1 are written
+            raise KeyboardInterrupt
+        settle(self)
+
+    with patch.object(RunDirectory, "settle", interrupted), pytest.raises(KeyboardInterrupt):
+        run.run()
+    assert load_tensors(run.directory.path / "checkpoint.safetensors")[1]["round"] == "1"
+    with pytest.raises(
+        RunRefused, match=r"has 1 rounds, this strategy 0; make another one with resume = true$"
+    ):
+        run.run()
+    resumed = federation(tmp_path / "a", on_disk=True, resume=True).run()
+    assert resumed.fingerprint == whole.fingerprint
+
+
+@pytest.mark.parametrize(
+    "fewer", [{"num_server_rounds": 2}, {"num_server_rounds": 4, "patience": 1, "patience_on": "test"}]
+)
+def test_a_run_does_not_end_without_the_scores_of_its_final_state(
+    tmp_path: Path, fewer: dict[str, Any]
+) -> None:
+    keys: dict[str, Any] = {"on_disk": True, "evaluate_moment": "before", "learning_rate": 1e-9}
+    with patch.object(MethodStrategy, "_final_scoring", side_effect=Killed), pytest.raises(Killed):
+        federation(tmp_path, "fedavg", models="cnn4", num_server_rounds=3, **keys).run()
+    before = (tmp_path / "run" / "run.json").read_bytes()
+    with pytest.raises(
+        RunRefused, match=r"the run would end with its 2 rounds, .*; must allow another round$"
+    ):
+        federation(tmp_path, "fedavg", models="cnn4", resume=True, **fewer, **keys).run()
+    assert (tmp_path / "run" / "run.json").read_bytes() == before
+    resumed = federation(tmp_path, "fedavg", models="cnn4", resume=True, num_server_rounds=3, **keys).run()
+    assert resumed.strategy.history[-1].final is not None
 
 
 @pytest.mark.parametrize(("clients", "said"), [(2, "(head)"), (1, "(head, over 1 of 2)")])

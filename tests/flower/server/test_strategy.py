@@ -412,7 +412,7 @@ def test_round_that_ended_the_run_counts_once_after_restart(tmp_path: Path, at: 
 def test_round_that_could_not_be_written_counts_once_after_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save, saved = checkpoint.save, itertools.count(1)
+    save, saved = checkpoint.stage, itertools.count(1)
 
     def full(*arguments: Any) -> None:
         if next(saved) == 2:
@@ -421,7 +421,7 @@ def test_round_that_could_not_be_written_counts_once_after_restart(
             raise UnsavedState("no space left")
         save(*arguments)
 
-    monkeypatch.setattr(checkpoint, "save", full)
+    monkeypatch.setattr(checkpoint, "stage", full)
     run = federation(tmp_path / "a", num_server_rounds=3, on_disk=True)
     with pytest.raises(UnsavedState):
         run.run()

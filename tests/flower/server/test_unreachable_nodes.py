@@ -51,6 +51,20 @@ def test_repeats_a_round_if_all_nodes_were_lost(times: int, code: int, tmp_path:
     assert [line.failures for line in run.strategy.history] == [[], []]
 
 
+def test_tries_of_a_repeated_round_count_in_its_bytes(tmp_path: Path) -> None:
+    """In the first try of round 2 four nodes are lost and one answers; all answer in the second."""
+    whole = federation(tmp_path / "whole").run().strategy.history
+    others = {key: fault for key, fault in outage(1).items() if key[0] != 0}
+    once = federation(tmp_path / "lost", faults=others, min_replies=2).run().strategy.history
+    assert [line.bytes_down.payload for line in once] == [
+        whole[0].bytes_down.payload,
+        2 * whole[1].bytes_down.payload,
+    ]
+    assert once[0].bytes_up == whole[0].bytes_up
+    assert 1.0 < once[1].bytes_up.payload / whole[1].bytes_up.payload < 2.0
+    assert once[1].scalars == whole[1].scalars
+
+
 def test_client_joining_in_a_repeated_round_is_recorded(tmp_path: Path) -> None:
     run = federation(tmp_path, faults=outage(1))
 
