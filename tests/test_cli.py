@@ -314,6 +314,8 @@ def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
     assert ", 2 rounds, protocol " in lines[1]
     assert "last round: held back" in lines
     assert f"2 of 3 rounds; resume with: pbfl run --resume {run}" in lines
+    with lock_of(run):
+        assert "2 of 3 rounds; running" in pbfl("show", run).stdout.splitlines()
     unscored = write_run(tmp_path / "unscored", [entry(1, 0.5, None, accuracy={})])
     text = pbfl("show", unscored).stdout
     assert "no accuracies: no client has reported any" in text

@@ -233,7 +233,11 @@ def report(
         say(console, line)
     say(console, f"written to {written[0]} ({kilobytes(written[0].stat().st_size)})")
     if len(written) > 1:
-        say(console, f"{len(written) - 1} pictures in {written[-1].parent}")
+        folder = written[-1].parent
+        say(console, f"{len(written) - 1} pictures in {folder}")
+        pictures = {file for file in folder.iterdir() if file.suffix in (".png", ".svg", ".pdf")}
+        if others := len(pictures.difference(written)):
+            say(console, f"{others} other pictures there are not of this report", "yellow")
 
 
 def new_clients(

@@ -62,7 +62,8 @@ def validate(pool: Pool, name: str) -> None:
             if not finite.all():
                 row = start + int(np.argmin(finite.all(axis=1)))
                 raise PbflError(
-                    f"dataset '{name}' holds NaN or infinity, first in row {row}; must be finite numbers"
+                    f"dataset '{name}' holds NaN, infinity or a number beyond float32 (3.4e38), first in row {row}; "
+                    "must be finite numbers"
                 )
 
 

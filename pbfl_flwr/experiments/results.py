@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from shlex import quote
 from statistics import fmean
@@ -23,6 +23,7 @@ from pbfl_flwr.runs.early_stopping import best
 from pbfl_flwr.runs.records import (
     Accuracy,
     Bytes,
+    Change,
     ClientRecord,
     ClientsRecord,
     PartitionRecord,
@@ -251,6 +252,12 @@ class FinishedRun:
                 rounds.append(change.from_round)
             before = change.code
         return rounds
+
+    @property
+    def begun_shorter(self) -> bool:
+        """Whether the method, as it was built, depends on the number of rounds, and the run began with fewer."""
+        stages: list[RunRecord | Change] = [self.about, *self.about.changes]
+        return any(one.method != two.method and one.code == two.code for one, two in pairwise(stages))
 
     @property
     def seed(self) -> int:

@@ -21,6 +21,7 @@ from pbfl_flwr.experiments.run_tables import (
     cost_sheet,
 )
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.locks import in_use
 from pbfl_flwr.runs.records import ClientsRecord, RoundRecord, RunRecord
 
 
@@ -37,7 +38,8 @@ def show_run(run_dir: Path, console: Console) -> None:
     if done:
         _show_results(FinishedRun.load(run_dir), console)
     if done < about.last_round:
-        say(console, f"{done} of {about.last_round} rounds; resume with: {resume_command(run_dir, about)}")
+        rest = "running" if in_use(run_dir) else f"resume with: {resume_command(run_dir, about)}"
+        say(console, f"{done} of {about.last_round} rounds; {rest}")
     if result := directory.result():
         say(console, f"result hash {result}")
     if error := directory.error():

@@ -11,8 +11,8 @@ from pbfl_flwr.errors import printable
 
 FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|\t")  # how a cell begins that spreadsheets evaluate
 NUMBER = re.compile(
-    r"[+-]?[\d.,]+(e[+-]?\d+)?[\d.,±%() ]*|-+", re.IGNORECASE
-)  # -0.5, -1e-05, -1.2 ± 0.3 %, a dash
+    r"[+-]?[\d.,]+(e[+-]?\d+)?([\d.,±%() ]*|\s+to\s+[+-]?[\d.,]+)|-+", re.IGNORECASE
+)  # -0.5, -1e-05, -1.2 ± 0.3 %, -0.3 to -0.1, a dash
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:

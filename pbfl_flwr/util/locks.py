@@ -34,9 +34,9 @@ def need_locks(file: Path) -> None:
     """Create a lock's file if it does not exist, and check that its file system has locks.
 
     Raises:
-        OSError: if the file cannot be created, or its file system has no locks.
+        OSError: if the file cannot be created or written, or its file system has no locks.
     """
-    descriptor = os.open(file, os.O_RDONLY | os.O_CREAT, 0o600)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)  # as filelock: not on a read-only file system
     try:
         if os.name != "posix":
             return

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
+import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
@@ -19,14 +22,44 @@ from pbfl_flwr.errors import PbflError
 
 INSTALLED = {"site-packages", "dist-packages"}
 OURS = __name__.partition(".")[0]
-HASH = "_pbfl_source_hash"  # attribute of an imported module's spec, of which a reload makes a new one
+# Attributes of an imported module's spec, of which a reload makes a new one.
+HASH = "_pbfl_source_hash"  # of its source and that of all that it imports
+SOURCE = "_pbfl_source"  # its own; None if the file was edited before it was read here
+PYC_HEADER = struct.Struct(
+    "<4xIII"
+)  # after the magic number: flags, time of the source in s, its size in bytes
 
 
 def remember_source(module: str) -> None:
-    """Keep the hash of the source with which a module has just been imported; the file may be edited later."""
-    spec = getattr(sys.modules.get(module), "__spec__", None)
-    if spec is not None and not hasattr(spec, HASH):
-        setattr(spec, HASH, source_hash(module))
+    """Keep the source with which a module, and what it imports, has been imported; the files may be edited later."""
+    spec = _spec_of(module)
+    if spec is None or hasattr(spec, HASH):
+        return
+    sources = _sources(module)
+    setattr(spec, HASH, _hash(sources))
+    for name, source in sources.items():
+        imported = _spec_of(name)
+        if imported is not None and not hasattr(imported, SOURCE):
+            setattr(imported, SOURCE, None if _edited_after_import(imported) else source)
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """Return the spec of a module that is imported, None if it is not."""
+    return getattr(sys.modules.get(module), "__spec__", None)
+
+
+def _edited_after_import(spec: ModuleSpec) -> bool:
+    """Return whether a file is another one than that which an import has compiled, as far as the compiled one tells."""
+    if sys.dont_write_bytecode or not spec.cached or not spec.origin or not os.access(spec.cached, os.W_OK):
+        return False
+    try:
+        with open(spec.cached, "rb") as file:
+            flags, seconds, size = PYC_HEADER.unpack(file.read(PYC_HEADER.size))
+        source = os.stat(spec.origin)
+    except (OSError, struct.error):
+        return False
+    now = (int(source.st_mtime) & 0xFFFFFFFF, source.st_size & 0xFFFFFFFF)
+    return flags == 0 and (seconds, size) != now
 
 
 def code_hashes(names: Iterable[str]) -> dict[str, str]:
@@ -37,8 +70,7 @@ def code_hashes(names: Iterable[str]) -> dict[str, str]:
     hashes = {}
     for name in sorted(names):
         module = name.partition(":")[0]
-        spec = getattr(sys.modules.get(module), "__spec__", None)
-        hashes[name] = getattr(spec, HASH, None) or source_hash(module)
+        hashes[name] = getattr(_spec_of(module), HASH, None) or source_hash(module)
     return {name: found for name, found in hashes.items() if found}
 
 
@@ -49,12 +81,26 @@ def check_unedited(names: Iterable[str]) -> None:
         PbflError: naming code that was edited since this process imported it.
     """
     for name, imported in code_hashes(names).items():
-        if source_hash(name.partition(":")[0]) != imported:
-            raise PbflError(f"'{name}': its source was edited since this process imported it; start again")
+        sources = _sources(name.partition(":")[0])
+        edited = any(getattr(_spec_of(each), SOURCE, source) != source for each, source in sources.items())
+        if edited or _hash(sources) != imported:
+            raise PbflError(
+                f"'{name}': its source was edited since this process imported it; start again, or reload what was "
+                "edited and then what imports that"
+            )
 
 
 def source_hash(module: str) -> str:
     """Return the hash of a module's source as it is now; empty if there is none."""
+    return _hash(_sources(module))
+
+
+def _hash(sources: Mapping[str, bytes]) -> str:
+    return hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:16] if sources else ""
+
+
+def _sources(module: str) -> dict[str, bytes]:
+    """Return the source of a module and of all that it imports, by their names."""
     own, waiting = module.partition(".")[0], [module]
     sources: dict[str, bytes] = {}
     while waiting:
@@ -70,9 +116,7 @@ def source_hash(module: str) -> str:
                 for imported in _imported(tree, package):
                     parts = imported.split(".")
                     waiting += [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    if not sources:
-        return ""
-    return hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:16]
+    return sources
 
 
 def _file_of(module: str, own: str) -> Path | None:

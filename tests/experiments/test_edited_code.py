@@ -10,10 +10,13 @@ import pytest
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.execute import several
-from pbfl_flwr.flower.engines.local import federate
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.engines.local import federate, federate_app
 from pbfl_flwr.flower.engines.placement import Resources, Slot
 from pbfl_flwr.runs.directory import RunDirectory, RunRefused
 from pbfl_flwr.runs.records import RunRecord
+from pbfl_flwr.strategies import strategy_of
+from tests.flower.inprocess import tiny_data
 from tests.small_runs import edit, entry, pbfl, planned_of, refused, terminal, write_run
 
 METHOD = """
@@ -170,3 +173,14 @@ def test_code_that_is_edited_after_it_was_imported_starts_no_run(edit_factor: Ed
     ):
         federate("another", KEYS, 2, ONE)
     assert not RunDirectory("another").taken
+
+
+def test_edited_code_starts_no_run_without_a_directory(edit_factor: Edit, tmp_path: Path) -> None:
+    def run() -> None:
+        strategy = strategy_of("my_method:build", num_clients=2, num_server_rounds=1, feature_dim=8)
+        federate_app(strategy, make_client_app(tiny_data, strategy.settings))
+
+    run()
+    (tmp_path / "my_factor.py").write_text("FACTOR = 2.0\n")
+    with pytest.raises(PbflError, match=r"^'my_method:build': its source was edited since this process"):
+        run()

@@ -73,6 +73,10 @@ def test_one_run_works_too(three_runs: list[Path], tmp_path: Path) -> None:
     files = list((tmp_path / "one-pictures").iterdir())
     assert {file.suffix for file in files} == {".png", ".svg", ".pdf"}
     assert len({file.stem for file in files}) * 3 == len(files) >= 30
+    line = "other pictures there are not of this report"
+    assert line not in result.output
+    again = pbfl("report", three_runs[0], "--out", out, "--png").output
+    assert f"{len(files) * 2 // 3} {line}" in again
 
 
 def test_what_clients_say_stays_text(hostile_run: Path, tmp_path: Path) -> None:

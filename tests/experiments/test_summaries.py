@@ -451,6 +451,18 @@ def test_a_row_of_runs_of_different_code_is_remarked(tmp_path: Path) -> None:
     assert "Code edited between the runs of one row: fedproto." in sheet.notes
 
 
+def test_a_run_whose_method_was_built_for_fewer_rounds_is_remarked(tmp_path: Path) -> None:
+    """FedKD's schedule follows the number of rounds, so a run that is continued is not as one made at once."""
+    places = [run(tmp_path / method, 0.5, [1, 3], method=method) for method in ("fedproto", "local")]
+    edit(
+        places[0] / "run.json",
+        method={"rounds": 3},
+        changes=[{"from_round": 4, "method": {"rounds": 6}, "code": {}}],
+    )
+    sheet = summary.comparison_sheet("", results.load(places))
+    assert "Begun with fewer rounds, on which the method depends: fedproto." in sheet.notes
+
+
 def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
     groups = results.load(
         [

@@ -10,6 +10,7 @@ import pytest
 from filelock import FileLock
 
 from pbfl_flwr.experiments import status
+from pbfl_flwr.experiments.execute import progress
 from pbfl_flwr.experiments.execute.progress import follow
 from pbfl_flwr.runs.directory import ERROR, SERVER_LOCK, WAITING, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK, claim, lock_of
@@ -123,6 +124,30 @@ def test_a_stopped_run_has_a_minute_to_be_gone_on_with(tmp_path: Path) -> None:
     other.join()
 
 
+@with_flock
+def test_a_failed_run_has_a_minute_to_be_started_again(tmp_path: Path) -> None:
+    """A server removes the error of the attempt before only once it has started."""
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
+    (run / ERROR).write_text("only 4 nodes joined\n")
+    seconds = iter(range(0, 1000, 25))
+    assert follow(run, terminal(), 0.01, lambda: float(next(seconds))) == "failed"
+    assert next(seconds) == 100
+
+    def started_again() -> None:
+        time.sleep(0.2)
+        with lock_of(run):
+            (run / ERROR).unlink()
+            time.sleep(0.2)
+            (run / ERROR).write_text("0 valid replies\n")
+
+    other, console = threading.Thread(target=started_again), terminal()
+    other.start()
+    assert follow(run, console, 0.05) == "failed"  # at once
+    other.join()
+    text = "\n".join(printed(console))
+    assert text.index("ended with: only 4 nodes joined") < text.index("ended with: 0 valid replies")
+
+
 def test_the_two_ends(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **{"num-server-rounds": 2})
     assert status.snapshot(run).state == "finished"
@@ -165,6 +190,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0
     assert "1 of 2 rounds" in result.output
     (run / ERROR).write_text("no luck")
+    monkeypatch.setattr(progress, "STOPPED_SECONDS", 0.5)
     followed = pbfl("watch", run)
     assert followed.exit_code == 1
     assert followed.stdout.endswith("ended with: no luck\n")

@@ -65,7 +65,7 @@ def test_a_spreadsheet_evaluates_no_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "cell", ["-0.5", "+3", "-1e-05", "-1.2 ± 0.3", "-0.3 %", "-", "-1,234", "site-a", "a=b"]
+    "cell", ["-0.5", "+3", "-1e-05", "-1.2 ± 0.3", "-4.06 to -3.64", "-0.3 %", "-", "-1,234", "site-a", "a=b"]
 )
 def test_numbers_stay_numbers(cell: str) -> None:
     assert csv_text([[cell, -1.5, None, 3]]).rstrip("\n") in (f"{cell},-1.5,,3", f'"{cell}",-1.5,,3')

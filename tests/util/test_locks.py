@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import Timeout
@@ -35,6 +36,27 @@ def test_rejects_a_run_directory_without_locks(tmp_path: Path) -> None:
 def test_rejects_client_state_that_cannot_be_locked(tmp_path: Path) -> None:
     store = ClientStore(tmp_path / "clients", "e1", 3, "cnn2")
     with pytest.raises(UnsavedState, match="has no file locks"), store.locked():
+        pass
+
+
+def test_names_the_state_directory_on_a_file_system_that_has_become_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock's file is there and can be read."""
+    store, real = ClientStore(tmp_path, "e1", 3, "cnn2"), os.open
+    with store.locked():
+        pass
+
+    def read_only(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with (
+        pytest.raises(UnsavedState, match=r"^state-dir .* cannot be written \(Read-only file system\)$"),
+        store.locked(),
+    ):
         pass
 
 

@@ -1,6 +1,8 @@
 """Hashes of users' code: they change with what takes part, and with nothing else."""
 
 import importlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,44 @@ def test_the_code_of_a_process_is_what_it_imported(lab: Path) -> None:
     import_function("mods", name)
     check_unedited([name])
     assert code_hashes([name]) != before
+
+
+HELPED = "import lab_numbers\ndef weight(): return lab_numbers.WEIGHT\n"
+
+
+@pytest.fixture
+def helped(lab: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A function whose module imports another one; both are imported, and their compiled files written."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (lab / "lab_helped.py").write_text(HELPED)
+    (lab / "lab_numbers.py").write_text("WEIGHT = 1\n")
+    importlib.invalidate_caches()
+    importlib.import_module("lab_helped")
+    yield own_code("lab_helped:weight", ["lab_helped:weight"])
+    for name in ("lab_helped", "lab_numbers"):
+        del sys.modules[name]
+
+
+def test_a_reload_renews_only_the_module_itself(lab: Path, helped: str) -> None:
+    import_function("mods", helped)
+    (lab / "lab_numbers.py").write_text("WEIGHT = 22\n")
+    importlib.reload(sys.modules["lab_helped"])
+    function = import_function("mods", helped)
+    with pytest.raises(PbflError, match=r"reload what was edited and then what imports that$"):
+        check_unedited([helped])
+    assert function() == 1
+    importlib.reload(sys.modules["lab_numbers"])
+    importlib.reload(sys.modules["lab_helped"])
+    assert import_function("mods", helped)() == 22
+    check_unedited([helped])
+
+
+@pytest.mark.parametrize("edited", ["lab_helped", "lab_numbers"])
+def test_a_module_that_was_edited_before_its_first_use_here_is_found(
+    lab: Path, helped: str, edited: str
+) -> None:
+    file = lab / f"{edited}.py"
+    file.write_text(f"{file.read_text()}OTHER = 1\n")
+    import_function("mods", helped)
+    with pytest.raises(PbflError, match=r"^'lab_helped:weight': its source was edited since"):
+        check_unedited([helped])

@@ -107,12 +107,14 @@ def _numbers(rows: pd.DataFrame, path: Path) -> NDArray[np.float32]:
         column = rows[name]
         cells = column if pd.api.types.is_numeric_dtype(column) else column.astype(object)
         with np.errstate(over="ignore"):
-            numbers[:, place] = pd.to_numeric(cells, errors="coerce").to_numpy(np.float64)
+            values = pd.to_numeric(cells, errors="coerce").to_numpy(np.float64)
+            numbers[:, place] = values
         finite = np.isfinite(numbers[:, place])
         if not finite.all():
             row = int(finite.argmin())
             cell = column.iloc[row]
             missing = cell is None or str(cell).strip().lower() in ("", "nan")
-            problem = "the cell is empty" if missing else f"'{str(cell)[:40]}' is not a finite number"
+            what = "is beyond float32 (3.4e38)" if np.isfinite(values[row]) else "is not a finite number"
+            problem = "the cell is empty" if missing else f"'{str(cell)[:40]}' {what}"
             raise PbflError(f"{path}, row {row + 1}, column '{name}': {problem}; must be a number")
     return numbers

@@ -14,7 +14,9 @@ from pbfl_flwr.experiments.status import State, pace, show_status, snapshot
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import RoundRecord, RunRecord
 
-STOPPED_SECONDS = 60.0  # how long a stopped run may take to be resumed before following ends
+STOPPED_SECONDS = (
+    60.0  # how long a run that has stopped or failed may take to be resumed before following ends
+)
 
 
 class Follower:
@@ -104,19 +106,25 @@ class Follower:
 def follow(path: Path, console: Console, seconds: float, now: Callable[[], float] = time.time) -> State:
     """Print a run's rounds until it ends, and return its last state; a stopped run has a minute to be resumed.
 
-    The directory need not exist yet. ``seconds`` are between updates; ``now`` returns the time in seconds.
+    So has one that had failed before: whoever starts it again and then follows it may be faster than the server. The
+    directory need not exist yet. ``seconds`` are between updates; ``now`` returns the time in seconds.
 
     Raises:
         PbflError: if one of its files is damaged.
     """
     follower = Follower(path, 0, console, from_start=True)
     status, alive = snapshot(path), now()
-    if status.about is None:
+    failed_before = status.state == "failed"
+    if status.about is None or failed_before:
         show_status(status, console)
+    if failed_before:
+        say(console, f"followed for {STOPPED_SECONDS:.0f} s, in case it is being started again", "dim")
     while True:
         follower.update()
-        alive = alive if status.state == "stopped" else now()
-        if status.state in ("finished", "failed") or now() - alive >= STOPPED_SECONDS:
+        failed_before = failed_before and status.state == "failed"
+        over = status.state == "finished" or (status.state == "failed" and not failed_before)
+        alive = alive if status.state == "stopped" or failed_before else now()
+        if over or now() - alive >= STOPPED_SECONDS:
             show_status(status, console)
             return status.state
         time.sleep(seconds)

@@ -7,6 +7,7 @@ which there may be another version.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import importlib.metadata
 import ipaddress
@@ -43,6 +44,7 @@ from pbfl_flwr.util.paths import home
 DEVICES: tuple[str, ...] = get_args(TrainingSettings.model_fields["device"].annotation)
 MAIN_VERSIONS = ("python", "flwr", "torch")
 LOW_DISK, FULL_DISK = 1e9, 1e8  # free bytes for a warning, and for a failure
+NEEDS_SPACE = "free space: a client's state takes a few times its network"
 NO_KERNELS = "install a torch build for this GPU, end other programs on it, or use the CPU"
 LOW_MEMORY = 1e9  # bytes; a client that trains a small network on a CPU needs about as much
 EXPIRES_SOON = timedelta(days=30)
@@ -186,6 +188,10 @@ def check_control_api(address: str, ca: Path | None, insecure: bool) -> Finding:
     host, port = split_address(address)
     try:
         health(host, port, None if insecure else ssl.create_default_context(cafile=ca), ANSWER_SECONDS)
+    except ssl.SSLCertVerificationError as error:
+        advice = "is --ca the server's ca.pem, and the clock right? else pbfl certs --renew on the server"
+        message = f"{address}: the server's certificate is refused: {error.verify_message}"
+        return Finding(what, FAILED, message, advice)
     except (OSError, http.client.HTTPException) as error:
         advice = "is it the SuperLink's --port, and is --insecure set only for a server without TLS?"
         return Finding(what, FAILED, f"{address} is not a Control API ({error})", advice)
@@ -209,7 +215,8 @@ def check_home() -> Finding:
         return Finding(what, OK, _where(directory, existing))
     has_cache = os.path.isdir(directory / "cache")
     status, data = (WARNING, "new data") if has_cache else (FAILED, "data")
-    return Finding(what, status, refused, f"{data} cannot be decoded into it: set PBFL_HOME to another place")
+    message = _cannot_write(existing, refused)
+    return Finding(what, status, message, f"{data} cannot be decoded into it: set PBFL_HOME to another place")
 
 
 def check_state_dir(directory: Path) -> Finding:
@@ -221,12 +228,15 @@ def check_state_dir(directory: Path) -> Finding:
         advice = f"give it to the user who runs the SuperNode: install -d -o USER {directory}"
         if existing.is_symlink():
             advice = f"it is a link to {os.readlink(existing)}: is the disk there mounted?"
-        return Finding(what, FAILED, refused, advice)
+        elif refused.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = NEEDS_SPACE
+        elif refused.errno == errno.EROFS:
+            advice = "its file system is read-only: is the disk damaged (dmesg), or is it mounted so?"
+        return Finding(what, FAILED, _cannot_write(existing, refused), advice)
     free = shutil.disk_usage(existing).free
     message = f"{_where(directory, existing)}, {free / 1e9:.1f} GB free"
     if free < FULL_DISK:
-        advice = "free space: a client's state takes a few times its network"
-        return Finding(what, FAILED, message, advice)
+        return Finding(what, FAILED, message, NEEDS_SPACE)
     if free < LOW_DISK:
         return Finding(what, WARNING, message, "free space: data caches and logs are stored there too")
     return Finding(what, OK, message)
@@ -240,7 +250,7 @@ def _nearest_existing(directory: Path) -> Path:
     return place
 
 
-def _write_error(directory: Path) -> str | None:
+def _write_error(directory: Path) -> OSError | None:
     """Return the error of writing a file in a directory, None if it can be written."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory) as file:
@@ -248,8 +258,12 @@ def _write_error(directory: Path) -> str | None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return f"{directory} cannot be written ({error.strerror})"
+        return error
     return None
+
+
+def _cannot_write(directory: Path, error: OSError) -> str:
+    return f"{directory} cannot be written ({error.strerror})"
 
 
 def _where(directory: Path, existing: Path) -> str:

@@ -98,7 +98,7 @@ def register(
     keys = read_keys(folder)
     known = {device.name: device for device in Inventory.read(file).devices}
     asked = [*([link] if link else []), "--format", "json"]
-    nodes = _nodes(flwr, asked)
+    nodes, gone = _nodes(flwr, asked)
     members = {client.key: client for client in clients}
     devices = {
         name: known[name] if name in known and known[name].key == key else Device(name=name, key=key)
@@ -116,21 +116,28 @@ def register(
             return str(result["node-id"]), ""
         except PbflError as error:
             reason = str(error).removeprefix("flwr supernode: ")
+            if KEY_TAKEN in reason and devices[name].node in gone:
+                return (
+                    "",
+                    f"{name}: its key was unregistered, and Flower takes none twice; give the device a new key",
+                )
             taken = "; --run tells its node, if it took part in a run" if KEY_TAKEN in reason else ""
             return "", f"{name}: {reason}{taken}"
 
-    lines = []
+    lines, added = [], 0
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # every call starts a process
             for name, (node, reason) in zip(new, pool.map(add, new), strict=True):
-                devices[name] = devices[name].model_copy(update={"node": node})
+                if node or devices[name].node not in gone:
+                    devices[name] = devices[name].model_copy(update={"node": node})
                 lines += [reason] if reason else []
+                added += bool(node)
         for name in new:
             old = known.get(name)
             if devices[name].node and old and old.key != devices[name].key and old.node in nodes:
                 lines.append(f"{name}: has another key now; {_without(flwr, old.node, asked)}")
-        lines.append(f"{sum(bool(devices[name].node) for name in new)} keys registered")
-        nodes = _nodes(flwr, asked)
+        lines.append(f"{added} keys registered")
+        nodes, _ = _nodes(flwr, asked)
     finally:  # Flower tells a key's node only once
         now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}"
         every = [_seen(device, nodes, now) for device in devices.values()]
@@ -167,10 +174,11 @@ def _without(flwr: Flwr, node: str, asked: Sequence[str]) -> str:
         return f"the old one, node {node}, is still registered: {str(error).removeprefix('flwr supernode: ')}"
 
 
-def _nodes(flwr: Flwr, asked: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Return node id -> what Flower lists of it, of those that are registered."""
-    listed = flwr("supernode", "list", *asked)["nodes"]
-    return {node["node-id"]: node for node in listed if node["status"] not in ("unregistered", "deleted")}
+def _nodes(flwr: Flwr, asked: Sequence[str]) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
+    """Return node id -> what Flower lists of it, of those that are registered, and the ids of those that were."""
+    listed = {node["node-id"]: node for node in flwr("supernode", "list", *asked)["nodes"]}
+    gone = {number for number, node in listed.items() if node["status"] in ("unregistered", "deleted")}
+    return {number: node for number, node in listed.items() if number not in gone}, gone
 
 
 def _seen(device: Device, nodes: Mapping[str, Mapping[str, Any]], now: str) -> Device:

@@ -212,7 +212,8 @@ def _check_declared(report: Report, client: ClientRecord) -> None:
     ):
         if counted > GROWTH * declared:
             raise RejectedPayload(
-                f"its report counts {counted} {what} samples; when it joined it declared {declared}"
+                f"its report counts {counted} {what} samples; when it joined it declared {declared}, and may count "
+                f"at most {GROWTH} times as many until the run is resumed"
             )
 
 

@@ -53,6 +53,7 @@ from pbfl_flwr.runs.records import ClientsRecord, RoundRecord
 from pbfl_flwr.sinks import Ending
 from pbfl_flwr.sinks import check as check_sinks
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.source_hash import check_unedited
 
 MAX_REPEATS = 3  # of one round, because nodes became unreachable during it
 REPEATED = "round repeated because too many nodes were unreachable"
@@ -132,6 +133,7 @@ class MethodStrategy(hooks.Hooks):
             PbflError: before any training, naming everything that is incompatible.
         """
         run = self.settings.run
+        check_unedited(self.settings.code)
         previous = self._recorder.previous()
         check_sinks(run.sinks)
         if run.sinks and self.directory is None:

@@ -90,7 +90,7 @@ def test_a_client_column_gives_natural_clients(tmp_path: Path) -> None:
         ("a,label\n1,x\n,y\n", "row 2, column 'a': the cell is empty; must be a number"),
         ("a,label\n1,x\nNaN,y\n", "row 2, column 'a': the cell is empty"),
         ("a,label\n1,x\ninf,y\n", "row 2, column 'a': 'inf' is not a finite number"),
-        ("a,label\n1,x\n1e39,y\n", "row 2, column 'a': '1e+39' is not a finite number"),  # beyond float32
+        ("a,label\n1,x\n1e39,y\n", "row 2, column 'a': '1e+39' is beyond float32 (3.4e38); must"),
         ("a,b,label\n1,2,x\n3,four,y\n", "row 2, column 'b': 'four' is not a finite number"),
         ("a;b;label\n1,5;2;x\n", "row 1, column 'a': '1,5' is not a finite number"),
         ("a,label\n1,x\n2,\n", "row 2, column 'label': the cell is empty; a class is expected"),

@@ -1,5 +1,6 @@
 """The doctor, against Flower's own Fleet API with TLS in this process, and on recorded outputs of SuperNodes."""
 
+import errno
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -270,6 +272,12 @@ def test_checks_state_directory_and_free_space(tmp_path: Path, monkeypatch: pyte
     assert finding.status is Status.FAILED
     assert finding.advice == f"it is a link to {tmp_path / 'usb' / 'state'}: is the disk there mounted?"
 
+    for number, advice in ((errno.ENOSPC, "free space: "), (errno.EROFS, "its file system is read-only: ")):
+        with patch.object(os, "fsync", side_effect=OSError(number, os.strerror(number))):
+            finding = doctor.check_state_dir(tmp_path)
+        assert finding.message == f"{tmp_path} cannot be written ({os.strerror(number)})"
+        assert finding.advice.startswith(advice)
+
     def usage(free: float) -> Callable[[Path], SimpleNamespace]:
         return lambda path: SimpleNamespace(free=free)
 
@@ -303,9 +311,7 @@ def test_checks_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert finding.advice == "data cannot be decoded into it: set PBFL_HOME to another place"
     (tmp_path / "used" / "cache").mkdir(parents=True)
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "used"))
-    monkeypatch.setattr(
-        doctor, "_write_error", lambda place: f"{place} cannot be written (Read-only file system)"
-    )
+    monkeypatch.setattr(doctor, "_write_error", lambda place: OSError(errno.EROFS, "Read-only file system"))
     assert doctor.check_home().status is Status.WARNING  # what was decoded is still there
     subjects = {finding.what for finding in doctor.examine(CheckTargets(state_dir=tmp_path))}
     assert {"state-dir", "home"} <= subjects

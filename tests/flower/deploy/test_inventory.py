@@ -83,6 +83,17 @@ def test_a_changed_key_replaces_the_old_one(folder: Path) -> None:
     assert after["b"] == before["b"]
 
 
+def test_an_unregistered_key_is_not_asked_for_its_node(folder: Path) -> None:
+    link = Link()
+    register(folder, folder / "i.json", link)
+    node = devices(folder)["a"].node
+    link("supernode", "unregister", node, "--format", "json")
+    line = "a: its key was unregistered, and Flower takes none twice; give the device a new key"
+    for _ in range(2):
+        assert register(folder, folder / "i.json", link) == [line, "0 keys registered"]
+        assert (devices(folder)["a"].node, devices(folder)["a"].status) == (node, "")
+
+
 @pytest.mark.parametrize(("fails", "at"), [("unregister", 1), ("list", 2)])
 def test_what_was_registered_is_written_although_a_later_call_fails(
     folder: Path, fails: str, at: int
