@@ -27,7 +27,7 @@ Loss = Callable[..., Mapping[str, Tensor]]
 """(inputs (B, ...), labels (B,), tensors from ``draw``) -> named loss terms; their sum is minimised."""
 
 
-REMEDY = "lower learning-rate, set max-grad-norm, or scale the inputs if they are large"
+REMEDY = "lower learning-rate, set max-grad-norm, or scale large inputs"
 SMALLEST_FILLED = 32  # the smallest batch of a GPU in evaluation
 
 

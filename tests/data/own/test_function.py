@@ -113,7 +113,7 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("own_data:fractions", r"the result of own_data:fractions: y\[0\]: 0.5 is not a whole number"),
         (
             "own_data:infinite",
-            "own_data:infinite' holds NaN, infinity or a number beyond float32 (3.4e38), first in row 0",
+            r"own_data:infinite' holds NaN, infinity or a number beyond float32 \(3.4e38\), first in row 0",
         ),
         ("own_data:outside", "the result of own_data:outside: y has the label 2; must be 0..1"),
         ("own_data:alike", r"classes are \['a', 'a'\]; must be 2 to 10000 different names"),

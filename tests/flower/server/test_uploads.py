@@ -103,7 +103,7 @@ def test_client_refuses_to_send_an_unbounded_upload(tmp_path: Path, monkeypatch:
     assert failure.client == 3
     assert "its upload would be rejected: 'rows' holds" in failure.reason
     assert failure.reason.endswith(
-        "; lower learning-rate, or set max-grad-norm, or collect = 'trajectory' with BatchNorm"
+        "; lower learning-rate, set max-grad-norm, or scale large inputs, or collect = 'trajectory' with BatchNorm"
     )
     (file,) = (tmp_path / "run").rglob("client-00003.safetensors")
     assert load_tensors(file)[1]["round"] == "1"
