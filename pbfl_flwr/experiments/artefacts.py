@@ -22,7 +22,7 @@ from pbfl_flwr.payloads import Logits, Payload, Prototypes, WeightsAndPrototypes
 from pbfl_flwr.prototypes.alignment import Geometry, align, geometry
 from pbfl_flwr.prototypes.pipeline import Pipeline, PipelineState
 from pbfl_flwr.runs.client_store import ClientState, ClientStore
-from pbfl_flwr.runs.directory import BROADCAST, CHECKPOINT
+from pbfl_flwr.runs.directory import BROADCAST, CHECKPOINT, RunDirectory
 from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.seeds import derive
 from pbfl_flwr.task import Task
@@ -54,7 +54,7 @@ def global_prototypes(run: FinishedRun) -> Prototypes:
     Raises:
         PbflError: if the method broadcasts no prototypes or rows of another width, or the file is missing or damaged.
     """
-    method, task, file = method_of(run), run.about.task, run.path / BROADCAST
+    method, task, file = method_of(run), run.about.task, RunDirectory(run.path).state_file(BROADCAST)
     with reading(str(file)):
         sent = method.down.from_tensors(load_tensors(file)[0], task)
         prototypes = _prototypes(sent, "broadcasts")
@@ -159,7 +159,7 @@ def alignment_trajectory(run: FinishedRun) -> Trajectory:
         raise PbflError("the simplex solver has no iterations")
     if method.server_training is not None:
         raise PbflError("the prototypes that the server trains before alignment are not saved")
-    file = run.path / CHECKPOINT
+    file = RunDirectory(run.path).state_file(CHECKPOINT)
     with reading(str(file)):
         combined = method.dense(PipelineState.from_tensors(load_tensors(file)[0], task).combined, task)
     steps: list[Geometry] = []

@@ -36,7 +36,7 @@ from pbfl_flwr.models.cpu_convolutions import optimize_layout
 from pbfl_flwr.models.precision import set_precision
 from pbfl_flwr.models.registry import architecture_of
 from pbfl_flwr.payloads import Payload
-from pbfl_flwr.runs.directory import CHECKPOINT
+from pbfl_flwr.runs.directory import CHECKPOINT, RunDirectory
 from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.training.evaluation import Scores, evaluate
 
@@ -56,7 +56,7 @@ def new_client_sheet(run: FinishedRun, clients: int, rounds: int) -> Sheet:
         parse(run.config, SECTIONS).allowing(run.allowed),
         method_of(run),
         run.about.task,
-        run.path / CHECKPOINT,
+        RunDirectory(run.path).state_file(CHECKPOINT),
     )
     with reading(str(file)):
         tensors, metadata = load_tensors(file)

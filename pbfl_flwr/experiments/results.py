@@ -254,8 +254,8 @@ class FinishedRun:
         return rounds
 
     @property
-    def begun_shorter(self) -> bool:
-        """Whether the method, as it was built, depends on the number of rounds, and the run began with fewer."""
+    def rebuilt(self) -> bool:
+        """Whether the method, as it was built, depends on the number of rounds, and the run began with another."""
         stages: list[RunRecord | Change] = [self.about, *self.about.changes]
         return any(one.method != two.method and one.code == two.code for one, two in pairwise(stages))
 

@@ -32,17 +32,18 @@ def show_run(run_dir: Path, console: Console) -> None:
         PbflError: if there is no run.
     """
     directory = RunDirectory(run_dir)
+    running = in_use(run_dir)  # before the files are read
     about, done = directory.record(), len(directory.round_records())
     say(console, str(run_dir), "bold")
     say(console, settings_line(about, done))
     if done:
         _show_results(FinishedRun.load(run_dir), console)
     if done < about.last_round:
-        rest = "running" if in_use(run_dir) else f"resume with: {resume_command(run_dir, about)}"
+        rest = "running" if running else f"resume with: {resume_command(run_dir, about)}"
         say(console, f"{done} of {about.last_round} rounds; {rest}")
     if result := directory.result():
         say(console, f"result hash {result}")
-    if error := directory.error():
+    if (error := directory.error()) and not running:
         say(console, f"ended with: {error}", "red")
 
 

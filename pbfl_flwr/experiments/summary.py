@@ -244,7 +244,7 @@ def run_notes(groups: Sequence[RunGroup]) -> list[str]:
     firsts: dict[tuple[object, ...], RunGroup] = {}  # by data keys
     pairs = [(firsts.setdefault(data_keys(group.first), group), group) for group in groups]
     other = [f"{two.label} than {one.label}" for one, two in pairs if not same_data(one.first, two.first)]
-    longer = [group.label for group in groups if any(run.begun_shorter for run in group.runs)]
+    rebuilt = [group.label for group in groups if any(run.rebuilt for run in group.runs)]
     edited = [group.label for group in groups if any(run.edits for run in group.runs)]
     codes = {group.label: [run.about.latest.code for run in group.runs] for group in groups}
     several = [label for label, used in codes.items() if any(code != used[0] for code in used)]
@@ -254,7 +254,11 @@ def run_notes(groups: Sequence[RunGroup]) -> list[str]:
         *([f"Runs with different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
         *([f"Runs of one row on different data: {'; '.join(changed)}."] if changed else []),
         *([f"Rows on other data, though with the same keys: {'; '.join(other)}."] if other else []),
-        *([f"Begun with fewer rounds, on which the method depends: {'; '.join(longer)}."] if longer else []),
+        *(
+            [f"Begun with another number of rounds, on which the method depends: {'; '.join(rebuilt)}."]
+            if rebuilt
+            else []
+        ),
         *([f"Code edited during a run, see pbfl show: {'; '.join(edited)}."] if edited else []),
         *([f"Code edited between the runs of one row: {'; '.join(several)}."] if several else []),
         *unscored_lines((group.label, group.first.predictor) for group in groups if not group.scores),

@@ -47,7 +47,7 @@ def stage(
     Raises:
         UnsavedState: if writing fails.
     """
-    run.settle()  # nothing of an earlier try stays
+    run.settle(server_round - 1)  # nothing of an earlier try stays
     folder = run.staged(server_round)
     number = {"round": str(server_round)}
     save_tensors(folder / BROADCAST, broadcast.to_tensors(), number, flushed=False)
@@ -73,8 +73,8 @@ def resume(
         DamagedState: if it is damaged, or missing although the history has rounds, or ahead of it.
         UnsavedState: if the directory cannot be written.
     """
-    run.settle()
-    file, finished = run.path / CHECKPOINT, len(run.round_records())
+    file, finished = run.path / CHECKPOINT, run.finished_rounds()
+    run.settle(finished)
     try:
         tensors, metadata = load_tensors(file)
     except FileNotFoundError:

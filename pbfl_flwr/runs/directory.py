@@ -250,50 +250,80 @@ class RunDirectory:
         """Append a round to both histories; it is on disk when this returns.
 
         Raises:
-            UnsavedState: if writing fails; the round is then in no history that counts.
+            UnsavedState: if writing fails; neither history has the round then.
         """
+        size = self._size("clients.jsonl")
         self._append("clients.jsonl", clients)
-        self._append("rounds.jsonl", record)
+        try:
+            self._append("rounds.jsonl", record)
+        except UnsavedState:
+            self._cut("clients.jsonl", size)
+            raise
 
     def _append(self, name: str, record: Record) -> None:
-        history = self.path / name
-        size = history.stat().st_size if history.exists() else None
+        history, size = self.path / name, self._size(name)
         try:
+            created = not history.exists()
             with open(history, "a", opener=private_opener) as file:
                 file.write(json.dumps(record.to_json()) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            if size is None:
+            if created:
                 flush_directory(self.path)
         except OSError as error:
-            with suppress(OSError):
-                os.truncate(history, size or 0)  # what is there may not be on the disk
+            self._cut(name, size)  # what is there may not be on the disk
             raise UnsavedState(f"{history} cannot be written ({error.strerror})") from None
+
+    def _size(self, name: str) -> int:
+        with suppress(OSError):
+            return (self.path / name).stat().st_size
+        return 0
+
+    def _cut(self, name: str, size: int) -> None:
+        with suppress(OSError):
+            os.truncate(self.path / name, size)
+
+    def finished_rounds(self) -> int:
+        """Return the number of the last round of the history, 0 if there is none.
+
+        Raises:
+            DamagedState: if the history is damaged.
+        """
+        return max((record.round for record in self.round_records()), default=0)
 
     def staged(self, number: int) -> Path:
         """Return where the files of a round are written before its lines are in the histories."""
         return self.path / f"{STAGED}{number}"
 
-    def settle(self) -> None:
-        """Put the files of the last round of the history in place, and remove those of a round that it does not have.
+    def state_file(self, name: str) -> Path:
+        """Return where BROADCAST, CHECKPOINT or BEST of the last round is: a server may be killed before it settles it.
 
         Raises:
             DamagedState: if the history is damaged.
+        """
+        if any(self.path.glob(f"{STAGED}*")) and _is_file(
+            found := self.staged(self.finished_rounds()) / name
+        ):
+            return found
+        return self.path / name
+
+    def settle(self, done: int) -> None:
+        """Put the files of the last finished round in place, and remove those of a round that is not finished.
+
+        Raises:
             UnsavedState: if the directory cannot be written.
         """
-        folders = list(self.path.glob(f"{STAGED}*"))
-        if not folders:
-            return
-        done = self.staged(len(self.round_records()))
+        folders = [*self.path.glob(f"{STAGED}*")]
         try:
             for name in (BROADCAST, CHECKPOINT, BEST):
-                if (done / name).exists():
-                    (done / name).replace(self.path / name)
+                if _is_file(file := self.staged(done) / name):
+                    file.replace(self.path / name)
             for folder in folders:
-                shutil.rmtree(folder)
-            flush_directory(self.path)
+                folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
+            if folders:
+                flush_directory(self.path)
         except OSError as error:
-            raise UnsavedState(f"{self.path} cannot be written ({error.strerror})") from None
+            raise UnsavedState(f"{self.path} cannot be written ({error.strerror or error})") from None
 
     def write_partition(self, partition: PartitionRecord) -> None:
         """Write partition.json."""
@@ -327,6 +357,11 @@ def _records(file: Path, kind: type[RecordT]) -> list[RecordT]:
     except FileNotFoundError:
         return []
     return [kind.from_json(line, f"{file}, line {number}") for number, line in numbered_lines(content)]
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether this is a regular file in a directory, neither of them a link, which might lead anywhere."""
+    return path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
 
 
 def _version(package: str) -> str:

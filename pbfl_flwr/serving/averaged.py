@@ -49,7 +49,9 @@ def averaged(run: Path, *, best: bool = False, allowed_code: str = "") -> SavedM
     clients = {client.label: client for client in record.clients}
     states = _clients(run, {label: client.architecture for label, client in clients.items()})
     first = next(states)
-    parameters, number = _weights(run / (BEST if best else CHECKPOINT), method, first.card.task)
+    parameters, number = _weights(
+        RunDirectory(run).state_file(BEST if best else CHECKPOINT), method, first.card.task
+    )
     served = rebuild(first.card, first.weights, allowed_code, str(run))
     model = served.model
     parts = {name for name, _ in model.named_parameters(remove_duplicate=False)}

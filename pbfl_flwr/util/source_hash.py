@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import os
-import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -24,10 +22,7 @@ INSTALLED = {"site-packages", "dist-packages"}
 OURS = __name__.partition(".")[0]
 # Attributes of an imported module's spec, of which a reload makes a new one.
 HASH = "_pbfl_source_hash"  # of its source and that of all that it imports
-SOURCE = "_pbfl_source"  # its own; None if the file was edited before it was read here
-PYC_HEADER = struct.Struct(
-    "<4xIII"
-)  # after the magic number: flags, time of the source in s, its size in bytes
+SOURCE = "_pbfl_source"  # its own
 
 
 def remember_source(module: str) -> None:
@@ -40,26 +35,12 @@ def remember_source(module: str) -> None:
     for name, source in sources.items():
         imported = _spec_of(name)
         if imported is not None and not hasattr(imported, SOURCE):
-            setattr(imported, SOURCE, None if _edited_after_import(imported) else source)
+            setattr(imported, SOURCE, source)
 
 
 def _spec_of(module: str) -> ModuleSpec | None:
     """Return the spec of a module that is imported, None if it is not."""
     return getattr(sys.modules.get(module), "__spec__", None)
-
-
-def _edited_after_import(spec: ModuleSpec) -> bool:
-    """Return whether a file is another one than that which an import has compiled, as far as the compiled one tells."""
-    if sys.dont_write_bytecode or not spec.cached or not spec.origin or not os.access(spec.cached, os.W_OK):
-        return False
-    try:
-        with open(spec.cached, "rb") as file:
-            flags, seconds, size = PYC_HEADER.unpack(file.read(PYC_HEADER.size))
-        source = os.stat(spec.origin)
-    except (OSError, struct.error):
-        return False
-    now = (int(source.st_mtime) & 0xFFFFFFFF, source.st_size & 0xFFFFFFFF)
-    return flags == 0 and (seconds, size) != now
 
 
 def code_hashes(names: Iterable[str]) -> dict[str, str]:

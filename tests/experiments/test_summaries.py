@@ -460,7 +460,7 @@ def test_a_run_whose_method_was_built_for_fewer_rounds_is_remarked(tmp_path: Pat
         changes=[{"from_round": 4, "method": {"rounds": 6}, "code": {}}],
     )
     sheet = summary.comparison_sheet("", results.load(places))
-    assert "Begun with fewer rounds, on which the method depends: fedproto." in sheet.notes
+    assert "Begun with another number of rounds, on which the method depends: fedproto." in sheet.notes
 
 
 def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:

@@ -97,9 +97,8 @@ HELPED = "import lab_numbers\ndef weight(): return lab_numbers.WEIGHT\n"
 
 
 @pytest.fixture
-def helped(lab: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A function whose module imports another one; both are imported, and their compiled files written."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+def helped(lab: Path) -> Iterator[str]:
+    """A function whose module imports another one; both are imported."""
     (lab / "lab_helped.py").write_text(HELPED)
     (lab / "lab_numbers.py").write_text("WEIGHT = 1\n")
     importlib.invalidate_caches()
@@ -121,14 +120,3 @@ def test_a_reload_renews_only_the_module_itself(lab: Path, helped: str) -> None:
     importlib.reload(sys.modules["lab_helped"])
     assert import_function("mods", helped)() == 22
     check_unedited([helped])
-
-
-@pytest.mark.parametrize("edited", ["lab_helped", "lab_numbers"])
-def test_a_module_that_was_edited_before_its_first_use_here_is_found(
-    lab: Path, helped: str, edited: str
-) -> None:
-    file = lab / f"{edited}.py"
-    file.write_text(f"{file.read_text()}OTHER = 1\n")
-    import_function("mods", helped)
-    with pytest.raises(PbflError, match=r"^'lab_helped:weight': its source was edited since"):
-        check_unedited([helped])

@@ -123,7 +123,8 @@ def follow(path: Path, console: Console, seconds: float, now: Callable[[], float
         follower.update()
         failed_before = failed_before and status.state == "failed"
         over = status.state == "finished" or (status.state == "failed" and not failed_before)
-        alive = alive if status.state == "stopped" or failed_before else now()
+        waits = not status.active and (status.state == "stopped" or failed_before)
+        alive = alive if waits else now()
         if over or now() - alive >= STOPPED_SECONDS:
             show_status(status, console)
             return status.state

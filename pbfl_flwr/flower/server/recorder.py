@@ -126,6 +126,7 @@ class RunRecorder(Recorder):
     def __init__(self, directory: RunDirectory, loaded: LoadedData) -> None:
         self.directory, self._loaded = directory, loaded
         self._scores: dict[tuple[int, bool], Score] = {}  # of all rounds, see all_scores
+        self._written = 0  # number of the last round in the histories
         self._experiment = ""  # of the run to resume, or once the run has begun
         self._sinks: Sinks | None = None  # while the run is open
         self._warnings: list[str] = []
@@ -232,7 +233,7 @@ class RunRecorder(Recorder):
         if resumed is None:
             return None
         history = self.directory.round_records()
-        self._scores = all_scores(history, self._primary_predictor)
+        self._scores, self._written = all_scores(history, self._primary_predictor), done
         return Resumed(*resumed, history, [*self.directory.client_records()])
 
     def reopen(self, done: int) -> None:
@@ -249,13 +250,12 @@ class RunRecorder(Recorder):
             RunRefused: if the directory has more rounds, as after an interruption just before one counted here.
             DamagedState: if its histories are damaged.
         """
-        if (present := len(self.directory.round_records())) > done:
+        if (present := self.directory.finished_rounds()) > done:
             raise RunRefused(
                 f"run-dir = '{self.directory.path}' has {present} rounds, this strategy {done}; make another one with "
                 "resume = true"
             )
         self.directory.remove(ERROR)
-        self.directory.settle()
         self.directory.truncate(done)
         if self._sinks is None:
             self._open_sinks()
@@ -275,9 +275,12 @@ class RunRecorder(Recorder):
         read.
 
         Raises:
-            UnsavedState: if writing fails.
+            UnsavedState: if writing fails; the round does not count then.
+            RunRefused: if the directory has the round, as after an interruption just before it counted here.
         """
         record, number = finished.record, finished.record.round
+        if number <= self._written:
+            raise RunRefused(f"run-dir = '{self.directory.path}' has round {number} already; resume the run")
         self.set_waiting("")
         self._flush_states()
         scores = self._scores | all_scores([record], self._primary_predictor)
@@ -287,8 +290,17 @@ class RunRecorder(Recorder):
             better = checkpoint.BestState(state, after, scores[place][1], self._primary_predictor)
         checkpoint.stage(self.directory, finished.state, broadcast, number, self._configuration, better)
         self.directory.add_round(record, finished.clients)  # from here on the round counts
-        self.directory.settle()
-        self._scores = scores
+        self._scores, self._written = scores, number
+        try:
+            self.directory.settle(number)
+        except UnsavedState as error:  # the next round tries again
+            log(
+                WARNING,
+                "%s; the files of round %s are still in %s",
+                error,
+                number,
+                self.directory.staged(number),
+            )
 
     def log_in_sinks(self, record: RoundRecord) -> None:
         """Log a round in the sinks, which may take long."""
@@ -317,9 +329,9 @@ class RunRecorder(Recorder):
         """Write the result hash if the run is finished, and close the sinks."""
         self.set_waiting("")
         try:
-            self.directory.settle()
-            rounds = self.directory.record().last_round
-            if len(self.directory.round_records()) >= rounds:
+            rounds, done = self.directory.record().last_round, self.directory.finished_rounds()
+            self.directory.settle(done)
+            if done >= rounds:
                 result = result_hash(self.directory, rounds)
                 self.directory.write_line(RESULT, result)
                 log(INFO, "result hash %s", result)

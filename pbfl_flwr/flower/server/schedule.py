@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pbfl_flwr.config import Settings
 from pbfl_flwr.method import Moment
 from pbfl_flwr.runs.early_stopping import patience_exhausted
 
@@ -42,3 +43,9 @@ class Schedule:
     def last_round(self, accuracies: Mapping[int, float], done: int) -> int:
         """Return the round after which the run ends, according to the ``done`` rounds so far."""
         return done if self.ends_early(accuracies, done) else self.num_rounds
+
+
+def schedule_of(settings: Settings, moment: Moment) -> Schedule:
+    """Return the schedule of a run that scores at this moment."""
+    run = settings.run
+    return Schedule(run.num_server_rounds, moment, settings.evaluation.evaluate_every, run.patience)

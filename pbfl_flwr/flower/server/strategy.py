@@ -43,7 +43,7 @@ from pbfl_flwr.flower.server.recorder import recorder_of
 from pbfl_flwr.flower.server.replies import Replies, ReplyRules, read
 from pbfl_flwr.flower.server.roster import NOBODY, Roster, check_roster
 from pbfl_flwr.flower.server.rounds import FinishedRound
-from pbfl_flwr.flower.server.schedule import Schedule
+from pbfl_flwr.flower.server.schedule import schedule_of
 from pbfl_flwr.method import Moment, Round, resolved_moment
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Payload, Serializable
@@ -92,10 +92,9 @@ class MethodStrategy(hooks.Hooks):
     def _configure(self, settings: Settings) -> None:
         """Set the settings and what is built from them."""
         self.settings, self.method = settings, build_method(settings)
-        evaluation, run = settings.evaluation, settings.run
-        self.moment: Moment = resolved_moment(evaluation, self.method)
-        self.schedule = Schedule(run.num_server_rounds, self.moment, evaluation.evaluate_every, run.patience)
-        chosen = evaluation.predictor
+        self.moment: Moment = resolved_moment(settings.evaluation, self.method)
+        self.schedule = schedule_of(settings, self.moment)
+        chosen = settings.evaluation.predictor
         self.primary_predictor = self.method.primary_predictor if chosen == "auto" else chosen
         self._recorder.configure(settings, self.method, self.primary_predictor)
 
@@ -126,8 +125,12 @@ class MethodStrategy(hooks.Hooks):
         """Log the configuration in one line, and warnings about it."""
         recorder.log_start(self.settings, self.method)
 
-    def prepare(self, grid: Grid) -> None:
+    def prepare(self, grid: Grid, *, ends: bool = False) -> None:
         """Run the handshake, check compatibility, start or resume the run directory.
+
+        Args:
+            grid: Flower's.
+            ends: whether the run ends with the configured rounds, as in :meth:`start`; a loop of one's own may go on.
 
         Raises:
             PbflError: before any training, naming everything that is incompatible.
@@ -155,20 +158,27 @@ class MethodStrategy(hooks.Hooks):
                 self.history = resumed.history
                 for clients in resumed.clients:
                     self._count_participations(clients)
-                self._check_scored_last()
+                if ends:
+                    self._check_scored_last(self.settings)
             self._recorder.reopen(self.done)
             recorded = {label for record in self.history for label in record.joined}
             membership.add_joined([label for label in previous.joined if label not in recorded])
         self.membership = membership  # only now: after an error, another start prepares again
 
-    def _check_scored_last(self) -> None:
-        """Refuse to end a resumed run without scoring its final state.
+    def _check_scored_last(self, settings: Settings) -> None:
+        """Refuse to end a run without scoring its final state, if it has made its rounds with other settings.
 
         Raises:
             RunRefused: if nothing remains to be done, but the last round was not made as the last.
         """
-        if self.done >= self._last_round and self.moment == "before" and self.history[-1].final is None:
-            run = self.settings.run
+        run, schedule = settings.run, schedule_of(settings, self.moment)
+        accuracies = accuracies_on(self.history, run.patience_on, self.primary_predictor)
+        if not self.done or self.done < schedule.last_round(accuracies, self.done):
+            return
+        last = self.history[-1]
+        # After training everybody may have been scored in the round itself, unless evaluate-every left it out.
+        due = self.done % schedule.every != 0 and any(record.accuracy for record in self.history)
+        if last.final is None if self.moment == "before" else due and not last.accuracy:
             early = f" and patience = {run.patience}" if run.patience else ""
             raise RunRefused(
                 f"num-server-rounds = {run.num_server_rounds}{early}: the run would end with its {self.done} rounds, "
@@ -217,13 +227,14 @@ class MethodStrategy(hooks.Hooks):
         grid = polling(grid, lambda node: (self.roster or NOBODY).node_label(node), written.set_waiting)
         with written.locked():
             if self.membership is not None:
+                self._check_scored_last(settings)
                 written.go_on(self.done)
             if changes:
                 self._configure(settings)
             self.summary()
             written.set_waiting("")  # a killed server may have left a line
             if self.membership is None:
-                self.prepare(grid)
+                self.prepare(grid, ends=True)
             ending: Ending = "failed"
             try:
                 if self.done >= self._last_round:
@@ -262,10 +273,10 @@ class MethodStrategy(hooks.Hooks):
                 break
             except stopping.NodesUnreachable as error:
                 repeats += 1
-                if repeats > MAX_REPEATS:
-                    raise
                 self._clients.lost_up += sum(replies.up.values(), NO_BYTES)
                 self._clients.lost_down += sum(replies.phase.down.values(), NO_BYTES)
+                if repeats > MAX_REPEATS:
+                    raise
                 log(WARNING, "%s. Waiting up to %.0f s for nodes", error, run.join_timeout)
                 target = max(len(replies.phase.messages), run.min_replies)
                 if self._clients.wait_for_nodes(grid, target) < run.min_replies:

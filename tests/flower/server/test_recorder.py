@@ -1,5 +1,6 @@
 """What a run writes and resumes from: histories, checkpoints, why it ended; full disks and killed servers."""
 
+import errno
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.status import snapshot
 from pbfl_flwr.flower.client import handshake
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.server.recorder import log_record
+from pbfl_flwr.flower.server.recorder import RunRecorder, log_record
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
@@ -482,12 +483,16 @@ def test_killed_server_resumes_with_the_same_bits(tmp_path: Path, owner: Any, na
 
 
 def test_best_state_of_a_round_that_did_not_count_is_forgotten(tmp_path: Path) -> None:
-    """Killed before the third round counts, which then has another outcome since four clients are gone."""
+    """Killed before the third round counts, the best so far; then four clients are gone, and it is worse."""
+    data = {"data": None, "dataset": "digits", "partition": "dirichlet", "dirichlet_alpha": 0.3}
     keys: dict[str, Any] = {
+        **data,
+        "max_samples": 600,
+        "models": "mlp",
+        "learning_rate": 0.1,
         "on_disk": True,
         "num_server_rounds": 3,
         "evaluate_moment": "after",
-        "learning_rate": 0.1,
     }
     add = RunDirectory.add_round
 
@@ -496,54 +501,149 @@ def test_best_state_of_a_round_that_did_not_count_is_forgotten(tmp_path: Path) -
             raise Killed
         add(self, record, clients)
 
-    with patch.object(RunDirectory, "add_round", killed), pytest.raises(Killed):
-        federation(tmp_path, "fedavg", models="cnn4", **keys).run()
+    with (
+        patch.object(RunDirectory, "add_round", killed),
+        patch.object(RunRecorder, "close"),
+        pytest.raises(Killed),
+    ):
+        federation(tmp_path, "fedavg", **keys).run()
+    _, tried = load_tensors(tmp_path / "run" / ".round-3" / "best.safetensors")
     gone = {(client, 3): flower_error("its node is unavailable") for client in range(1, 5)}
-    run = federation(tmp_path, "fedavg", models="cnn4", resume=True, faults=gone, **keys).run()
+    run = federation(tmp_path, "fedavg", resume=True, faults=gone, **keys).run()
     _, about = load_tensors(run.directory.path / "best.safetensors")
     scores = {line.round - 1: line.accuracy["head"].weighted for line in run.directory.round_records()}
+    assert float(tried["accuracy"]) > max(scores.values())
+    assert float(about["accuracy"]) == pytest.approx(max(scores.values()), abs=1e-6)
     assert float(about["accuracy"]) == pytest.approx(scores[int(about["round"])], abs=1e-6)
 
 
-def test_interruption_between_a_round_and_its_files_is_mended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [1, 2])
+def test_interruption_between_a_round_and_its_files_is_mended(tmp_path: Path, at: int) -> None:
     whole = federation(tmp_path / "b", on_disk=True).run()
     run = federation(tmp_path / "a", on_disk=True)
-    settle, calls = RunDirectory.settle, []
+    files = run.directory.path
+    add = RunDirectory.add_round
 
-    def interrupted(self: RunDirectory) -> None:
-        calls.append(self)
-        if len(calls) == 2:  # the first is before the files of round 1 are written
-            raise KeyboardInterrupt
-        settle(self)
+    def adding(self: RunDirectory, record: RoundRecord, clients: ClientsRecord) -> None:
+        add(self, record, clients)
+        if record.round == at:
+            raise Killed
 
-    with patch.object(RunDirectory, "settle", interrupted), pytest.raises(KeyboardInterrupt):
+    with (
+        patch.object(RunDirectory, "add_round", adding),
+        patch.object(RunRecorder, "close"),
+        pytest.raises(Killed),
+    ):
         run.run()
-    assert load_tensors(run.directory.path / "checkpoint.safetensors")[1]["round"] == "1"
+    # Who reads the run now finds the files of its last round.
+    for name in ("checkpoint.safetensors", "prototypes.safetensors"):
+        assert load_tensors(RunDirectory(files).state_file(name))[1]["round"] == str(at)
     with pytest.raises(
-        RunRefused, match=r"has 1 rounds, this strategy 0; make another one with resume = true$"
+        RunRefused, match=rf"has {at} rounds, this strategy {at - 1}; make another one with resume = true$"
     ):
         run.run()
     resumed = federation(tmp_path / "a", on_disk=True, resume=True).run()
     assert resumed.fingerprint == whole.fingerprint
+    assert lines(resumed) == lines(whole)
+    assert resumed.directory.result() == whole.directory.result()
+    assert not list(files.glob(".round-*"))
+
+
+def test_files_that_cannot_be_put_in_place_cost_no_round(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = federation(tmp_path / "b", on_disk=True, num_server_rounds=3).run()
+    run = federation(tmp_path / "a", on_disk=True, num_server_rounds=3)
+    replace = Path.replace
+    failed: list[Path] = []
+
+    def failing(self: Path, target: Path) -> Path:
+        if (self.parent.name, self.name) == (".round-2", "checkpoint.safetensors") and not failed:
+            failed.append(self)
+            raise OSError(errno.EIO, "Input/output error")
+        return replace(self, target)
+
+    with patch.object(Path, "replace", failing):
+        run.run()
+    assert "the files of round 2 are still in" in caplog.text
+    assert (run.fingerprint, run.directory.result()) == (whole.fingerprint, whole.directory.result())
+    assert lines(run) == lines(whole)
+
+
+def test_a_loop_of_ones_own_cannot_write_a_round_twice(tmp_path: Path) -> None:
+    run = federation(tmp_path, on_disk=True)
+    finished: list[Any] = []
+    commit = MethodStrategy._commit
+
+    def keeping(self: MethodStrategy, round_: Any) -> RoundRecord:
+        finished.append(round_)
+        return commit(self, round_)
+
+    with patch.object(MethodStrategy, "_commit", keeping):
+        run.run()
+    with pytest.raises(RunRefused, match=r"has round 2 already; resume the run$"):
+        run.strategy._commit(finished[1])
+    assert [line.round for line in run.directory.client_records()] == [1, 2]
+
+
+def test_a_link_among_the_files_of_a_round_is_not_followed(tmp_path: Path) -> None:
+    other = federation(tmp_path / "b", on_disk=True).run().directory.path
+    run = federation(tmp_path / "a", on_disk=True).run()
+    (run.directory.path / ".round-2").symlink_to(other)
+    before = (run.directory.path / "checkpoint.safetensors").read_bytes()
+    assert RunDirectory(run.directory.path).state_file("checkpoint.safetensors").parent == run.directory.path
+    federation(tmp_path / "a", on_disk=True, resume=True, num_server_rounds=2).run()
+    assert (run.directory.path / "checkpoint.safetensors").read_bytes() == before
+    assert (other / "checkpoint.safetensors").exists()
+    assert not (run.directory.path / ".round-2").is_symlink()
+
+
+def test_rejects_a_checkpoint_that_is_ahead_of_the_history(tmp_path: Path) -> None:
+    run = federation(tmp_path, on_disk=True).run()
+    file = run.directory.path / "rounds.jsonl"
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(DamagedState, match=r"is of round 2, but the history holds 1 rounds$"):
+        federation(tmp_path, on_disk=True, resume=True).run()
 
 
 @pytest.mark.parametrize(
-    "fewer", [{"num_server_rounds": 2}, {"num_server_rounds": 4, "patience": 1, "patience_on": "test"}]
+    ("moment", "made", "fewer"),
+    [
+        ("before", {}, {"num_server_rounds": 2}),
+        ("before", {}, {"num_server_rounds": 4, "patience": 1, "patience_on": "test"}),
+        ("after", {"evaluate_every": 3}, {"num_server_rounds": 4}),
+    ],
 )
 def test_a_run_does_not_end_without_the_scores_of_its_final_state(
-    tmp_path: Path, fewer: dict[str, Any]
+    tmp_path: Path, moment: str, made: dict[str, Any], fewer: dict[str, Any]
 ) -> None:
-    keys: dict[str, Any] = {"on_disk": True, "evaluate_moment": "before", "learning_rate": 1e-9}
-    with patch.object(MethodStrategy, "_final_scoring", side_effect=Killed), pytest.raises(Killed):
-        federation(tmp_path, "fedavg", models="cnn4", num_server_rounds=3, **keys).run()
+    keys: dict[str, Any] = {
+        "on_disk": True,
+        "evaluate_moment": moment,
+        "learning_rate": 1e-9,
+        "models": "cnn4",
+    }
+    total = 3 if moment == "before" else 5
+    real = MethodStrategy._read
+
+    def killed(self: MethodStrategy, phase: Any, *more: Any) -> Any:
+        if phase.plan.number == total:
+            raise Killed
+        return real(self, phase, *more)
+
+    run = federation(tmp_path, "fedavg", num_server_rounds=total, **made, **keys)
+    with patch.object(MethodStrategy, "_read", killed), pytest.raises(Killed):
+        run.run()
     before = (tmp_path / "run" / "run.json").read_bytes()
-    with pytest.raises(
-        RunRefused, match=r"the run would end with its 2 rounds, .*; must allow another round$"
-    ):
-        federation(tmp_path, "fedavg", models="cnn4", resume=True, **fewer, **keys).run()
+    refusal = rf"the run would end with its {total - 1} rounds, .*; must allow another round$"
+    with pytest.raises(RunRefused, match=refusal):
+        federation(tmp_path, "fedavg", resume=True, **made, **fewer, **keys).run()
+    if "patience" not in fewer:
+        with pytest.raises(RunRefused, match=refusal):
+            run.strategy.start(run.grid, num_rounds=total - 1)
     assert (tmp_path / "run" / "run.json").read_bytes() == before
-    resumed = federation(tmp_path, "fedavg", models="cnn4", resume=True, num_server_rounds=3, **keys).run()
-    assert resumed.strategy.history[-1].final is not None
+    resumed = federation(tmp_path, "fedavg", resume=True, num_server_rounds=total, **made, **keys).run()
+    assert resumed.strategy.history[-1].latest.accuracy
 
 
 @pytest.mark.parametrize(("clients", "said"), [(2, "(head)"), (1, "(head, over 1 of 2)")])
