@@ -97,6 +97,11 @@ def client_states(run: FinishedRun) -> Iterator[tuple[int, ClientState]]:
             none_found = False
             yield client.client, state
     if none_found:
+        if run.about.simulated:
+            raise PbflError(
+                "the clients' own state is not here: the run was moved without it, or its method stores none unless "
+                "client-states = 'always'"
+            )
         raise PbflError("the clients' own state is not on this machine (devices keep theirs)")
 
 

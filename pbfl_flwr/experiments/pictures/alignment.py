@@ -43,6 +43,7 @@ def within_a_phase(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     if not trajectories:
         return
     figure, (axes,) = canvas(3.0)
+    grey = ""
     for number, (group, trajectory) in enumerate(trajectories):
         steps = range(len(trajectory.steps))
         mean = [at.mean_distance for at in trajectory.steps]
@@ -53,12 +54,13 @@ def within_a_phase(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
         best = optimum(trajectory.num_rows, group.first.about.task.feature_dim)
         if best is not None:
             axes.axhline(best[1], color=GRID, linewidth=1.2, zorder=0)
+            grey = " Grey: the regular simplex, which is optimal."
     curve_axes(axes, "iteration", "pairwise distance (unit sphere)", whole=True)
     yield titled_picture(
         "alignment-distances",
         "Distances of prototypes during alignment",
-        "Mean pairwise distance in the last round, recomputed from the server's aggregate; band: minimum to maximum. "
-        "Grey: the regular simplex, which is optimal.",
+        "Mean pairwise distance in the last round, recomputed from the server's aggregate; band: minimum to maximum."
+        + grey,
         figure,
     )
     figure, (axes,) = canvas(3.0)
