@@ -252,18 +252,19 @@ class RunDirectory:
         Raises:
             UnsavedState: if writing fails; neither history has the round then.
         """
-        size = self._size("clients.jsonl")
-        self._append("clients.jsonl", clients)
+        size = self._append("clients.jsonl", clients)
         try:
             self._append("rounds.jsonl", record)
         except UnsavedState:
             self._cut("clients.jsonl", size)
             raise
 
-    def _append(self, name: str, record: Record) -> None:
-        history, size = self.path / name, self._size(name)
+    def _append(self, name: str, record: Record) -> int:
+        """Append a line to a history and return its size before."""
+        history, size = self.path / name, None
         try:
             created = not history.exists()
+            size = 0 if created else history.stat().st_size
             with open(history, "a", opener=private_opener) as file:
                 file.write(json.dumps(record.to_json()) + "\n")
                 file.flush()
@@ -271,13 +272,10 @@ class RunDirectory:
             if created:
                 flush_directory(self.path)
         except OSError as error:
-            self._cut(name, size)  # what is there may not be on the disk
+            if size is not None:
+                self._cut(name, size)  # what is there may not be on the disk
             raise UnsavedState(f"{history} cannot be written ({error.strerror})") from None
-
-    def _size(self, name: str) -> int:
-        with suppress(OSError):
-            return (self.path / name).stat().st_size
-        return 0
+        return size
 
     def _cut(self, name: str, size: int) -> None:
         with suppress(OSError):

@@ -14,9 +14,7 @@ from pbfl_flwr.experiments.status import State, pace, show_status, snapshot
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import RoundRecord, RunRecord
 
-STOPPED_SECONDS = (
-    60.0  # how long a run that has stopped or failed may take to be resumed before following ends
-)
+STOPPED_SECONDS = 60.0  # how long a run that has ended early may take to be resumed before following ends
 
 
 class Follower:

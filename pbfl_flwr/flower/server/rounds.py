@@ -138,8 +138,7 @@ def round_fields(
     """Return the fields of a RoundRecord, except warnings, ages of classes and joined clients.
 
     ``aggregated`` and ``total`` are seconds; ``final`` is the scoring after the last training, if there was one;
-    ``lost`` are bytes, up and
-    down, of replies to earlier rounds and of failed tries of this one.
+    ``lost`` are bytes, up and down, of replies to earlier rounds and of failed tries of this one.
     """
     phase = replies.phase
     trained = [replies.reports[client] for client in replies.trained]

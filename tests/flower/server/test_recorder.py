@@ -31,7 +31,7 @@ from pbfl_flwr.runs import directory as history
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused
 from pbfl_flwr.runs.records import Accuracies, ClientsRecord, RoundRecord
 from pbfl_flwr.runs.tensor_files import load_tensors
-from pbfl_flwr.util.atomic_files import DamagedState
+from pbfl_flwr.util.atomic_files import DamagedState, UnsavedState
 from server_app import app as server_app
 from tests.flower.inprocess import (
     NUM_CLIENTS,
@@ -568,6 +568,25 @@ def test_files_that_cannot_be_put_in_place_cost_no_round(
     assert "the files of round 2 are still in" in caplog.text
     assert (run.fingerprint, run.directory.result()) == (whole.fingerprint, whole.directory.result())
     assert lines(run) == lines(whole)
+
+
+def test_a_history_whose_size_is_unknown_is_not_cut(tmp_path: Path) -> None:
+    run = federation(tmp_path, on_disk=True).run()
+    before = [(run.directory.path / name).read_bytes() for name in ("rounds.jsonl", "clients.jsonl")]
+    stat = Path.stat
+
+    def failing(self: Path, **more: Any) -> os.stat_result:
+        if self.name == "rounds.jsonl":
+            raise OSError(errno.EIO, "Input/output error")
+        return stat(self, **more)
+
+    record, clients = run.strategy.history[-1], run.directory.client_records()[-1]
+    with (
+        patch.object(Path, "stat", failing),
+        pytest.raises(UnsavedState, match=r"rounds.jsonl cannot be writ"),
+    ):
+        RunDirectory(run.directory.path).add_round(record, clients)
+    assert [(run.directory.path / name).read_bytes() for name in ("rounds.jsonl", "clients.jsonl")] == before
 
 
 def test_a_loop_of_ones_own_cannot_write_a_round_twice(tmp_path: Path) -> None:
