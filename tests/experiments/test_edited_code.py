@@ -13,6 +13,7 @@ from pbfl_flwr.experiments.execute import several
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.engines.local import federate, federate_app
 from pbfl_flwr.flower.engines.placement import Resources, Slot
+from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.runs.directory import RunDirectory, RunRefused
 from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.strategies import strategy_of
@@ -176,11 +177,14 @@ def test_code_that_is_edited_after_it_was_imported_starts_no_run(edit_factor: Ed
 
 
 def test_edited_code_starts_no_run_without_a_directory(edit_factor: Edit, tmp_path: Path) -> None:
-    def run() -> None:
-        strategy = strategy_of("my_method:build", num_clients=2, num_server_rounds=1, feature_dim=8)
+    def new() -> MethodStrategy:
+        return strategy_of("my_method:build", num_clients=2, num_server_rounds=1, feature_dim=8)
+
+    def run(strategy: MethodStrategy) -> None:
         federate_app(strategy, make_client_app(tiny_data, strategy.settings))
 
-    run()
+    run(first := new())
     (tmp_path / "my_factor.py").write_text("FACTOR = 2.0\n")
-    with pytest.raises(PbflError, match=r"^'my_method:build': its source was edited since this process"):
-        run()
+    for strategy in (new(), first):
+        with pytest.raises(PbflError, match=r"^'my_method:build': its source was edited since this process"):
+            run(strategy)

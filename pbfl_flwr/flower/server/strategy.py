@@ -227,6 +227,7 @@ class MethodStrategy(hooks.Hooks):
         grid = polling(grid, lambda node: (self.roster or NOBODY).node_label(node), written.set_waiting)
         with written.locked():
             if self.membership is not None:
+                check_unedited(settings.code)
                 self._check_scored_last(settings)
                 written.go_on(self.done)
             if changes:
