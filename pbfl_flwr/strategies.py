@@ -145,7 +145,8 @@ class TinyProto(NamedStrategy):
 
     Args:
         base: "fedproto" or "fedtgp".
-        aps_scale: μ; "auto" is 0.9·K/n, and no row longer than the average one times K/n.
+        aps_scale: μ; "auto" is 0.9·K/n with the K classes that have a row, and no row longer than the average one
+            times K/n.
         num_clients, directory, keys: see :class:`NamedStrategy`.
     """
 

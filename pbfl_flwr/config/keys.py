@@ -470,8 +470,8 @@ class PrototypeSettings(Group):
     )
     aps_scale: Positive | Auto = Field(
         "auto",
-        description="μ, factor of adaptive prototype scaling (APS); auto: 0.9·K/n, and no row longer than the "
-        "average one times K/n",
+        description="μ, factor of adaptive prototype scaling (APS); auto: 0.9·K/n with the K classes that have a row, "
+        "and no row longer than the average one times K/n",
     )
     total_examples: int = Field(
         0,

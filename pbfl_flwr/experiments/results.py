@@ -19,7 +19,7 @@ from pbfl_flwr.config import NEUTRAL, PREDICTORS, DataSettings, Scalar, complete
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.early_stopping import best
+from pbfl_flwr.runs.early_stopping import Score, best, coverage
 from pbfl_flwr.runs.records import (
     Accuracy,
     Bytes,
@@ -34,7 +34,8 @@ from pbfl_flwr.runs.records import (
 
 Statistic = Literal["weighted", "mean"]
 Round = Literal["last", "best", "window"]
-"""Which accuracy of a run is compared: of the last round, of the best one, or the mean of the last WINDOW scored."""
+"""Which accuracy of a run is compared: of the last round, of the best one, or the mean of the last WINDOW scored,
+without the initial networks."""
 WINDOW = 10
 STATISTICS = ("mean", "std", "worst", "balanced", "macro_f1", "auc_macro", "auc_micro")
 LONGEST_LABEL = 40
@@ -48,7 +49,8 @@ class RunScores:
 
     Attributes:
         last: (round, accuracy) of the last round.
-        best: (round, accuracy) of the round with the highest test accuracy, sample-weighted by default.
+        best: (round, accuracy) of the round with the highest test accuracy, sample-weighted by default, of those that
+            cover the largest share of the scored clients, see :class:`~pbfl_flwr.runs.early_stopping.Score`.
         chosen: (round, accuracy) on the test data in the round with the highest sample-weighted accuracy on the
             clients' validation samples; None without validation samples.
         validation, validation_last: (round, accuracy) on those samples in that round and in the last one.
@@ -120,21 +122,33 @@ def client_series(
 def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[str, RunScores]:
     """Return predictor -> scores; a statistic selects the best round."""
     by_predictor = {}
-    tested, validated = series(rounds), dict(series(rounds, "validation"))
-    for name in in_order(name for _, accuracy in tested for name in accuracy):
-        points = {number: accuracy[name] for number, accuracy in tested if name in accuracy}
-        highest = best({number: getattr(accuracy, by) for number, accuracy in points.items()})
-        held_out = {n: validated[n][name] for n in points if name in validated.get(n, {})}
-        chosen = best({number: accuracy.weighted for number, accuracy in held_out.items()})
+    on_test, on_validation = series(rounds), dict(series(rounds, "validation"))
+    for name in in_order(name for _, accuracies in on_test for name in accuracies):
+        tested = {number: accuracies for number, accuracies in on_test if name in accuracies}
+        validated = {
+            number: on_validation[number] for number in tested if name in on_validation.get(number, {})
+        }
+        highest, chosen = best(_ranks(tested, name, by)), best(_ranks(validated, name))
         if highest is not None:
+            last, last_validated = max(tested), max(validated, default=None)
             by_predictor[name] = RunScores(
-                [*points.items()][-1],
-                (highest, points[highest]),
-                None if chosen is None else (chosen, points[chosen]),
-                None if chosen is None else (chosen, held_out[chosen]),
-                None if chosen is None else [*held_out.items()][-1],
+                (last, tested[last][name]),
+                (highest, tested[highest][name]),
+                None if chosen is None else (chosen, tested[chosen][name]),
+                None if chosen is None else (chosen, validated[chosen][name]),
+                None if last_validated is None else (last_validated, validated[last_validated][name]),
             )
     return by_predictor
+
+
+def _ranks(
+    scored: Mapping[int, Mapping[str, Accuracy]], predictor: str, by: Statistic = "weighted"
+) -> dict[int, Score]:
+    """Return round -> what it is compared by with the others."""
+    return {
+        number: Score(False, coverage(accuracies, predictor), getattr(accuracies[predictor], by))
+        for number, accuracies in scored.items()
+    }
 
 
 def costs(rounds: Sequence[RoundRecord]) -> Costs:
@@ -312,7 +326,8 @@ class FinishedRun:
     def _window(self) -> list[tuple[int, Accuracy]]:
         name = self.predictor
         scored = [(number, accuracy[name]) for number, accuracy in series(self.rounds) if name in accuracy]
-        return scored[-WINDOW:]
+        trained = [point for point in scored if point[0]]  # not the initial networks, which few methods score
+        return (trained or scored)[-WINDOW:]
 
     def compared(self, statistic: Statistic = "weighted") -> float:
         """Return the accuracy (0 to 1) of :attr:`points`, of which there must be some."""

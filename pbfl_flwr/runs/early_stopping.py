@@ -6,51 +6,65 @@ Both depend only on the recorded rounds, so a resumed run ends at the same round
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.runs.records import Accuracies, RoundRecord
+from pbfl_flwr.runs.records import Accuracies, Accuracy, RoundRecord
 
 Place = TypeVar("Place")
-Score = tuple[bool, float]
-"""Whether it is on validation data, and the accuracy; any score on validation data exceeds all on test data."""
-Value = TypeVar("Value", float, Score)
 StopsOn = Literal["validation", "test"]
 """The data by which a run with ``patience`` ends."""
 
 
-def score_of(scores: Accuracies, predictor: str) -> Score | None:
-    """Return the predictor's weighted accuracy in a round or its final scoring, None if there is none.
+class Score(NamedTuple):
+    """What rounds are compared by: the first of these that differs decides.
 
-    It is on validation data if there is any (validation-share), else on test data. With few clients per round, a round
-    may lack validation data that others have; its accuracy on test data is not comparable with theirs.
+    Attributes:
+        validated: whether it is on validation data (``validation-share``), not on test data. With few clients per
+            round, a round may lack validation data that others have; its accuracy on test data is not comparable.
+        coverage: share of the scored clients that have an accuracy by the predictor. Clients that have not trained yet
+            have none by their own prototypes, so the first rounds of partial participation cover only a few.
+        accuracy: weighted by samples, or another statistic of tables.
     """
-    for on_validation, accuracies in ((True, scores.validation), (False, scores.accuracy)):
-        if predictor in accuracies:
-            return on_validation, accuracies[predictor].weighted
-    return None
+
+    validated: bool
+    coverage: float
+    accuracy: float
+
+
+def coverage(accuracies: Mapping[str, Accuracy], predictor: str) -> float:
+    """Return the share of a round's scored clients that have an accuracy by this predictor, which must have one."""
+    return accuracies[predictor].clients / max(1, *(accuracy.clients for accuracy in accuracies.values()))
+
+
+def score_on(scores: Accuracies, on: StopsOn, predictor: str) -> Score | None:
+    """Return the predictor's score on this data in a round or its final scoring, None if there is none."""
+    accuracies = scores.validation if on == "validation" else scores.accuracy
+    if predictor not in accuracies:
+        return None
+    return Score(on == "validation", coverage(accuracies, predictor), accuracies[predictor].weighted)
 
 
 def all_scores(history: Iterable[RoundRecord], predictor: str) -> dict[tuple[int, bool], Score]:
-    """Return (round, whether it is its final scoring) -> score, of those that have one, in ascending order."""
+    """Return (round, whether it is its final scoring) -> score, of those that have one, in ascending order.
+
+    It is on validation data if there is any, else on test data.
+    """
     scores = {}
     for record in history:
         for scored in (record, record.final):
-            if scored is not None and (score := score_of(scored, predictor)) is not None:
+            if scored is None:
+                continue
+            score = score_on(scored, "validation", predictor) or score_on(scored, "test", predictor)
+            if score is not None:
                 scores[record.round, scored is record.final] = score
     return scores
 
 
-def accuracy_on(scores: Accuracies, on: StopsOn, predictor: str) -> float | None:
-    """Return the predictor's weighted accuracy on this data in a round, None if there is none."""
-    accuracies = scores.validation if on == "validation" else scores.accuracy
-    return accuracies[predictor].weighted if predictor in accuracies else None
-
-
-def accuracies_on(history: Iterable[RoundRecord], on: StopsOn, predictor: str) -> dict[int, float]:
-    """Return round -> accuracy on this data of the rounds that have one, in ascending order."""
-    found = {record.round: accuracy_on(record, on, predictor) for record in history}
-    return {number: accuracy for number, accuracy in found.items() if accuracy is not None}
+def scores_on(history: Iterable[RoundRecord], on: StopsOn, predictor: str) -> dict[int, Score]:
+    """Return round -> score on this data of the rounds that have one, in ascending order."""
+    found = {record.round: score_on(record, on, predictor) for record in history}
+    return {number: score for number, score in found.items() if score is not None}
 
 
 def check_patience(patience: int, on: StopsOn, *, validated: bool) -> None:
@@ -66,33 +80,33 @@ def check_patience(patience: int, on: StopsOn, *, validated: bool) -> None:
         )
 
 
-def best(scores: Mapping[Place, Value]) -> Place | None:
+def best(scores: Mapping[Place, Score]) -> Place | None:
     """Return the place of the highest score, the first of equals; None if there is no score."""
     return max(scores, key=lambda place: scores[place], default=None)
 
 
-def patience_exhausted(accuracies: Mapping[int, float], latest: int, patience: int) -> bool:
+def patience_exhausted(scores: Mapping[int, Score], latest: int, patience: int) -> bool:
     """Return whether the run must end after its latest round: ``patience`` rounds after the best (first of equals).
 
-    A run without accuracies continues, as does one with patience 0.
+    A run without scores continues, as does one with patience 0.
     """
-    at = best(accuracies) if patience else None
+    at = best(scores) if patience else None
     return at is not None and latest - at >= patience
 
 
-def early_stop_warning(accuracies: Mapping[int, float], on: StopsOn, moment: str, patience: int) -> str:
+def early_stop_warning(scores: Mapping[int, Score], on: StopsOn, moment: str, patience: int) -> str:
     """Return the warning of the round after which a run ends early.
 
     It names the round as tables do: if clients are scored before training, the accuracies are those of the previous
     round.
 
     Args:
-        accuracies: of the rounds so far, at least one.
+        scores: of the rounds so far, at least one.
         on: what data they are on.
         moment: when clients are scored, "before" or "after" training.
         patience: of the run.
     """
-    at = best(accuracies)
+    at = best(scores)
     assert at is not None
     length = "1 round" if patience == 1 else f"{patience} rounds"
     since = at - 1 if moment == "before" else at

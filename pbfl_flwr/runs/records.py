@@ -158,7 +158,7 @@ class RoundRecord(Accuracies):
         warnings: for the user.
         failures: the clients that did not complete their task.
         bytes_up, bytes_down: summed over clients, with all tries of a repeated round; up includes replies to earlier
-            rounds, which came too late.
+            rounds, which came too late. The final scoring's are not counted: costs are those of a round.
         scalars: summed over clients, of the try that counted.
         seconds: see :class:`Seconds`.
         peak_mb: largest resident memory of a client process.

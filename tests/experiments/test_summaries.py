@@ -321,6 +321,24 @@ def test_the_round_that_is_compared(tmp_path: Path) -> None:
         assert any(AT[at] in note for note in sheet.notes)
 
 
+def test_window_leaves_out_the_initial_networks(tmp_path: Path) -> None:
+    """The same rounds, scored before training (with a final scoring) or after it, have the same mean."""
+    shares = [0.25, 0.5, 1.0]
+    after = [entry(number, share, None) for number, share in enumerate(shares, 1)]
+    before = [
+        entry(number, share, None, accuracy_of_round=number - 1)
+        for number, share in enumerate([0.0, *shares[:2]], 1)
+    ]
+    before[-1]["final"] = {"accuracy": after[-1]["accuracy"], "failures": []}
+    places = [write_run(tmp_path / name, rounds) for name, rounds in (("a", after), ("b", before))]
+    assert len(results.series(results.FinishedRun.load(places[1]).rounds)) == 4
+    windows = [results.FinishedRun.load(place, by="head", at="window") for place in places]
+    assert [run.compared() for run in windows] == [pytest.approx(7 / 12)] * 2
+    assert windows[0].figures["window"] == windows[1].figures["window"]
+    unfinished = write_run(tmp_path / "c", before[:1])  # with nothing else to show
+    assert results.FinishedRun.load(unfinished, by="head", at="window").compared() == 0.0
+
+
 def test_windows_over_other_clients_in_single_rounds_are_remarked(tmp_path: Path) -> None:
     """Each run scores both clients in some round; FedTGP in twice as many rounds as Local, both clients in all."""
     for method, clients in {

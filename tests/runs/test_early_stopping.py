@@ -16,13 +16,16 @@ from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.directory import RESULT, RunDirectory
 from pbfl_flwr.runs.early_stopping import (
+    Score,
     StopsOn,
-    accuracies_on,
+    all_scores,
     best,
     early_stop_warning,
     patience_exhausted,
+    scores_on,
 )
 from pbfl_flwr.runs.records import RoundRecord
+from pbfl_flwr.runs.tensor_files import load_tensors
 from tests.flower.inprocess import Federation, federation
 from tests.small_runs import entry, pbfl, refused
 
@@ -73,16 +76,53 @@ def history(*scores: float | tuple[float, float] | None) -> list[RoundRecord]:
 def test_patience_by_hand(
     on: StopsOn, scores: tuple[float | tuple[float, float] | None, ...], patience: int, at: int | None
 ) -> None:
-    by_round = accuracies_on(history(*scores), on, "global")
+    by_round = scores_on(history(*scores), on, "global")
     ends = patience_exhausted(by_round, len(scores), patience)
     assert (best(by_round) if ends else None) == at
 
 
+def covering(number: int, share: float, clients: int, scored: int = 4) -> RoundRecord:
+    """A round with this accuracy by ``local`` on some of the clients that ``head`` scores."""
+    made = RoundRecord.from_json(entry(number, 0.0, share), "a line")
+    accuracy = {"head": made.accuracy["head"].model_copy(update={"clients": scored})}
+    accuracy["local"] = made.accuracy["global"].model_copy(update={"clients": clients})
+    return made.model_copy(update={"accuracy": accuracy})
+
+
+@pytest.mark.parametrize(
+    ("rounds", "at"),
+    [
+        (((0.9, 1), (0.7, 3), (0.6, 4), (0.5, 4)), 3),  # as more clients have trained
+        (((0.9, 1), (0.7, 3), (0.8, 3)), 3),
+        (((0.9, 4), (0.95, 3)), 1),
+        (((0.5, 4), (0.7, 3, 3), (0.6, 4)), 2),  # a device is away: all that are there are covered
+    ],
+)
+def test_rounds_that_cover_fewer_of_the_scored_clients_are_no_better(
+    rounds: tuple[tuple[float, int], ...], at: int
+) -> None:
+    history = [covering(number, *each) for number, each in enumerate(rounds, start=1)]
+    assert scores(history)["local"].best[0] == at
+    assert best(scores_on(history, "test", "local")) == at
+    assert best(all_scores(history, "local")) == (at, False)
+
+
+def test_run_whose_first_rounds_cover_few_clients_goes_on(tmp_path: Path) -> None:
+    """One of three clients trains in a round, and only those that have trained are covered by ``local``."""
+    run = ended(tmp_path, num_clients=3, fraction_train=0.3, predictor="local", method="fedproto", patience=4)
+    covered = [entry.accuracy["local"].clients for entry in run.strategy.history]
+    assert covered[0] == 1 < max(covered)
+    most = 1 + covered.index(max(covered))  # nothing changes after it
+    assert len(covered) == most + 4
+    _, about = load_tensors(run.directory.path / "best.safetensors")
+    assert about["round"] == str(most - 1)
+
+
 def test_accuracies_are_of_the_predictor_and_said_to_be_on_validation_data() -> None:
-    assert patience_exhausted(accuracies_on(history(0.9, 0.5), "test", "global"), 2, 1)
-    assert not patience_exhausted(accuracies_on(history(0.9, 0.5), "test", "head"), 2, 1)
-    by_round = accuracies_on(history((0.9, 0.1), (0.5, 0.2)), "validation", "global")
-    assert by_round == {1: 0.1, 2: 0.2}
+    assert patience_exhausted(scores_on(history(0.9, 0.5), "test", "global"), 2, 1)
+    assert not patience_exhausted(scores_on(history(0.9, 0.5), "test", "head"), 2, 1)
+    by_round = scores_on(history((0.9, 0.1), (0.5, 0.2)), "validation", "global")
+    assert by_round == {1: Score(True, 1.0, 0.1), 2: Score(True, 1.0, 0.2)}
     assert "on validation data" in early_stop_warning(by_round, "validation", "after", 2)
 
 

@@ -287,7 +287,7 @@ class RunRecorder(Recorder):
         better = None
         if (place := best(scores)) is not None and place[0] == number:
             state, after = (finished.state, number) if place[1] else (scored, number - 1)
-            better = checkpoint.BestState(state, after, scores[place][1], self._primary_predictor)
+            better = checkpoint.BestState(state, after, scores[place].accuracy, self._primary_predictor)
         checkpoint.stage(self.directory, finished.state, broadcast, number, self._configuration, better)
         self.directory.add_round(record, finished.clients)  # from here on the round counts
         self._scores, self._written = scores, number

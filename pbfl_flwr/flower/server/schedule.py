@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pbfl_flwr.config import Settings
 from pbfl_flwr.method import Moment
-from pbfl_flwr.runs.early_stopping import patience_exhausted
+from pbfl_flwr.runs.early_stopping import Score, patience_exhausted
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Schedule:
             return (number - 1) % self.every == 0
         return number % self.every == 0 or number == self.num_rounds
 
-    def ends_early(self, accuracies: Mapping[int, float], number: int) -> bool:
+    def ends_early(self, scores: Mapping[int, Score], number: int) -> bool:
         """Return whether the run must end after this round; only a round in which clients are scored can tell."""
-        return self.is_scored(number) and patience_exhausted(accuracies, number, self.patience)
+        return self.is_scored(number) and patience_exhausted(scores, number, self.patience)
 
-    def last_round(self, accuracies: Mapping[int, float], done: int) -> int:
+    def last_round(self, scores: Mapping[int, Score], done: int) -> int:
         """Return the round after which the run ends, according to the ``done`` rounds so far."""
-        return done if self.ends_early(accuracies, done) else self.num_rounds
+        return done if self.ends_early(scores, done) else self.num_rounds
 
 
 def schedule_of(settings: Settings, moment: Moment) -> Schedule:

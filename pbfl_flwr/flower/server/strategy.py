@@ -48,7 +48,7 @@ from pbfl_flwr.method import Moment, Round, resolved_moment
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs.directory import RunDirectory, RunRefused
-from pbfl_flwr.runs.early_stopping import accuracies_on, accuracy_on, early_stop_warning
+from pbfl_flwr.runs.early_stopping import Score, early_stop_warning, score_on, scores_on
 from pbfl_flwr.runs.records import ClientsRecord, RoundRecord
 from pbfl_flwr.sinks import Ending
 from pbfl_flwr.sinks import check as check_sinks
@@ -110,14 +110,14 @@ class MethodStrategy(hooks.Hooks):
         return self.membership
 
     @property
-    def _accuracies(self) -> dict[int, float]:
+    def _scores(self) -> dict[int, Score]:
         """Those by which ``patience`` ends the run."""
-        return accuracies_on(self.history, self.settings.run.patience_on, self.primary_predictor)
+        return scores_on(self.history, self.settings.run.patience_on, self.primary_predictor)
 
     @property
     def _last_round(self) -> int:
         """The round after which the run ends, according to the rounds so far."""
-        return self.schedule.last_round(self._accuracies, self.done)
+        return self.schedule.last_round(self._scores, self.done)
 
     # Before the first round ---------------------------------------------------------------------------------
 
@@ -172,8 +172,8 @@ class MethodStrategy(hooks.Hooks):
             RunRefused: if nothing remains to be done, but the last round was not made as the last.
         """
         run, schedule = settings.run, schedule_of(settings, self.moment)
-        accuracies = accuracies_on(self.history, run.patience_on, self.primary_predictor)
-        if not self.done or self.done < schedule.last_round(accuracies, self.done):
+        scores = scores_on(self.history, run.patience_on, self.primary_predictor)
+        if not self.done or self.done < schedule.last_round(scores, self.done):
             return
         last = self.history[-1]
         # After training everybody may have been scored in the round itself, unless evaluate-every left it out.
@@ -364,8 +364,8 @@ class MethodStrategy(hooks.Hooks):
 
         accuracies = rounds.scores(replies)
         on = self.settings.run.patience_on
-        accuracy = accuracy_on(accuracies, on, self.primary_predictor)
-        so_far = self._accuracies if accuracy is None else {**self._accuracies, number: accuracy}
+        score = score_on(accuracies, on, self.primary_predictor)
+        so_far = self._scores if score is None else {**self._scores, number: score}
         ends_early = self.schedule.ends_early(so_far, number)
         is_last = ends_early or number == self.schedule.num_rounds
         final = None
