@@ -224,7 +224,8 @@ class MethodStrategy(hooks.Hooks):
         changes = {key: value for key, value in given.items() if value is not None}
         settings = changed(self.settings, changes, SECTIONS) if changes else self.settings
         result, written = Result(), self._recorder
-        grid = polling(grid, lambda node: (self.roster or NOBODY).node_label(node), written.set_waiting)
+        most = settings.run.max_upload_mb * 2**20
+        grid = polling(grid, most, lambda node: (self.roster or NOBODY).node_label(node), written.set_waiting)
         with written.locked():
             if self.membership is not None:
                 check_unedited(settings.code)
