@@ -763,8 +763,37 @@ def test_a_run_says_over_how_many_clients_its_accuracies_are(tmp_path: Path) -> 
     assert said not in pbfl("show", write_run(tmp_path / "all", [entry(1, 0.5, 0.5)])).stdout
     few = write_run(tmp_path / "few", [over(1, entry(1, 0.5, 0.5), "head")])
     assert f"{said}: head over 1 of 2." in pbfl("show", few).stdout
-    best = write_run(tmp_path / "best", [over(1, entry(1, 0.75, 0.5), "head"), entry(2, 0.5, 0.5)])
-    assert f"{said}: head over 1 of 2 in the best round." in pbfl("show", best).stdout
+    away = over(1, over(1, entry(1, 0.75, 0.5), "head"))  # of a round in which one client failed
+    best = write_run(tmp_path / "best", [away, entry(2, 0.5, 0.5)])
+    assert (
+        f"{said}: head over 1 of 2 in the best round, global over 1 of 2 in the best round."
+        in pbfl("show", best).stdout
+    )
+
+
+def test_resuming_writes_nowhere_else_because_the_run_says_so(tmp_path: Path) -> None:
+    """Somebody else may have written the directory."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    keys = {"num-server-rounds": 2}
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **keys, **{"state-dir": str(elsewhere)})
+    given = f"--set state-dir={elsewhere}"
+    said = f"error: '{run}': its clients keep their state elsewhere; if that is right: {given}"
+    assert refused("run", "--resume", run) == said
+    assert f"pbfl run --resume {run} {given}" in pbfl("show", run).stdout
+    assert pbfl("run", "--resume", run, *given.split(), "--dry-run").exit_code == 0
+
+    linked = write_run(tmp_path / "linked", [entry(1, 0.5, 0.5)], **keys)
+    (linked / "clients").symlink_to(elsewhere)
+    must = "is a link to a folder; must be a folder of the run itself"
+    assert refused("run", "--resume", linked) == f"error: '{linked / 'clients'}' {must}"
+    (linked / "clients").unlink()
+    (linked / ".lock").unlink(missing_ok=True)
+    (linked / ".lock").symlink_to(elsewhere / "made")
+    failed = pbfl("run", "--resume", linked)
+    assert failed.exit_code == 1
+    assert f"the run failed: {linked} cannot be written (Too many levels of symbolic links)" in failed.output
+    assert not [*elsewhere.iterdir()]
 
 
 def test_a_run_cannot_steer_the_terminal(tmp_path: Path) -> None:

@@ -100,6 +100,14 @@ Resumed = Annotated[
         "--resume", metavar="RUN", click_type=NON_EMPTY_PATH, help="Resume the run in this directory."
     ),
 ]
+ResumedCode = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE:FUNCTION",
+        help="With --resume: code named by the run's files that may be imported; may be repeated.",
+    ),
+]
 Preset = Annotated[
     str | None,
     typer.Argument(metavar="[PRESET.toml]", help="A TOML file, or one of `pbfl list presets`."),

@@ -15,6 +15,7 @@ from pbfl_flwr.cli.common import (
     Assignments,
     NewRunDir,
     Resumed,
+    ResumedCode,
     checkout,
     own_network,
     running,
@@ -228,6 +229,7 @@ def local(
     ] = None,
     run_dir: NewRunDir = None,
     resume: Resumed = None,
+    allowed: ResumedCode = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Without TLS and keys, for comparison and debugging.")
     ] = False,
@@ -239,16 +241,19 @@ def local(
     from pbfl_flwr.util.atomic_files import make_directory
 
     console = screen()
+    if allowed and resume is None:
+        raise PbflError("--import: allows code that a run's files name, so it needs --resume")
     source = checkout(app_dir)
     settings = [*(assignments or []), *([f"method={method}"] if method else [])]
     if resume is None:
         plan = deployment.plan(preset, settings, nodes or [], count, run_dir, secure=not insecure)
     elif nodes or count or preset or run_dir or insecure:
         raise PbflError(
-            "--resume: a resumed federation keeps its SuperNodes; options beside it must be --set, --method, --app"
+            "--resume: a resumed federation keeps its SuperNodes; options beside it must be --set, --method, "
+            "--import, --app"
         )
     else:
-        plan = deployment.resumed(resume, settings)
+        plan = deployment.resumed(resume, settings, allowed or [])
     own_network([plan.settings])
     with writing(plan.run_dir):
         make_directory(plan.run_dir)

@@ -23,6 +23,7 @@ from pbfl_flwr.cli.common import (
     Preset,
     RayAddress,
     Resumed,
+    ResumedCode,
     RunDir,
     WhichEngine,
     Workers,
@@ -61,6 +62,7 @@ def run(
     assignments: Assignments = None,
     run_dir: NewRunDir = None,
     resume: Resumed = None,
+    allowed: ResumedCode = None,
     gpus_per_client: Gpus = 0.0,
     cpus_per_client: Annotated[int, typer.Option("--cpus-per-client", min=1, help="CPUs per client.")] = 1,
     workers: Workers = None,
@@ -85,6 +87,8 @@ def run(
 
     console = screen()
     resources, source = engine_for(engine, ray_address, workers, gpus_per_client, app_dir, cpus_per_client)
+    if allowed and resume is None:
+        raise PbflError("--import: allows code that a run's files name, so it needs --resume")
     requested = configuration.gather(preset, assignments or [])
     if resume is None:
         settings = configuration.check(requested)
@@ -92,7 +96,7 @@ def run(
         chosen = configuration.chosen_directory(settings, run_dir) is not None
     elif run_dir is None:
         directory, chosen = expanded(resume).absolute(), True
-        requested = configuration.resumed(directory, requested)
+        requested = configuration.resumed(directory, requested, allowed or [])
         settings = configuration.check(requested)
         if not dry_run and configuration.is_complete(directory, settings):
             more = (

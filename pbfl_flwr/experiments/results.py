@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from shlex import quote
 from statistics import fmean
 from typing import Literal
 
@@ -31,6 +31,7 @@ from pbfl_flwr.runs.records import (
     RunRecord,
     Scalars,
 )
+from pbfl_flwr.util.user_code import code_in
 
 Statistic = Literal["weighted", "mean"]
 Round = Literal["last", "best", "window"]
@@ -180,10 +181,20 @@ def column_of(predictor: str) -> str:
 def resume_command(run_dir: Path, about: RunRecord) -> str:
     """Return the command that resumes a run."""
     if about.simulated:
-        return f"pbfl run --resume {quote(str(run_dir))}"
+        return f"pbfl run {resume_words(run_dir, about.configuration)}"
     if (run_dir / NODES).exists():
-        return f"pbfl deploy local --resume {quote(str(run_dir))}"
+        return f"pbfl deploy local {resume_words(run_dir, about.configuration)}"
     return f"flwr run, with the same configuration, run-dir='{run_dir.absolute()}' and resume=true"
+
+
+def resume_words(run_dir: Path, configuration: Mapping[str, Scalar]) -> str:
+    """Return the options that resume a run and repeat what is not taken from its files: code, and paths elsewhere."""
+    words = ["--resume", str(run_dir)]
+    for name in sorted(code_in(configuration.values())):
+        words += ["--import", name]
+    if state_dir := configuration.get("state-dir"):
+        words += ["--set", f"state-dir={state_dir}"]
+    return shlex.join(words)
 
 
 def span(numbers: Iterable[int]) -> str:

@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 from filelock import Timeout
 
-from pbfl_flwr.errors import PbflError, format_exception, pass_on_exit, printable
+from pbfl_flwr.errors import PbflError, format_exception, pass_on_exit, printable, reading
 from pbfl_flwr.runs.records import (
     VERSION,
     ClientsRecord,
@@ -238,12 +238,19 @@ class RunDirectory:
         """Check that the clients of a resumed run find their states again; otherwise they would start from scratch.
 
         Raises:
-            RunRefused: if the run was made with another state-dir than the configured one.
+            RunRefused: if the run was made with another state-dir than the configured one, or a folder in its directory
+                is a link, so that what is written there would be written elsewhere.
         """
         if state_dir != (recorded := self.record().configuration.get("state-dir", "")):
             raise RunRefused(
                 f"state-dir = '{state_dir}': a resumed run keeps its clients' state where it is, "
                 f"{f'state-dir = {recorded!r}' if recorded else 'in its own directory'}"
+            )
+        with reading(str(self.path)):
+            links = sorted(each.name for each in self.path.iterdir() if each.is_symlink() and each.is_dir())
+        if links:
+            raise RunRefused(
+                f"'{self.path / links[0]}' is a link to a folder; must be a folder of the run itself"
             )
 
     def add_round(self, record: RoundRecord, clients: ClientsRecord) -> None:

@@ -36,7 +36,8 @@ def need_locks(file: Path) -> None:
     Raises:
         OSError: if the file cannot be created or written, or its file system has no locks.
     """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)  # as filelock: not on a read-only file system
+    # As filelock: not on a read-only file system. A link could have it create a file elsewhere.
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
     try:
         if os.name != "posix":
             return

@@ -143,13 +143,14 @@ def test_a_run_goes_on_with_other_code_only_if_asked_and_says_since_when(edit_fa
         RunRefused, match=r"my_method:build was edited since; new-code = true goes on with it"
     ):
         run_here(**{"num-server-rounds": 3, "resume": True})
-    assert refused("run", "--resume", "run", "--set", "num-server-rounds=3") == (
+    again = ("run", "--resume", "run", "--import", "my_method:build")
+    assert refused(*again, "--set", "num-server-rounds=3") == (
         "error: my_method:build: edited since the run was made; --set new-code=true goes on with it, and run.json says "
         "from which round on"
     )
     assert Path("run/run.json").read_bytes() == before
 
-    more = ("run", "--resume", "run", "--workers", 1, "--set")
+    more = (*again, "--workers", 1, "--set")
     done = pbfl(*more, "num-server-rounds=3", "--set", "new-code=true")
     assert done.exit_code == 0, done.output
     assert "code was edited during the run: other from round 2 on" in done.output

@@ -22,6 +22,7 @@ from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import UserCode, import_function, own_code
 from tests.flower.inprocess import InProcessGrid, configuration, scripted, tiny_data
+from tests.small_runs import entry, pbfl, refused, write_run
 
 SPY = "spy_of_imports:build"
 TASK = Task(10, 16, (1, 16, 16))
@@ -219,6 +220,32 @@ def test_allowing_nothing_holds_for_every_key(imported: Path) -> None:
     for keys in ({"method": SPY}, {"aggregation": SPY}, {"method": "fml", "fml.auxiliary": SPY}):
         with pytest.raises(PbflError, match="names code to import"):
             build_method(parse(keys, SECTIONS).allowing(()))
+    assert not imported.exists()
+
+
+@pytest.mark.parametrize("key", ["method", "mods", "models", "dataset", "partition", "aggregation"])
+def test_resuming_imports_nothing_that_only_the_run_names(tmp_path: Path, imported: Path, key: str) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2, key: SPY})
+    said = f"error: '{run}' names code to import; if it is yours: --import {SPY}"
+    assert refused("run", "--resume", run, "--dry-run") == said
+    assert refused("run", "--resume", run, "--import", "os:getcwd") == said
+    assert f"pbfl run --resume {run} --import {SPY}" in pbfl("show", run).stdout
+    assert not imported.exists()
+    for allowed in (["--import", SPY], ["--set", f"{key}={SPY}"]):
+        pbfl("run", "--resume", run, "--dry-run", *allowed)
+        assert imported.exists(), allowed
+        imported.unlink()
+    assert refused("run", "--import", SPY).startswith("error: --import: allows code")
+
+
+def test_resuming_supernodes_imports_nothing_that_only_their_file_names(
+    tmp_path: Path, imported: Path
+) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
+    node = {"client-id": 0, "state-dir": str(run / "clients/0"), "allow-code": f"os:getcwd, {SPY}"}
+    (run / "nodes.json").write_text(json.dumps({"nodes": [node], "secure": True}))
+    said = f"error: {run / 'nodes.json'} names code to import; if it is yours: --import {SPY}"
+    assert refused("deploy", "local", "--resume", run, "--import", "os:getcwd") == said
     assert not imported.exists()
 
 

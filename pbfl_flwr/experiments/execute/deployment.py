@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 
 from pydantic import field_validator
 from rich.console import Console
@@ -17,7 +16,7 @@ from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.execute.runner import follow_run
 from pbfl_flwr.experiments.plan import configuration
-from pbfl_flwr.experiments.results import NODES
+from pbfl_flwr.experiments.results import NODES, resume_words
 from pbfl_flwr.flower.client.device import share_of_cores
 from pbfl_flwr.flower.deploy import private_network
 from pbfl_flwr.flower.deploy.local_federation import Deployment, check, complete, node_config
@@ -26,6 +25,7 @@ from pbfl_flwr.models.build import check_models
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Record
 from pbfl_flwr.util.atomic_files import write_atomically
+from pbfl_flwr.util.user_code import code_in
 
 DEFAULT_COUNT = 3
 
@@ -96,15 +96,19 @@ def plan(
     return Plan(directory, requested.values, settings, full, secure)
 
 
-def resumed(run: Path, assignments: Iterable[str]) -> Plan:
+def resumed(run: Path, assignments: Iterable[str], allowed: Collection[str] = ()) -> Plan:
     """Return the federation with which to resume a run; only keys that do not change results may be assigned.
 
+    ``allowed`` is code that may be imported although only the run's files name it.
+
     Raises:
-        PbflError: if there is no such run, it was not started by pbfl deploy local, or the changes would change its
-            results.
+        PbflError: if there is no such run, it was not started by pbfl deploy local, its files name other code, or the
+            changes would change its results.
     """
     directory = expanded(run).absolute()
-    requested = configuration.resumed(directory, configuration.gather(None, assignments), devices=True)
+    given = configuration.gather(None, assignments)
+    allowed = {*allowed, *code_in(given.values.values())}
+    requested = configuration.resumed(directory, given, allowed, devices=True)
     settings = configuration.check(requested)
     file = directory / NODES
     if not file.exists():
@@ -113,6 +117,9 @@ def resumed(run: Path, assignments: Iterable[str]) -> Plan:
         )
     record = NodesRecord.from_json(RunDirectory(directory).read(NODES), file)
     before = Path(str(RunDirectory(directory).record().configuration["run-dir"]))
+    configuration.check_allowed(
+        f"{file}", (value for node in record.nodes for value in node.values()), allowed
+    )
     nodes = [_moved(node, before, directory) for node in record.nodes]
     _check(settings, nodes)
     return Plan(directory, requested.values, settings, nodes, record.secure)
@@ -152,9 +159,8 @@ def start(app: Path, plan: Plan, console: Console) -> int:
         return run_id
 
     rounds = plan.settings.run.num_server_rounds
-    return follow_run(
-        deployment, submit, rounds, console, f"pbfl deploy local --resume {quote(str(plan.run_dir))}"
-    )
+    resume_with = f"pbfl deploy local {resume_words(plan.run_dir, plan.config)}"
+    return follow_run(deployment, submit, rounds, console, resume_with)
 
 
 def _check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> None:

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from shlex import quote
 from threading import Event, Thread
 from types import FrameType
 
@@ -21,6 +20,7 @@ from pbfl_flwr.errors import PbflError, format_exception, pass_on_exit, writing
 from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
+from pbfl_flwr.experiments.results import resume_words
 from pbfl_flwr.flower.deploy.processes import HANGUPS, forget_lost_terminal
 from pbfl_flwr.flower.deploy.superlink import ENDED, Engine, ManagedSuperLink
 from pbfl_flwr.flower.engines.placement import Resources
@@ -54,7 +54,7 @@ def simulate(
     run, keys = check(requested).run, {**requested.values, "run-dir": str(run_dir)}
     if keys.get("threads", "auto") == "auto":
         keys["threads"] = resources.cpus_per_client
-    resume_with = " ".join(["pbfl run --resume", quote(str(run_dir)), *resources.options])
+    resume_with = " ".join(["pbfl run", resume_words(run_dir, keys), *resources.options])
     if resources.engine != "flower":
         from pbfl_flwr.flower.engines.local import run_here
 

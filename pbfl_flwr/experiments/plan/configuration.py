@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
@@ -27,7 +27,7 @@ from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.early_stopping import check_patience
 from pbfl_flwr.sinks import check as check_sinks
 from pbfl_flwr.util.atomic_files import make_directory
-from pbfl_flwr.util.user_code import is_external
+from pbfl_flwr.util.user_code import code_in, is_external
 
 if TYPE_CHECKING:  # imports torch, which commands that only read do not need
     from pbfl_flwr.method import Method
@@ -221,12 +221,36 @@ def training_warnings(settings: Settings, method: Method[Any, Any, Any]) -> list
     ]
 
 
-def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> RequestedKeys:
-    """Return the configuration with which to resume a run (of SuperNodes: ``devices``); CHANGEABLE keys may differ.
+def check_allowed(source: str, values: Iterable[object], allowed: Collection[str]) -> None:
+    """Check that of the code that a file names, all may be imported here.
 
     Raises:
-        PbflError: if there is no run, if it is a run of devices and ``devices`` is False, if it has more rounds than
-            requested, if the changes would change the results, or if code was edited without new-code.
+        PbflError: naming the rest, and the option that allows it.
+    """
+    if names := sorted(code_in(values) - {*allowed}):
+        options = " ".join(f"--import {name}" for name in names)
+        raise PbflError(f"{source} names code to import; if it is yours: {options}")
+
+
+def _is_below(path: Path, directory: Path) -> bool:
+    return path.absolute().is_relative_to(directory.absolute())
+
+
+def resumed(
+    run: Path, requested: RequestedKeys, allowed: Iterable[str] = (), *, devices: bool = False
+) -> RequestedKeys:
+    """Return the configuration with which to resume a run; CHANGEABLE keys may differ.
+
+    Args:
+        run: its directory, which somebody else may have written.
+        requested: keys given here.
+        allowed: code that may be imported although only run.json names it, as my_package.module:function.
+        devices: whether it is one of SuperNodes.
+
+    Raises:
+        PbflError: if there is no run, if it is a run of devices and ``devices`` is False, if it names code or a
+            state-dir elsewhere that are not given here, if it has more rounds than requested, if the changes would
+            change the results, or if code was edited without new-code.
     """
     about = RunDirectory(run).record()
     if not devices and not about.simulated:
@@ -234,6 +258,12 @@ def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> Re
             f"'{run}' is a run of devices with data of their own; resume it with {resume_command(run, about)}"
         )
     recorded = about.configuration
+    check_allowed(f"'{run}'", recorded.values(), {*allowed, *code_in(requested.values.values())})
+    state_dir = str(recorded.get("state-dir", ""))
+    if state_dir and not {"state-dir"} & {*requested.values} and not _is_below(Path(state_dir), run):
+        raise PbflError(
+            f"'{run}': its clients keep their state elsewhere; if that is right: --set state-dir={quote(state_dir)}"
+        )
     changed = RequestedKeys(
         {**recorded, "new-code": False, **requested.values, "run-dir": str(run), "resume": True},
         requested.problems,
