@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 from functools import lru_cache
+
+import numpy as np
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import DataSettings
@@ -47,6 +50,7 @@ class LoadedData:
     def __init__(self) -> None:
         self._pools = lru_cache(maxsize=2)(load_pool)
         self._partitions = lru_cache(maxsize=2)(self._partition)
+        self._deals = lru_cache(maxsize=2)(self._deal)
         self._clients = lru_cache(maxsize=64)(self._client)
         self._own = lru_cache(maxsize=64)(own_data)
 
@@ -61,6 +65,13 @@ class LoadedData:
             PbflError: one line on what is wrong, where, and what is allowed.
         """
         return self._partitions(settings, num_clients)
+
+    def deal(self, settings: DataSettings, num_clients: int) -> str:
+        """Return a hash of which samples are whose, by which processes find out that a function did not repeat itself.
+
+        It is empty if neither dataset nor partition is a user's function.
+        """
+        return self._deals(settings, num_clients)
 
     def client(self, settings: DataSettings, num_clients: int, client: int) -> ClientData:
         """Return one client's data.
@@ -83,6 +94,15 @@ class LoadedData:
 
     def _partition(self, settings: DataSettings, num_clients: int) -> Partition:
         return make_partition(self.pool(settings), settings, num_clients)
+
+    def _deal(self, settings: DataSettings, num_clients: int) -> str:
+        if not is_external(settings.dataset) and not is_external(settings.partition):
+            return ""
+        digest = hashlib.sha256(self.pool(settings).fingerprint().encode())
+        for split in self.partition(settings, num_clients).splits:
+            for rows in (split.train, split.test):
+                digest.update(len(rows).to_bytes(8, "little") + np.ascontiguousarray(rows).data)
+        return digest.hexdigest()[:16]
 
     def _client(self, settings: DataSettings, num_clients: int, client: int) -> ClientData:
         partition = self.partition(settings, num_clients)

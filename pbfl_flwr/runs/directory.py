@@ -247,7 +247,8 @@ class RunDirectory:
                 f"{f'state-dir = {recorded!r}' if recorded else 'in its own directory'}"
             )
         with reading(str(self.path)):
-            links = sorted(each.name for each in self.path.iterdir() if each.is_symlink() and each.is_dir())
+            folders = [each for each in self.path.iterdir() if each.is_dir() and each.name[0] != "."]
+        links = sorted(each.name for each in folders if each.is_symlink())
         if links:
             raise RunRefused(
                 f"'{self.path / links[0]}' is a link to a folder; must be a folder of the run itself"

@@ -57,6 +57,7 @@ def answer_handshake(message: Message, context: Context, worker: Worker) -> Mess
         "columns": digest(data.columns),
         "weights": digest_of_weights(architecture),
         "natural-id": data.natural_id,
+        "deal": worker.deal_of(settings, identity),
     }
     properties = ConfigRecord(
         {

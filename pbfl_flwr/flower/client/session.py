@@ -22,7 +22,7 @@ from pbfl_flwr.flower.client.device import (
 )
 from pbfl_flwr.flower.client.worker import Worker
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.identity import check_identity
+from pbfl_flwr.flower.messages.identity import check_deal, check_identity
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.registry import architecture_of
@@ -88,6 +88,7 @@ def open_client(message: Message, context: Context, worker: Worker) -> ClientSes
     data = worker.data_of(settings, identity)
     loading = time.perf_counter() - loading_started
     check_identity(config, identity.client, data)
+    check_deal(config, worker.deal_of(settings, identity))
     task = data.task(settings.models.feature_dim)
     store = store_of(message, context, settings)
     training = settings.training

@@ -145,6 +145,12 @@ class Worker:
         with quoting_data("the data of the app"):
             return self.source(settings, identity.client)
 
+    def deal_of(self, settings: Settings, identity: Identity) -> str:
+        """Return the hash of which samples are whose; empty for data that are the client's alone, or of the app."""
+        if not self.configured or identity.own_data:
+            return ""
+        return self._loaded.deal(settings.data, settings.run.num_clients)
+
     # Networks -----------------------------------------------------------------------------------------------
 
     def network(

@@ -18,6 +18,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import Task
 
 IDENTITY = "identity"  # key in a message's ConfigRecord
+DEAL = "deal"  # likewise, where code of a user decides which samples are whose
 # A name must not be a number: client-id='0' would otherwise be another client than client-id=0.
 NAME = re.compile(r"(?!\d+$)[A-Za-z0-9._-]{1,64}")
 ALLOWED_ID = "a whole number from 0, or a name of 1 to 64 letters, digits, '.', '_', '-' that is not a number"
@@ -68,3 +69,21 @@ def check_identity(config: ConfigRecord, client: int | str, data: ClientData) ->
     for reason, before, after in zip(reasons, declared, current, strict=True):
         if before != after:
             raise PbflError(reason)
+
+
+def check_deal(config: ConfigRecord, deal: str) -> None:
+    """Check that this process has dealt the samples as all others did in the handshake.
+
+    Raises:
+        PbflError: if not.
+    """
+    if config.get(DEAL, deal) != deal:
+        raise PbflError(dealt_otherwise("this process", "those of the handshake"))
+
+
+def dealt_otherwise(one: str, others: str) -> str:
+    """Return the line on a user's function that did not repeat itself, of two places."""
+    return (
+        f"the function that dataset or partition names gives {one} other samples than {others}; it must give the same "
+        "every time, so draw from the generator that it gets, or from one with a fixed seed"
+    )

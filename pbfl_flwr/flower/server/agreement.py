@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 
 from pbfl_flwr.errors import LONGEST, PbflError
+from pbfl_flwr.flower.messages.identity import dealt_otherwise
 from pbfl_flwr.runs.directory import RunRefused
 from pbfl_flwr.runs.records import ClientRecord
 
@@ -56,6 +57,8 @@ def check_unchanged(new: ClientRecord, old: ClientRecord) -> None:
                 f"client {new.label}: a run keeps its clients, but this one has {key} = {str(now)[:LONGEST]}, it had "
                 f"{str(before)[:LONGEST]}"
             )
+    if old.deal and new.deal != old.deal:
+        raise RunRefused(dealt_otherwise(f"client {new.label}", "it had in this run"))
 
 
 def contested(clients: Iterable[ClientRecord], taken: Collection[str]) -> dict[int, PbflError]:
@@ -103,7 +106,8 @@ def check_agreement(members: Mapping[int, ClientRecord], client: ClientRecord) -
     """Check that a client is compatible with those of a run.
 
     Raises:
-        PbflError: if it differs in K, d, V, input shape, class names or columns, or if only one is simulated.
+        PbflError: if it differs in K, d, V, input shape, class names or columns, if only one is simulated, or if the
+            samples were dealt otherwise in its process.
     """
     if not members:
         return
@@ -123,6 +127,8 @@ def check_agreement(members: Mapping[int, ClientRecord], client: ClientRecord) -
                 f"clients disagree on {what}: client {first.label} has {str(mine)[:LONGEST]}, {client.label} has "
                 f"{str(theirs)[:LONGEST]}{advice}"
             )
+    if client.simulated and client.deal != first.deal:  # of devices, nobody could tell which one is right
+        raise PbflError(dealt_otherwise(f"client {first.label}", f"client {client.label}"))
     if not client.columns:
         return
     first = next((members[number] for number in sorted(members) if members[number].columns), client)

@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from pbfl_flwr import calls
 from pbfl_flwr.config import RunSettings
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.identity import IDENTITY, declared_identity
+from pbfl_flwr.flower.messages.identity import DEAL, IDENTITY, declared_identity
 from pbfl_flwr.flower.messages.traffic import weigh
 from pbfl_flwr.flower.server.grid import lifetime
 from pbfl_flwr.flower.server.overdue import OverdueReply
@@ -129,7 +129,10 @@ def phase_of(
             config[wire.UNSCORED] = True
         if number in names:
             config["client"] = number  # clients without a name know their number
-        if not (client := roster.clients[number]).simulated:
+        client = roster.clients[number]
+        if client.deal:
+            config[DEAL] = client.deal
+        if not client.simulated:
             config[IDENTITY] = declared_identity(client.label, client.task, client.labels, client.columns)
         message = Message(
             wire.content(encoded[id(payload)][1], config=config),

@@ -16,6 +16,7 @@ from pbfl_flwr import calls
 from pbfl_flwr.config import CHANGEABLE, Settings, completed, relevant
 from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError, printable
+from pbfl_flwr.flower.messages.identity import dealt_otherwise
 from pbfl_flwr.flower.server.replies import Replies
 from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.method import Method, settings_in
@@ -192,7 +193,8 @@ class RunRecorder(Recorder):
         """Write a new run's files before its first round, run.json last; in a simulation also the partition.
 
         Raises:
-            PbflError: if the directory already holds a run, or code was edited since it was imported.
+            PbflError: if the directory already holds a run, code was edited since it was imported, or a function gave
+                the server other samples than the clients.
         """
         members, code = list(clients), self._code()
         self.directory.check_new()
@@ -351,6 +353,8 @@ class RunRecorder(Recorder):
         settings = self._settings
         partition = self._loaded.partition(settings.data, settings.run.num_clients)
         pool = self._loaded.pool(settings.data)
+        if clients[0].deal != self._loaded.deal(settings.data, settings.run.num_clients):
+            raise PbflError(dealt_otherwise("the server", "the clients"))
         class_counts = (partition.counts > 0).sum(axis=1).tolist()
         return PartitionRecord(
             counts=partition.counts.tolist(),

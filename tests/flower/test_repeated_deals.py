@@ -1,0 +1,115 @@
+"""A dataset or partition that is a user's function must give all processes of a run the same samples."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import ConfigRecord
+
+from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.data import LoadedData
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.engines.local import federate
+from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.flower.messages.identity import check_deal
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.runs.directory import RunDirectory
+from tests.flower.inprocess import InProcessGrid
+from tests.flower.test_trust import COMMON, declaring
+
+MODULE = """
+import os
+import numpy as np
+
+def seeded(labels, num_clients, generator):
+    return np.array_split(generator.permutation(len(labels)), num_clients)
+
+def unseeded(labels, num_clients, generator):
+    return np.array_split(np.random.default_rng().permutation(len(labels)), num_clients)
+
+def inputs(settings):
+    generator = np.random.default_rng()
+    return {"x": generator.normal(size=(120, 1, 16, 16)).astype(np.float32), "y": np.arange(120) % 3}
+"""
+SAYS = (
+    "it must give the same every time, so draw from the generator that it gets, or from one with a fixed seed"
+)
+KEYS: dict[str, Scalar] = {
+    "method": "local",
+    "models": "cnn2",
+    "feature-dim": 8,
+    "num-clients": 3,
+    "num-server-rounds": 1,
+    "max-samples": 90,
+}
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "dealing.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    yield
+    sys.modules.pop("dealing", None)
+
+
+def deal(**keys: Scalar) -> str:
+    given = {key.replace("_", "-"): value for key, value in keys.items()}
+    settings = parse({**KEYS, **given}, SECTIONS)
+    return LoadedData().deal(settings.data, settings.run.num_clients)
+
+
+def test_deals_are_told_apart_where_code_makes_them() -> None:
+    assert deal() == ""
+    seeded = deal(partition="dealing:seeded")
+    assert seeded == deal(partition="dealing:seeded")
+    assert seeded != deal(partition="dealing:seeded", partition_seed=2)
+    assert seeded != deal(partition="dealing:seeded", num_clients=4)
+    assert deal(partition="dealing:unseeded") != deal(partition="dealing:unseeded")
+    assert deal(dataset="dealing:inputs") != deal(dataset="dealing:inputs")
+
+
+@pytest.mark.parametrize("key", [{"partition": "dealing:unseeded"}, {"dataset": "dealing:inputs"}])
+def test_two_workers_with_different_samples_are_no_run(tmp_path: Path, key: dict[str, Scalar]) -> None:
+    with pytest.raises(PbflError, match=SAYS):
+        federate(tmp_path / "run", {**KEYS, **key}, 3, Resources(workers=2))
+    assert not (tmp_path / "run/run.json").exists()
+
+
+def test_a_run_is_not_resumed_with_other_samples(tmp_path: Path) -> None:
+    run, one = tmp_path / "run", Resources(workers=1)
+    for name in ("seeded", "unseeded"):
+        keys = {**KEYS, "partition": f"dealing:{name}"}
+        federate(run / name, keys, 3, one)
+        assert {len(client.deal) for client in RunDirectory(run / name).record().clients} == {16}
+    more: dict[str, Scalar] = {**KEYS, "num-server-rounds": 2, "resume": True}
+    federate(run / "seeded", {**more, "partition": "dealing:seeded"}, 3, one)
+    with pytest.raises(PbflError, match=f"client 0 other samples than it had in this run; {SAYS}"):
+        federate(run / "unseeded", {**more, "partition": "dealing:unseeded"}, 3, one)
+
+
+def started(*replies: dict[str, Any]) -> MethodStrategy:
+    strategy = MethodStrategy(parse(COMMON, SECTIONS))
+    strategy.start(InProcessGrid(declaring(*replies), {}, 4))
+    return strategy
+
+
+def test_deals_are_compared_where_one_process_makes_all_of_them() -> None:
+    deals = ["a", "a", "b", "a"]
+    with pytest.raises(PbflError, match=f"client 0 other samples than client 2; {SAYS}"):
+        started(*({"deal": each, "simulated": True} for each in deals))
+    assert started(
+        *({"deal": each} for each in deals)
+    ).done  # devices, of which nobody knows which one is right
+
+
+def test_a_process_that_dealt_otherwise_does_not_train() -> None:
+    check_deal(ConfigRecord(), "of this process")
+    check_deal(ConfigRecord({"deal": "of this process"}), "of this process")
+    with pytest.raises(
+        PbflError, match=f"gives this process other samples than those of the handshake; {SAYS}"
+    ):
+        check_deal(ConfigRecord({"deal": "of all others"}), "of this process")
