@@ -277,7 +277,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         if self.same_architecture and len(different) > 1:
             raise PbflError(
                 f"method '{self.name}' averages weights and needs one architecture on all clients, "
-                f"found {', '.join(different)}; set models to one of them"
+                f"found {', '.join(different)}; set models to one of them, which on a device its own model replaces"
             )
 
     def report(self, state: StateT) -> dict[str, float]:

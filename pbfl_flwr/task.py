@@ -1,9 +1,7 @@
 """What all clients of one federation agree on."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
 from pbfl_flwr.errors import PbflError
 
@@ -55,8 +53,3 @@ class Task:
                 raise PbflError(
                     f"{what} is {size if size < 10**18 else 'above 10^18'}; must be at most {most}"
                 )
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Return the task from its JSON record in a run's files."""
-        return cls(**{**record, "input_shape": tuple(record["input_shape"])})

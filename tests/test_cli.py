@@ -21,7 +21,7 @@ import typer
 from pbfl_flwr.cli import app
 from pbfl_flwr.cli.common import INTERRUPTED, INTERRUPTED_NOTE, running
 from pbfl_flwr.config import Scalar, parse
-from pbfl_flwr.config.toml import toml
+from pbfl_flwr.config.toml import flatten, toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show
 from pbfl_flwr.experiments.console import clock, kilobytes
@@ -153,6 +153,14 @@ TABLES = ("compare table.toml", "sweep fedproto-digits --set cps-dim=8,16")
             "--set partition-seed: --deal-anew sets it",
         ),
         (
+            "sweep fedproto-digits --set run-dir=a,b",
+            "/a': runs are named by their rows; must be --out",
+        ),
+        (
+            f"{TABLES[0]} --set run-dir=a",
+            "/a': runs are named by their rows; must be --out",
+        ),
+        (
             "reproduce fedcpd-table1 --set seed=3",
             "--set seed: each run gets its seed from a list; must be --seeds",
         ),
@@ -266,11 +274,11 @@ def test_configuration_survives_the_toml_that_flower_reads() -> None:
         "d": 7,
         "tinyproto.base": "fedproto",
     }
-    assert configuration.flatten(tomllib.loads(toml(config))) == config
+    assert flatten(tomllib.loads(toml(config))) == config
 
 
 def test_federation_config() -> None:
-    assert Resources(2, 0.25, 3).federation(7) == (
+    assert Resources(2, 0.25).federation(7, 3) == (
         "num-supernodes=7 client-resources-num-cpus=2 client-resources-num-gpus=0.25 init-args-num-cpus=6"
     )
 
@@ -769,6 +777,24 @@ def test_a_run_says_over_how_many_clients_its_accuracies_are(tmp_path: Path) -> 
         f"{said}: head over 1 of 2 in the best round, global over 1 of 2 in the best round."
         in pbfl("show", best).stdout
     )
+
+
+def test_a_resumed_run_cannot_be_told_to_go_elsewhere(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
+    said = "a resumed run stays in its directory; give one of the two"
+    assert refused("run", "--resume", run, "--set", "run-dir=other") == f"error: --resume and run-dir: {said}"
+
+
+def test_no_shell_need_expand_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None does in --option=~/x."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert pbfl("keys", "--out=~/k", "site").exit_code == 0
+    assert pbfl("certs", "--out=~/c", "--host", "fl.example.org").exit_code == 0
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {"k", "c"}
+    findings = json.loads(pbfl("doctor", "--key=~/k/site", "--json").stdout)
+    assert next(each["status"] for each in findings if each["what"] == "key") == "ok"
+    assert not (tmp_path / "~").exists()
 
 
 def test_resuming_writes_nowhere_else_because_the_run_says_so(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.deploy.superlink import Engine
+from pbfl_flwr.flower.engines.flower_simulation import FlowerSimulation
 from tests.real_runs import PBFL, left_behind, result_of, rounds_of, sets, start, wait_for_rounds
 from tests.small_runs import pbfl
 
@@ -109,7 +109,7 @@ def test_failed_run_says_why(tmp_path: Path) -> None:
 
 
 def test_run_directory_is_used_once(tmp_path: Path) -> None:
-    with Engine(tmp_path), pytest.raises(PbflError, match="in use"), Engine(tmp_path):
+    with FlowerSimulation(tmp_path), pytest.raises(PbflError, match="in use"), FlowerSimulation(tmp_path):
         pass
 
 

@@ -35,6 +35,7 @@ APART = {
     "messages": {"client", "server", "engines", "deploy"},
     "client": {"server", "engines", "deploy"},
     "server": {"client", "engines", "deploy"},
+    "deploy": {"engines"},
 }
 
 # Below experiments/: results, then tables, then plans of runs, then what executes them.

@@ -17,6 +17,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.console import say, screen
 from pbfl_flwr.flower.deploy.bundle import top_level
+from pbfl_flwr.flower.engines.placement import EngineName
 from pbfl_flwr.flower.flower_version import refuse_older
 from pbfl_flwr.util.extras import require
 
@@ -42,7 +43,9 @@ class _NonEmptyPath(click.Path):
         if not os.fspath(value):
             option = f"{param.opts[0]} " if isinstance(param, click.Option) else ""
             raise PbflError(f"{option}'': must be a path, . for the current directory")
-        return super().convert(value, param, ctx)
+        return super().convert(
+            expanded(os.fspath(value)), param, ctx
+        )  # of --option=~/x no shell expands the ~
 
 
 NON_EMPTY_PATH = _NonEmptyPath()
@@ -66,7 +69,6 @@ Parallel = Annotated[
 ]
 
 
-EngineName = Literal["processes", "ray", "flower"]
 WhichEngine = Annotated[
     EngineName,
     typer.Option(

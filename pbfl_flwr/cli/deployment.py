@@ -97,10 +97,19 @@ def doctor(
         ),
     ] = None,
     ca: Annotated[
-        Path | None, typer.Option("--ca", metavar="FILE", help="CA certificate: ca.pem of pbfl certs.")
+        Path | None,
+        typer.Option(
+            "--ca", click_type=NON_EMPTY_PATH, metavar="FILE", help="CA certificate: ca.pem of pbfl certs."
+        ),
     ] = None,
     key: Annotated[
-        Path | None, typer.Option("--key", metavar="FILE", help="This device's private key, from pbfl keys.")
+        Path | None,
+        typer.Option(
+            "--key",
+            click_type=NON_EMPTY_PATH,
+            metavar="FILE",
+            help="This device's private key, from pbfl keys.",
+        ),
     ] = None,
     control: Annotated[
         str | None,
@@ -111,7 +120,10 @@ def doctor(
         ),
     ] = None,
     state_dir: Annotated[
-        Path | None, typer.Option("--state-dir", metavar="DIR", help="This device's state directory.")
+        Path | None,
+        typer.Option(
+            "--state-dir", click_type=NON_EMPTY_PATH, metavar="DIR", help="This device's state directory."
+        ),
     ] = None,
     device: Annotated[
         str, typer.Option("--device", help="Device for training: auto, cpu, cuda, mps.")

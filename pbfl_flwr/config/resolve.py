@@ -46,7 +46,6 @@ PROTOCOLS: dict[str, dict[str, str | int]] = {
     "collect": {"clean": "post", "htfl": "trajectory", "pfl": "trajectory", "fedproto": "last-epoch"},
     "fedtgp.collect": {"clean": "post", "htfl": "before", "pfl": "post", "fedproto": "post"},
     "protonorm.collect": {"clean": "post", "htfl": "before", "pfl": "post", "fedproto": "post"},
-    "predictor": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "auto"},
     "fedproto.predictor": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "global-local"},
     "evaluate-moment": {"clean": "auto", "htfl": "before", "pfl": "before", "fedproto": "auto"},
     # Scored after training by choice, the codes score the averaged network; see their pages.

@@ -46,6 +46,19 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise tomllib.TOMLDecodeError(str(error)) from None
 
 
+def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested tables as flat keys a.b, as Flower does."""
+    flat: dict[str, Any] = {}
+    waiting = [*tables.items()][::-1]  # no recursion: a file may have thousands of tables in each other
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [(f"{key}.{below}", each) for below, each in value.items()][::-1]
+        else:
+            flat[key] = value
+    return flat
+
+
 def _in_full(found: re.Match[str]) -> str:
     if quoted := found["quoted"]:
         return quoted

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pbfl_flwr.config import NEUTRAL
-from pbfl_flwr.errors import printable
+from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.pairs import EVERY_AGAINST_ONE, Asked, paired_sheet
 from pbfl_flwr.experiments.results import RunGroup
@@ -64,6 +64,8 @@ def write(
     from pbfl_flwr.experiments import pictures
     from pbfl_flwr.experiments.pictures import style
 
+    if out.is_dir():  # known before minutes of drawing
+        raise PbflError(f"{out} cannot be written (Is a directory)")
     sections = pictures.draw(groups)
     written = [out]
     write_atomically(out, page(groups, sections, asked).encode())

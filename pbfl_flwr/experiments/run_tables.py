@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pbfl_flwr.config import in_order
@@ -31,7 +31,7 @@ from pbfl_flwr.experiments.summary import (
     summary_sheet,
 )
 from pbfl_flwr.experiments.tables import Sheet
-from pbfl_flwr.runs.records import ClientRecord
+from pbfl_flwr.runs.records import ClientRecord, ClientsRecord
 
 MOST = 20  # classes named in a note
 FIRST_SEED = " First seed of each configuration."
@@ -93,18 +93,23 @@ def cost_sheet(run: FinishedRun) -> Sheet:
 def client_sheet(groups: Sequence[RunGroup]) -> Sheet:
     """Return the table of clients: id, name, architecture, device, sample counts, and last accuracy in every run."""
     accuracies: list[dict[str, float]] = []
-    clients: dict[str, ClientRecord] = {}
+    clients: dict[str, tuple[ClientRecord, list[int]]] = {}  # with their numbers of samples
     for run in (group.first for group in groups):
         curves = run.client_curves().items()
         accuracies.append({run.client_name(client): curve[-1][1] for client, curve in curves})
+        counted = {
+            number: sizes for columns in reversed(run.latest_clients()) for number, *sizes in _sizes(columns)
+        }
         for client in run.about.clients:
-            clients.setdefault(client.title, client)
-    named = any(client.name or client.natural_id for client in clients.values())
+            clients.setdefault(
+                client.title, (client, counted.get(client.client, [client.num_train, client.num_test]))
+            )
+    named = any(client.name or client.natural_id for client, _ in clients.values())
     rows = []
-    for label, client in sorted(clients.items(), key=lambda item: item[1].client):
+    for label, (client, sizes) in sorted(clients.items(), key=lambda item: item[1][0].client):
         last = (f"{100 * shares[label]:.2f}" if label in shares else "-" for shares in accuracies)
         who = (str(client.client), client.name or client.natural_id) if named else (str(client.client),)
-        what = (client.architecture, client.device, str(client.num_train), str(client.num_test))
+        what = (client.architecture, client.device, *map(str, sizes))
         rows.append((*who, *what, *last))
     head = ("client", "name") if named else ("client",)
     heads = (f"{group.label or group.first.predictor}, %" for group in groups)
@@ -116,6 +121,11 @@ def client_sheet(groups: Sequence[RunGroup]) -> Sheet:
             "this client."
         )
     return Sheet("Clients", columns, tuple(rows), (note,), text_columns=3 + named)
+
+
+def _sizes(columns: ClientsRecord) -> Iterable[tuple[int, int, int]]:
+    """Return (client, numbers of training and test samples) of those that answered in a round."""
+    return zip(columns.client, columns.num_train, columns.num_test, strict=True)
 
 
 def balance_sheet(groups: Sequence[RunGroup]) -> Sheet | None:

@@ -100,7 +100,7 @@ class FedALA(SharedWeights):
             for name, tensor in local.items()
         }
         devices = [client.device] if client.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with seeds.restored(devices):
             seeds.seed_code(client.device, client.seed, "ala-layers", client.key, client.round)
             passes = self._learn(client, local, received, amounts, once=bool(memory))
         load_parameters(client.model, mix(local, received, amounts))

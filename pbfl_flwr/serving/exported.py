@@ -25,8 +25,10 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Nearest
 from pbfl_flwr.payloads import part_of
 from pbfl_flwr.runs.saved_model import Card, fault
+from pbfl_flwr.runs.tensor_files import LARGEST_FILE
 from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS
 from pbfl_flwr.serving.network import Served, rebuild
+from pbfl_flwr.util.atomic_files import read_regular
 
 HEAD = "head"
 MAX_CARD_BYTES = 2**26
@@ -104,9 +106,7 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
 
 def _card(path: Path) -> tuple[Card, dict[str, str]]:
     try:
-        if path.stat().st_size > MAX_CARD_BYTES:
-            raise ValueError(f"more than {MAX_CARD_BYTES} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path, MAX_CARD_BYTES))
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}, expected {FORMAT}")
         card = Card.model_validate_json(json.dumps(content["card"]))
@@ -121,7 +121,7 @@ def _card(path: Path) -> tuple[Card, dict[str, str]]:
 
 def _tensors(path: Path, hashes: Mapping[str, str]) -> dict[str, Tensor]:
     try:
-        data = path.read_bytes()
+        data = read_regular(path, LARGEST_FILE)
         if hashlib.sha256(data).hexdigest() != hashes.get(path.name):
             raise ValueError(f"its sha256 is not the one in {CARD}")
         return load(data)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 if sys.platform != "win32":
@@ -10,9 +12,9 @@ if sys.platform != "win32":
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Return the available memory in bytes: Linux's estimate, which includes reclaimable caches, or the cgroup's limit.
+    """Return the available memory in bytes: Linux's estimate, which includes reclaimable caches, or what cgroups leave.
 
-    None if it is unknown (not Linux).
+    The limits of this process's cgroup and of those above it count, of either version. None: unknown (not Linux).
 
     Args:
         root: directory that contains proc and sys.
@@ -25,11 +27,25 @@ def available_memory(root: Path = Path("/")) -> int | None:
     if "MemAvailable" not in fields:
         return None
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    group = root / "sys/fs/cgroup"
-    limit, used = group / "memory.max", group / "memory.current"
-    if limit.exists() and used.exists() and (text := limit.read_text(encoding="utf-8").strip()) != "max":
-        available = min(available, max(0, int(text) - int(used.read_text(encoding="utf-8"))))
-    return available
+    return min([available, *_left_by_groups(root)])
+
+
+def _left_by_groups(root: Path) -> Iterator[int]:
+    """Yield the bytes that each memory limit leaves; in a container, paths may be those of the host and not exist."""
+    mount = root / "sys/fs/cgroup"
+    places = [(mount, "memory.max", "memory.current")]
+    places.append((mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))  # version 1
+    groups = root / "proc/self/cgroup"
+    lines = groups.read_text(encoding="utf-8").splitlines() if groups.exists() else []
+    paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    for (top, limit, used), controllers in zip(places, ("", "memory"), strict=True):
+        own = top / paths.get(controllers, "/").strip("/")
+        for group in (own, *own.parents):
+            if not group.is_relative_to(top):
+                break
+            with suppress(OSError, ValueError):  # there is none, or it is "max"
+                most = int((group / limit).read_text(encoding="utf-8"))
+                yield max(0, most - int((group / used).read_text(encoding="utf-8")))
 
 
 def peak_memory() -> float:

@@ -18,8 +18,8 @@ from pbfl_flwr.config import (
     parse,
 )
 from pbfl_flwr.config.keys import PLACES
+from pbfl_flwr.config.toml import flatten
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.plan.configuration import flatten
 from pbfl_flwr.methods import SECTIONS
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -89,3 +89,15 @@ def test_a_record_lacks_only_keys_that_are_newer_and_at_their_defaults() -> None
     recorded = {key: value for key, value in whole.items() if key not in newer}
     assert completed(recorded, SECTIONS) == whole
     assert completed({**recorded, "feature-dim": 7}, SECTIONS) == {**whole, "feature-dim": 7}
+
+
+def test_tables_in_tables_are_flat_keys_in_order_however_many() -> None:
+    assert [*flatten({"b": 1, "a": {"d": {"x": 2}, "c": 3}, "e": {}}).items()] == [
+        ("b", 1),
+        ("a.d.x", 2),
+        ("a.c", 3),
+    ]
+    deep: dict[str, object] = {"a": 0}
+    for _ in range(5000):
+        deep = {"a": deep}
+    assert [key.count(".") for key in flatten(deep)] == [5000]

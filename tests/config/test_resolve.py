@@ -21,9 +21,8 @@ from pbfl_flwr.config import (
     named_arguments,
     parse,
 )
-from pbfl_flwr.config.toml import parse_toml
+from pbfl_flwr.config.toml import flatten, parse_toml
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.plan.configuration import flatten
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.prototypes.pipeline import Pipeline
 

@@ -46,6 +46,19 @@ def test_a_round_is_told_once_also_when_the_history_is_cut_and_made_again(tmp_pa
     assert [line.split()[1] for line in lines] == ["2/3", "2/3", "3/3"], "though its record says 1"
 
 
+def test_rounds_of_a_run_that_is_resumed_for_more_are_told_of_as_many(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
+    follower = Follower(run, 0, console := terminal())
+    follower.update()
+    configuration = json.loads((run / "run.json").read_text())["configuration"]
+    edit(run / "run.json", configuration={**configuration, "num-server-rounds": 4})
+    write_lines(run / "rounds.jsonl", entry(2, 0.25, 0.5))
+    follower.update()
+    (line,) = [line for line in printed(console) if "round 2/" in line]
+    assert line.split()[1] == "2/4"
+    assert "left 0:0" in line
+
+
 def test_a_score_is_over_those_who_have_joined_by_then(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
     follower = Follower(run, 3, console := terminal())
@@ -104,7 +117,7 @@ def test_a_run_says_how_many_threads_it_has(
             handed.update(config)
             return "1"
 
-    monkeypatch.setattr(runner, "Engine", Engine)
+    monkeypatch.setattr(runner, "FlowerSimulation", Engine)
     monkeypatch.setattr(runner, "follow_run", lambda link, submit, *others: int(submit()))
     resources = Resources(3, engine="flower")
     runner.simulate(tmp_path, tmp_path / "run", RequestedKeys(keys), resources, Console())

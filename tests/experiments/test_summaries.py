@@ -526,6 +526,19 @@ def test_devices_with_names_are_paired_by_name(tmp_path: Path) -> None:
     ]
 
 
+def test_clients_have_the_samples_of_the_round_they_were_last_scored_in(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", [entry(1, 0.25, 0.5), entry(2, 0.25, 0.5)])
+    later = {
+        **columns(2, [{"head": 1, "global": 1}], tests=8),
+        "num_train": [20],
+    }  # of the first client alone
+    write_lines(path / "clients.jsonl", client_line(1, [1, 3]), later)
+    (group,) = results.load([path])
+    sheet = client_sheet([group])
+    place = sheet.columns.index("training samples")
+    assert [row[place : place + 2] for row in sheet.rows] == [("20", "8"), ("6", "4")]
+
+
 def test_a_last_accuracy_is_over_the_clients_of_its_round(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", [entry(1, 0.25, 0.5), entry(2, 0.25, 0.5)])
     unheard = columns(2, [])

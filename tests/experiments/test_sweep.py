@@ -158,6 +158,18 @@ def test_a_container_has_the_memory_that_it_was_given(tmp_path: Path) -> None:
     assert available_memory(tmp_path) == 48_000_000 * 1024
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("4000000\n")
     assert available_memory(tmp_path) == 3_000_000
+    for place, content in (  # a group below, of version 2, and one of version 1
+        ("proc/self/cgroup", "9:memory:/old/below\n1:cpu:/other\n0::/system.slice/device.service\n"),
+        ("sys/fs/cgroup/system.slice/memory.max", "2500000\n"),
+        ("sys/fs/cgroup/system.slice/memory.current", "100000\n"),
+        ("sys/fs/cgroup/memory/old/memory.limit_in_bytes", "2000000\n"),
+        ("sys/fs/cgroup/memory/old/memory.usage_in_bytes", "1900000\n"),
+    ):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(content)
+    assert available_memory(tmp_path) == 100_000
+    (tmp_path / "proc/self/cgroup").write_text("0::/system.slice/device.service\n")
+    assert available_memory(tmp_path) == 2_400_000
     (tmp_path / "proc/meminfo").write_text("MemFree: 1 kB\n")
     assert available_memory(tmp_path) is None
 

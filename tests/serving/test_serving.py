@@ -380,6 +380,19 @@ def test_nothing_is_unpickled_and_damage_is_found(
             open_exported(copy)
 
 
+def test_files_of_an_exported_model_are_files_with_an_end(exported: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("card.json", "model.safetensors"):
+        copy = shutil.copytree(exported["clinic"], tmp_path / name)
+        (copy / name).unlink()
+        (copy / name).symlink_to("/dev/zero")
+        with pytest.raises(PbflError, match=f"{name} is a link, which is not followed"):
+            open_exported(copy)
+        (copy / name).unlink()
+        os.mkfifo(copy / name)
+        with pytest.raises(PbflError, match=f"{name} is not a regular file"):
+            open_exported(copy)
+
+
 def test_where_a_state_is_looked_for(sites: Ran, tmp_path: Path) -> None:
     folder = next((sites.place / "state").iterdir())
     file = folder / "named-lab.safetensors"

@@ -23,7 +23,7 @@ from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.labels import by_name, numbers_of, owner_names
 from pbfl_flwr.data.own.images import SUFFIXES, decode_images, open_image
-from pbfl_flwr.data.sources.files import files_under, given_path
+from pbfl_flwr.data.sources.files import files_under, given_path, walk
 from pbfl_flwr.errors import PbflError, abbreviate
 
 Numbered = Callable[[Sequence[str], Path], Sequence[int]]
@@ -206,7 +206,7 @@ def labelled_files(
 
 def _images(folder: Path, name: str) -> Iterator[Path]:
     """Yield the images below ``folder/name``, following links, in the order of torchvision's ``ImageFolder``."""
-    for place, _, files in sorted(os.walk(folder / name, followlinks=True)):
+    for place, files in sorted(walk(folder / name)):
         for path in (os.path.join(place, file) for file in sorted(files)):
             if path.lower().endswith(SUFFIXES) and f"{os.sep}." not in path[len(str(folder)) :]:
                 yield Path(path)

@@ -84,7 +84,7 @@ def _read(path: Path) -> list[tuple[str, NDArray[np.uint8], Rows]]:
         if not all(str(user).strip() for user in content["users"]):
             raise ValueError("a user has no name")
         return [(str(user), *_samples(data[user]["x"], data[user]["y"])) for user in content["users"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
         raise PbflError(
             f"{path} is not a file of LEAF's FEMNIST ({reason}); it should hold users and user_data: x, lists of "

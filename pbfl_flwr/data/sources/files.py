@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -75,9 +75,27 @@ def check_no_path(settings: DataSettings) -> None:
         )
 
 
+def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield (directory, names of its files) of every directory in a folder, following links as torchvision does.
+
+    Raises:
+        PbflError: if a link leads back to a directory above it, so that the same files would come again and again.
+    """
+    above: dict[str, tuple[str, ...]] = {
+        str(folder): (os.path.realpath(folder),)
+    }  # a directory and all that contain it
+    for place, folders, names in os.walk(folder, followlinks=True):
+        here = above.pop(place)
+        for below in (os.path.join(place, name) for name in folders):
+            if (real := os.path.realpath(below)) in here:
+                raise PbflError(f"{below} is a link back to {real}, which contains it; remove the link")
+            above[below] = (*here, real)
+        yield place, names
+
+
 def files_under(folder: Path) -> list[Path]:
-    """Return every file below a folder, following links as torchvision does."""
-    paths = (Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)
+    """Return every file below a folder; see :func:`walk`."""
+    paths = (Path(place, name) for place, names in walk(folder) for name in names)
     return [path for path in paths if path.is_file()]
 
 

@@ -51,8 +51,6 @@ class Follower:
         if not self._predictor and self._run.taken:
             about = self._run.record()
             self._predictor, self._num_clients = about.primary_predictor, len(about.clients)
-            # When a run is resumed for more rounds, the record has their old number until the server begins.
-            self._num_rounds = self._num_rounds or about.last_round
             self._say(introduction(about))
         for line in self._new_lines():
             self._round(RoundRecord.from_json(line, self._file))
@@ -80,9 +78,11 @@ class Follower:
         self._seconds.append(record.seconds.total)
         if record.joined:
             self._num_clients = len(self._run.record().clients)
-        left = pace(self._seconds) * (self._num_rounds - record.round)
+        # Read anew: when a run is resumed for more rounds, the record has their old number until the server begins.
+        rounds = self._num_rounds or self._run.record().last_round
+        left = pace(self._seconds) * (rounds - record.round)
         self._say(
-            f"{round_line(record, self._num_rounds, self._predictor, self._num_clients)}  left {clock(left)}",
+            f"{round_line(record, rounds, self._predictor, self._num_clients)}  left {clock(left)}",
         )
         for warning in record.warnings:
             if warning not in self._warnings:  # each once per run; the history has those of every round

@@ -22,7 +22,8 @@ from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
 from pbfl_flwr.experiments.results import resume_words
 from pbfl_flwr.flower.deploy.processes import HANGUPS, forget_lost_terminal
-from pbfl_flwr.flower.deploy.superlink import ENDED, Engine, ManagedSuperLink
+from pbfl_flwr.flower.deploy.superlink import ENDED, ManagedSuperLink
+from pbfl_flwr.flower.engines.flower_simulation import FlowerSimulation
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused
 from pbfl_flwr.util.atomic_files import make_directory
@@ -62,7 +63,7 @@ def simulate(
             run_here(run_dir, keys, run.num_clients, resources, loaded)
 
         return run_in_this_thread(run_dir, federation, run.num_server_rounds, console, resume_with)
-    engine = Engine(run_dir)
+    engine = FlowerSimulation(run_dir)
 
     def submit() -> str:
         run_id = engine.submit(app, keys, run.num_clients, resources)

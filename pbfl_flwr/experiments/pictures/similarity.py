@@ -49,7 +49,8 @@ def margins(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def matrices(group: RunGroup) -> Iterator[Picture]:
     """Yield for every run the matrices of cosine similarities and of distances."""
     values, classes = _present(group)
-    names = [group.first.about.label_names[label] for label in classes]
+    label_names = group.first.about.label_names  # made anew at each access
+    names = [label_names[label] for label in classes]
     cosine, distance = similarities(values), distances(values)
     for kind, unit, matrix, limits, colours in (
         ("Cosine similarity", "cosine similarity", cosine, (-1.0, 1.0), DIVERGING),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, StringConstraints, ValidationError
 
 from pbfl_flwr.config import CHANGEABLE, HUB, DataSettings, Scalar, Settings, parse
-from pbfl_flwr.config.toml import parse_toml
+from pbfl_flwr.config.toml import flatten, parse_toml
 from pbfl_flwr.data import DATASETS, LoadedData, Partition, load_pool, names_file, read_names
 from pbfl_flwr.data.own.inspection import swapped_axes_warning
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
@@ -258,6 +258,8 @@ def resumed(
             f"'{run}' is a run of devices with data of their own; resume it with {resume_command(run, about)}"
         )
     recorded = about.configuration
+    if "run-dir" in requested.values:
+        raise PbflError("--resume and run-dir: a resumed run stays in its directory; give one of the two")
     check_allowed(f"'{run}'", recorded.values(), {*allowed, *code_in(requested.values.values())})
     state_dir = str(recorded.get("state-dir", ""))
     if state_dir and not {"state-dir"} & {*requested.values} and not _is_below(Path(state_dir), run):
@@ -362,17 +364,6 @@ def _unused(path: Path) -> Path:
     """Return the path, with the lowest number from 2 appended that makes it unused if it exists."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
     return next(candidate for candidate in chain([path], numbered) if not candidate.exists())
-
-
-def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as flat keys a.b, as Flower does."""
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,10 @@ def plan(
     planned = []
     for label, keys in runs.items():
         row = configuration.scalars({**keys, **assigned.values})
+        if "run-dir" in row.values:
+            raise PbflError(
+                f"{label}: run-dir = '{row.values['run-dir']}': runs are named by their rows; must be --out"
+            )
         # The default is named, too, or a run that goes on would keep the number that it began with.
         values = {"num-server-rounds": RunSettings().num_server_rounds, **row.values}
         for seed in dict.fromkeys(seeds or [values.get("seed", 0)]):

@@ -180,9 +180,8 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
     if isinstance(node.get("client-id"), str) and len(networks) > 1:
         raise PbflError(
             f"client-id = '{node['client-id']}' in --node-config: models = '{changed_settings.models.models}' "
-            f"assigns "
-            f"{', '.join(networks)} by client number, and a name has none; add model='{next(iter(networks))}', or "
-            "another"
+            f"assigns {', '.join(networks)} by client number, and a name has none; add "
+            f"model='{next(iter(networks))}', or another"
         )
     return changed_settings
 

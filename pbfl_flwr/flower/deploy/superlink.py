@@ -4,8 +4,8 @@ By itself, ``flwr run`` starts a detached SuperLink that never ends and keeps th
 its first user, and it exits with 0 even if the run fails. So SuperLink and SuperExec are started here, with their own
 FLWR_HOME, port, empty working directory (Ray puts it first on the workers' import path) and Ray directory. Each leads a
 process group; the SuperExec's contains the ServerApp, or the simulation and all of Ray. Both are ended when the
-:class:`ManagedSuperLink` is closed. :class:`Engine` is the simulation engine; SuperNodes are in
-:mod:`pbfl_flwr.flower.deploy.local_federation`.
+:class:`ManagedSuperLink` is closed. The simulation engine is in :mod:`pbfl_flwr.flower.engines.flower_simulation`,
+SuperNodes are in :mod:`pbfl_flwr.flower.deploy.local_federation`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,7 +35,6 @@ from pbfl_flwr.flower.deploy.processes import (
     healthy,
     signals_ignored,
 )
-from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.runs.locks import claim, lock_of
 from pbfl_flwr.util.atomic_files import private_opener
 
@@ -222,21 +220,3 @@ class ManagedSuperLink(ABC):
             "RAY_TMPDIR": str(self._scratch / "ray"),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
-
-
-class Engine(ManagedSuperLink):
-    """The simulation engine."""
-
-    def submit(self, app: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> str:
-        """Submit the app and return Flower's run id.
-
-        Raises:
-            PbflError: if Flower refuses the run, or the machine has too few resources for a worker.
-        """
-        # Flower sums over all GPUs: for two GPUs it makes 3 workers with 0.6 each, but Ray could never place the third.
-        workers = len(places(Machine.here(resources), resources))
-        federation = replace(resources, workers=workers).federation(num_clients)
-        return self._run(app, config, "--federation-config", federation)
-
-    def _options(self, address: str) -> list[str]:
-        return ["--insecure", "--simulation"]

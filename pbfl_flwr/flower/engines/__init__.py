@@ -2,7 +2,7 @@
 
 ::
 
-    processes   grid.LocalGrid -> executors.ExecutorPool -> ProcessExecutor; with one worker all in this process
-    ray         grid.LocalGrid -> executors.ExecutorPool -> ray_actors.RayExecutor, on this machine or on a cluster
-    flower      flower/deploy/superlink.py: through ``flwr run``, as a SuperLink runs it
+    processes   local.LocalGrid -> executors.ExecutorPool -> ProcessExecutor; with one worker all in this process
+    ray         local.LocalGrid -> executors.ExecutorPool -> ray_actors.RayExecutor, on this machine or on a cluster
+    flower      flower_simulation.FlowerSimulation: through ``flwr run``, as a SuperLink runs it
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flwr.clientapp import ClientApp
 
 from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.config.toml import flatten
 from pbfl_flwr.flower.engines.local import federate_app
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
@@ -29,14 +29,7 @@ def run_app(directory: Path, app: ClientApp, keys: Mapping[str, Scalar]) -> Meth
         PbflError: as :func:`pbfl_flwr.flower.api.federate_app`.
     """
     project = tomllib.loads((directory / "pyproject.toml").read_text(encoding="utf-8"))
-    config = {**_flat(project["tool"]["flwr"]["app"].get("config", {})), **keys}
+    config = {**flatten(project["tool"]["flwr"]["app"].get("config", {})), **keys}
     strategy = MethodStrategy(parse(config, SECTIONS))
     federate_app(strategy, app)
     return strategy
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
-    flat: dict[str, Scalar] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat

@@ -15,7 +15,7 @@ from typing import Literal
 from pbfl_flwr.errors import PbflError
 
 SMALLEST_SHARE = 1e-4  # the resolution of Ray's resources
-Engine = Literal["processes", "ray", "flower"]
+EngineName = Literal["processes", "ray", "flower"]
 ROUNDING = 1e-9  # so that three workers with 1/3 each fit on a GPU
 
 
@@ -34,7 +34,7 @@ class Resources:
     cpus_per_client: int = 1
     gpus_per_client: float = 0.0
     workers: int | None = None
-    engine: Engine = "processes"
+    engine: EngineName = "processes"
     ray_address: str = ""
 
     @property
@@ -43,15 +43,14 @@ class Resources:
         engine = [] if self.engine == "processes" else ["--engine", self.engine]
         return engine + (["--ray-address", self.ray_address] if self.ray_address else [])
 
-    def federation(self, num_clients: int) -> str:
+    def federation(self, num_clients: int, workers: int) -> str:
         """Return the value of ``flwr run --federation-config``."""
         settings = {
             "num-supernodes": num_clients,
             "client-resources-num-cpus": self.cpus_per_client,
             "client-resources-num-gpus": float(self.gpus_per_client),
+            "init-args-num-cpus": workers * self.cpus_per_client,
         }
-        if self.workers is not None:
-            settings["init-args-num-cpus"] = self.workers * self.cpus_per_client
         return " ".join(f"{key}={value}" for key, value in settings.items())
 
 

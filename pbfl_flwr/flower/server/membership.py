@@ -16,7 +16,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from pbfl_flwr.config import RunSettings
-from pbfl_flwr.errors import PbflError, abbreviate
+from pbfl_flwr.errors import PbflError, abbreviate, printable
 from pbfl_flwr.flower.code_version import differing_code_versions
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
 from pbfl_flwr.flower.server.agreement import (
@@ -327,7 +327,9 @@ class Membership:
         if not new:
             return
         clients, silent = self._handshake(grid, sorted(new), RECONNECT_TIMEOUT)
-        refused = {node: f"node {node}: {reason}" for node, reason in silent.items()}
+        names = {node.node_id: printable(node.name) for node in grid.get_nodes()} if silent else {}
+        titles = {node: f"{node} ({name})" if (name := names.get(node)) else str(node) for node in silent}
+        refused = {node: f"node {titles[node]}: {reason}" for node, reason in silent.items()}
         refused |= {node: str(error) for node, error in self._place(clients, online).items()}
         self._warn_of_refused(refused.values())
         for node in refused:
@@ -339,10 +341,9 @@ class Membership:
             elif client.node != before.clients[number].node:
                 log(INFO, "round %s: client %s has reconnected as another node", server_round, client.label)
                 self.overdue.forget(number)
-        warnings_before = other_weights(before.clients.values())
-        self.warnings += [
-            line for line in other_weights(self.roster.clients.values()) if line not in warnings_before
-        ]
+        for warn in (other_weights, differing_code_versions):
+            known = warn(before.clients.values())
+            self.warnings += [line for line in warn(self.roster.clients.values()) if line not in known]
 
     def wait_for_nodes(self, grid: Grid, target: int) -> int:
         """Return how many nodes are connected and not refused, once it is the target or join-timeout has passed."""

@@ -13,7 +13,7 @@ is at the start of round t+1, the same order of steps, but scores include the ep
 in every round from t1 on and nests both in the loop over batches. It retrains only the projection, Section 4.2
 projection and head (gfpl.retrain). The weight of a component is not printed: π_c·n_ij, since π_c alone counts 3 samples
 like 300 (gfpl.weight). d = K is allowed. For what it leaves open (EM's start, single samples, cluster seeds) see
-prototypes/mixture.py. No authors' code is known.
+methods/gfpl/mixture.py. No authors' code is known.
 """
 
 from __future__ import annotations

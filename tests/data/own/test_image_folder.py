@@ -80,6 +80,18 @@ def test_images_behind_a_link_count_as_all_others(tmp_path, write_image):
     assert [note.partition(" files ignored")[0] for note in pool.notes] == ["1"]
 
 
+@pytest.mark.parametrize("links", [{"cat/latest": "cat"}, {"cat/more": "scans", "scans/back": "cat"}])
+def test_a_link_that_leads_back_is_refused(tmp_path, write_image, links):
+    for path in ("cat/0.png", "dog/0.png", "scans/0.png"):
+        write_image(tmp_path / path, 3)
+    for link, target in links.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    with pytest.raises(
+        PbflError, match=rf"is a link back to {tmp_path}/cat, which contains it; remove the link"
+    ):
+        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
+
+
 def test_an_image_folder_that_cannot_be_used_says_why(tmp_path, write_image):
     def load(path: Path) -> None:
         load_pool(DataSettings(dataset="image-folder", data_dir=str(path)))

@@ -18,8 +18,8 @@ from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.deploy.superlink import Engine
 from pbfl_flwr.flower.engines import executors
+from pbfl_flwr.flower.engines.flower_simulation import FlowerSimulation
 from pbfl_flwr.flower.engines.local import federate, federate_app
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.models.contract import SplitModel
@@ -257,5 +257,5 @@ def test_relative_parts_of_pythonpath_become_absolute(
     """A file beside the notebook, with PYTHONPATH=. and Flower's engine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "docs/examples", "/else"]))
-    result = Engine(tmp_path / "run")._environment()["PYTHONPATH"].split(os.pathsep)
+    result = FlowerSimulation(tmp_path / "run")._environment()["PYTHONPATH"].split(os.pathsep)
     assert result == [str(tmp_path), str(tmp_path / "docs" / "examples"), "/else"]

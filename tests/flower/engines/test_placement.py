@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.deploy.superlink import Engine
+from pbfl_flwr.flower.engines.flower_simulation import FlowerSimulation
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, idle_cards, places, slots
 from tests.small_runs import pbfl
 
@@ -183,8 +183,8 @@ def test_engine_of_flower_starts_no_worker_without_room_on_a_gpu(
     monkeypatch.setattr("joblib.cpu_count", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     handed: list[str] = []
-    monkeypatch.setattr(Engine, "_run", lambda self, app, config, *more: handed.extend(more))
-    engine = Engine(tmp_path)
+    monkeypatch.setattr(FlowerSimulation, "_run", lambda self, app, config, *more: handed.extend(more))
+    engine = FlowerSimulation(tmp_path)
     # By Flower's own count 3 of them, of which one never starts.
     engine.submit(tmp_path, {}, 4, Resources(2, 0.6))
     engine.submit(tmp_path, {}, 4, Resources(2))

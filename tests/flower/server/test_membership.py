@@ -121,6 +121,15 @@ def test_warns_once_of_clients_with_other_pretrained_weights(tmp_path: Path) -> 
     assert notes == [[line.format("a")], [], [line.format("a, c")]]
 
 
+def test_warns_of_a_device_that_joins_with_other_code(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b")
+    with patch.object(client_handshake, "code_version", lambda: "0.1.0-other"):
+        fed = begun(tmp_path, nodes, {1: [0], 3: [1]}, min_clients=1)
+    notes = [[n for n in record.warnings if "0.1.0-other on client" in n] for record in fed.strategy.history]
+    assert [len(lines) for lines in notes] == [1, 0, 1]
+    assert "on client a, b, " in notes[2][0]
+
+
 @pytest.mark.parametrize("method", KINDS)
 def test_clients_join_with_every_kind_of_payload(tmp_path: Path, method: str) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
