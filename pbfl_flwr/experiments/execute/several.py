@@ -254,7 +254,11 @@ def _start(run: PlannedRun, words: Sequence[str], slot: Slot, follower: Follower
     processes = Processes()
     with log:
         environment = {**os.environ, **cards, "COLUMNS": "160"}
-        process = processes.start(words, Path.cwd(), environment, log)
+        try:
+            process = processes.start(words, Path.cwd(), environment, log)
+        except BaseException:
+            processes.close()
+            raise
         return _Running(run, slot, process, processes, follower)
 
 
