@@ -43,9 +43,9 @@ class _NonEmptyPath(click.Path):
         if not os.fspath(value):
             option = f"{param.opts[0]} " if isinstance(param, click.Option) else ""
             raise PbflError(f"{option}'': must be a path, . for the current directory")
-        return super().convert(
-            expanded(os.fspath(value)), param, ctx
-        )  # of --option=~/x no shell expands the ~
+        if os.fspath(value).startswith("~"):  # no shell expands it in --option=~/x
+            value = expanded(os.fspath(value))
+        return super().convert(value, param, ctx)
 
 
 NON_EMPTY_PATH = _NonEmptyPath()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -19,7 +21,7 @@ from pbfl_flwr.config import NEUTRAL, PREDICTORS, DataSettings, Scalar, complete
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.early_stopping import Score, best, coverage
+from pbfl_flwr.runs.early_stopping import Score, best
 from pbfl_flwr.runs.records import (
     Accuracy,
     Bytes,
@@ -50,8 +52,8 @@ class RunScores:
 
     Attributes:
         last: (round, accuracy) of the last round.
-        best: (round, accuracy) of the round with the highest test accuracy, sample-weighted by default, of those that
-            cover the largest share of the scored clients, see :class:`~pbfl_flwr.runs.early_stopping.Score`.
+        best: (round, accuracy) of the round with the highest test accuracy, sample-weighted by default; see
+            :func:`~pbfl_flwr.runs.early_stopping.best`.
         chosen: (round, accuracy) on the test data in the round with the highest sample-weighted accuracy on the
             clients' validation samples; None without validation samples.
         validation, validation_last: (round, accuracy) on those samples in that round and in the last one.
@@ -145,9 +147,9 @@ def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[st
 def _ranks(
     scored: Mapping[int, Mapping[str, Accuracy]], predictor: str, by: Statistic = "weighted"
 ) -> dict[int, Score]:
-    """Return round -> what it is compared by with the others."""
+    """Return round -> what it is compared by with the others, in round order."""
     return {
-        number: Score(False, coverage(accuracies, predictor), getattr(accuracies[predictor], by))
+        number: Score(False, accuracies[predictor].clients, getattr(accuracies[predictor], by))
         for number, accuracies in scored.items()
     }
 
@@ -187,14 +189,26 @@ def resume_command(run_dir: Path, about: RunRecord) -> str:
     return f"flwr run, with the same configuration, run-dir='{run_dir.absolute()}' and resume=true"
 
 
+def named_code(keys: Mapping[str, Scalar]) -> frozenset[str]:
+    """Return the functions that a run's or a SuperNode's keys may name; what belongs to the data names none."""
+    return code_in(value for key, value in keys.items() if key not in ("labels", "label-column"))
+
+
 def resume_words(run_dir: Path, configuration: Mapping[str, Scalar]) -> str:
     """Return the options that resume a run and repeat what is not taken from its files: code, and paths elsewhere."""
     words = ["--resume", str(run_dir)]
-    for name in sorted(code_in(configuration.values())):
+    for name in sorted(named_code(configuration).union(*map(named_code, _nodes(run_dir)))):
         words += ["--import", name]
     if state_dir := configuration.get("state-dir"):
         words += ["--set", f"state-dir={state_dir}"]
     return shlex.join(words)
+
+
+def _nodes(run_dir: Path) -> list[dict[str, Scalar]]:
+    """Return the keys of the SuperNodes of :data:`NODES`, none if there is no such file or it is damaged."""
+    with suppress(OSError, ValueError, TypeError, LookupError, RecursionError, PbflError):
+        return [dict(node) for node in json.loads(RunDirectory(run_dir).read(NODES))["nodes"]]
+    return []
 
 
 def span(numbers: Iterable[int]) -> str:

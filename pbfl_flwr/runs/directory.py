@@ -59,6 +59,7 @@ from pbfl_flwr.util.locks import Lock
 
 ERROR, WAITING, RESULT = "error.txt", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
+STATES, OF_SINKS = "clients", ("tensorboard", "wandb")  # folders
 STAGED = ".round-"
 SERVER_LOCK = ".server.lock"
 # Bytes of the files that are read, by suffix: a line, run.json of 100,000 devices, histories of thousands of rounds.
@@ -238,20 +239,23 @@ class RunDirectory:
         """Check that the clients of a resumed run find their states again; otherwise they would start from scratch.
 
         Raises:
-            RunRefused: if the run was made with another state-dir than the configured one, or a folder in its directory
-                is a link, so that what is written there would be written elsewhere.
+            RunRefused: if the run was made with another state-dir than the configured one, or a folder of its
+                directory is a link, so that what it writes there would be written elsewhere.
         """
         if state_dir != (recorded := self.record().configuration.get("state-dir", "")):
             raise RunRefused(
                 f"state-dir = '{state_dir}': a resumed run keeps its clients' state where it is, "
                 f"{f'state-dir = {recorded!r}' if recorded else 'in its own directory'}"
             )
+        states = self.path / STATES
         with reading(str(self.path)):
-            folders = [each for each in self.path.iterdir() if each.is_dir() and each.name[0] != "."]
-        links = sorted(each.name for each in folders if each.is_symlink())
+            below = [*states.iterdir()] if states.is_dir() else []
+            links = [
+                each for each in (states, *below, *map(self.path.joinpath, OF_SINKS)) if each.is_symlink()
+            ]
         if links:
             raise RunRefused(
-                f"'{self.path / links[0]}' is a link to a folder; must be a folder of the run itself"
+                f"'{links[0]}' is a link; must be a folder of the run itself, which writes there"
             )
 
     def add_round(self, record: RoundRecord, clients: ClientsRecord) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, TypeVar
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.runs.records import Accuracies, Accuracy, RoundRecord
+from pbfl_flwr.runs.records import Accuracies, RoundRecord
 
 Place = TypeVar("Place")
 StopsOn = Literal["validation", "test"]
@@ -17,32 +17,24 @@ StopsOn = Literal["validation", "test"]
 
 
 class Score(NamedTuple):
-    """What rounds are compared by: the first of these that differs decides.
+    """An accuracy of a round or its final scoring.
 
     Attributes:
-        validated: whether it is on validation data (``validation-share``), not on test data. With few clients per
-            round, a round may lack validation data that others have; its accuracy on test data is not comparable.
-        coverage: share of the scored clients that have an accuracy by the predictor. Clients that have not trained yet
-            have none by their own prototypes, so the first rounds of partial participation cover only a few.
+        validated: whether it is on validation data (``validation-share``), not on test data.
+        clients: number of clients that have it.
         accuracy: weighted by samples, or another statistic of tables.
     """
 
     validated: bool
-    coverage: float
+    clients: int
     accuracy: float
-
-
-def coverage(accuracies: Mapping[str, Accuracy], predictor: str) -> float:
-    """Return the share of a round's scored clients that have an accuracy by this predictor, which must have one."""
-    return accuracies[predictor].clients / max(1, *(accuracy.clients for accuracy in accuracies.values()))
 
 
 def score_on(scores: Accuracies, on: StopsOn, predictor: str) -> Score | None:
     """Return the predictor's score on this data in a round or its final scoring, None if there is none."""
     accuracies = scores.validation if on == "validation" else scores.accuracy
-    if predictor not in accuracies:
-        return None
-    return Score(on == "validation", coverage(accuracies, predictor), accuracies[predictor].weighted)
+    found = accuracies.get(predictor)
+    return None if found is None else Score(on == "validation", found.clients, found.weighted)
 
 
 def all_scores(history: Iterable[RoundRecord], predictor: str) -> dict[tuple[int, bool], Score]:
@@ -81,8 +73,22 @@ def check_patience(patience: int, on: StopsOn, *, validated: bool) -> None:
 
 
 def best(scores: Mapping[Place, Score]) -> Place | None:
-    """Return the place of the highest score, the first of equals; None if there is no score."""
-    return max(scores, key=lambda place: scores[place], default=None)
+    """Return the place of the highest accuracy, the first of equals; None if there is no score.
+
+    Any on validation data exceeds all on test data: with few clients per round, a round may lack validation data that
+    others have. Of the others, rounds before which no round had an accuracy of as many clients as later ones do not
+    count: a client that has not trained yet has none by its own prototypes, so the first rounds of partial
+    participation cover only a few. Later scores do not change how two rounds compare.
+
+    Args:
+        scores: in the order of the rounds.
+    """
+    most: dict[bool, int] = {}
+    ranks: dict[Place, tuple[bool, int, float]] = {}
+    for place, (validated, clients, accuracy) in scores.items():
+        most[validated] = max(most.get(validated, 0), clients)
+        ranks[place] = validated, most[validated], accuracy
+    return max(ranks, key=lambda place: ranks[place], default=None)
 
 
 def patience_exhausted(scores: Mapping[int, Score], latest: int, patience: int) -> bool:

@@ -245,7 +245,7 @@ class ClientRecord(Record):
         weights: hash of its body's pretrained initial weights; empty if there are none.
         key: hash of its node's public key, of which Flower's server has proof; empty in a simulation.
         natural_id: of the person or device whose samples a simulated client has; empty if they have none.
-        deal: hash of which samples are whose, see :meth:`pbfl_flwr.data.LoadedData.deal`.
+        deal: which samples are whose, see :meth:`pbfl_flwr.data.LoadedData.deal`.
         registered: name under which the operator registered that key; empty if Flower knows none.
     """
 

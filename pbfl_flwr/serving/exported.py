@@ -106,7 +106,7 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
 
 def _card(path: Path) -> tuple[Card, dict[str, str]]:
     try:
-        content = json.loads(read_regular(path, MAX_CARD_BYTES))
+        content = json.loads(read_regular(path, MAX_CARD_BYTES, linked=True))
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}, expected {FORMAT}")
         card = Card.model_validate_json(json.dumps(content["card"]))
@@ -121,7 +121,7 @@ def _card(path: Path) -> tuple[Card, dict[str, str]]:
 
 def _tensors(path: Path, hashes: Mapping[str, str]) -> dict[str, Tensor]:
     try:
-        data = read_regular(path, LARGEST_FILE)
+        data = read_regular(path, LARGEST_FILE, linked=True)
         if hashlib.sha256(data).hexdigest() != hashes.get(path.name):
             raise ValueError(f"its sha256 is not the one in {CARD}")
         return load(data)

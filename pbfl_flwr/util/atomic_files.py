@@ -99,8 +99,13 @@ def create_private(path: Path) -> Path:
     return path
 
 
-def read_regular(path: Path, most: int) -> bytes:
-    """Return the content of a file that others may have put there: a regular file, no link, of at most so many bytes.
+def read_regular(path: Path, most: int, *, linked: bool = False) -> bytes:
+    """Return the content of a file that others may have put there: a regular file of at most so many bytes.
+
+    Args:
+        path: the file.
+        most: bytes.
+        linked: whether it may be a link to such a file.
 
     Raises:
         OSError: if it cannot be opened or read, e.g. FileNotFoundError.
@@ -109,9 +114,10 @@ def read_regular(path: Path, most: int) -> bytes:
     """
     try:
         # Opening a pipe waits for its writer otherwise.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        follow = 0 if linked else getattr(os, "O_NOFOLLOW", 0)
+        descriptor = os.open(path, os.O_RDONLY | follow | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if linked or error.errno != errno.ELOOP:
             raise
         raise DamagedState(f"{path} is a link, which is not followed; must be a file") from None
     with open(descriptor, "rb") as file:

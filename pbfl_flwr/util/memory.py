@@ -33,19 +33,24 @@ def available_memory(root: Path = Path("/")) -> int | None:
 def _left_by_groups(root: Path) -> Iterator[int]:
     """Yield the bytes that each memory limit leaves; in a container, paths may be those of the host and not exist."""
     mount = root / "sys/fs/cgroup"
-    places = [(mount, "memory.max", "memory.current")]
-    places.append((mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))  # version 1
+    places = [(mount, "memory.max", "memory.current", "inactive_file")]
+    # Of version 1:
+    places.append((mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
     groups = root / "proc/self/cgroup"
     lines = groups.read_text(encoding="utf-8").splitlines() if groups.exists() else []
     paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
-    for (top, limit, used), controllers in zip(places, ("", "memory"), strict=True):
+    for (top, limit, used, cache), controllers in zip(places, ("", "memory"), strict=True):
         own = top / paths.get(controllers, "/").strip("/")
         for group in (own, *own.parents):
             if not group.is_relative_to(top):
                 break
             with suppress(OSError, ValueError):  # there is none, or it is "max"
                 most = int((group / limit).read_text(encoding="utf-8"))
-                yield max(0, most - int((group / used).read_text(encoding="utf-8")))
+                left = most - int((group / used).read_text(encoding="utf-8"))
+                with suppress(OSError, KeyError):
+                    stat = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+                    left += int(dict(line.split() for line in stat)[cache])  # which the kernel gives up first
+                yield max(0, left)
 
 
 def peak_memory() -> float:

@@ -170,6 +170,8 @@ def test_a_container_has_the_memory_that_it_was_given(tmp_path: Path) -> None:
     assert available_memory(tmp_path) == 100_000
     (tmp_path / "proc/self/cgroup").write_text("0::/system.slice/device.service\n")
     assert available_memory(tmp_path) == 2_400_000
+    (tmp_path / "sys/fs/cgroup/system.slice/memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    assert available_memory(tmp_path) == 2_450_000
     (tmp_path / "proc/meminfo").write_text("MemFree: 1 kB\n")
     assert available_memory(tmp_path) is None
 

@@ -12,6 +12,7 @@ from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 import pbfl_flwr
 from pbfl_flwr.config import GROUPS, Group, Scalar, parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.plan.configuration import check_allowed
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.worker import DataSource
 from pbfl_flwr.flower.messages import wire
@@ -238,12 +239,23 @@ def test_resuming_imports_nothing_that_only_the_run_names(tmp_path: Path, import
     assert refused("run", "--import", SPY).startswith("error: --import: allows code")
 
 
+def test_names_of_classes_are_no_code(tmp_path: Path) -> None:
+    keys = {"labels": "lesion:benign,lesion:malignant", "label-column": "kind:of"}
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2, **keys})
+    assert "--import" not in pbfl("show", run).stdout
+    with pytest.raises(PbflError, match=f"^a file names code to import; if it is yours: --import {SPY}$"):
+        check_allowed("a file", {**keys, "models": SPY}, ())
+    check_allowed("a file", keys, ())
+
+
 def test_resuming_supernodes_imports_nothing_that_only_their_file_names(
     tmp_path: Path, imported: Path
 ) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
     node = {"client-id": 0, "state-dir": str(run / "clients/0"), "allow-code": f"os:getcwd, {SPY}"}
     (run / "nodes.json").write_text(json.dumps({"nodes": [node], "secure": True}))
+    command = pbfl("show", run).stdout
+    assert f"--import {SPY} --import os:getcwd" in command or f"--import os:getcwd --import {SPY}" in command
     said = f"error: {run / 'nodes.json'} names code to import; if it is yours: --import {SPY}"
     assert refused("deploy", "local", "--resume", run, "--import", "os:getcwd") == said
     assert not imported.exists()

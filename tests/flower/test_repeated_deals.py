@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from flwr.app import ConfigRecord
 
 from pbfl_flwr.config import Scalar, parse
-from pbfl_flwr.data import LoadedData
+from pbfl_flwr.data import LoadedData, same_deal
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.engines.local import federate
 from pbfl_flwr.flower.engines.placement import Resources
@@ -29,6 +30,11 @@ def seeded(labels, num_clients, generator):
 
 def unseeded(labels, num_clients, generator):
     return np.array_split(np.random.default_rng().permutation(len(labels)), num_clients)
+
+def rounded(settings):
+    import torch
+    x = torch.randn(60, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return {"x": ((x - x.mean()) / x.std()).numpy(), "y": np.arange(60) % 3}
 
 def inputs(settings):
     generator = np.random.default_rng()
@@ -69,7 +75,27 @@ def test_deals_are_told_apart_where_code_makes_them() -> None:
     assert seeded != deal(partition="dealing:seeded", partition_seed=2)
     assert seeded != deal(partition="dealing:seeded", num_clients=4)
     assert deal(partition="dealing:unseeded") != deal(partition="dealing:unseeded")
-    assert deal(dataset="dealing:inputs") != deal(dataset="dealing:inputs")
+    assert not same_deal(deal(dataset="dealing:inputs"), deal(dataset="dealing:inputs"))
+
+
+def test_rounding_that_depends_on_the_threads_is_no_other_deal() -> None:
+    deals, sums = [], set()
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 4):
+            torch.set_num_threads(number)
+            deals.append(deal(dataset="dealing:rounded", max_samples=0))
+            sums.add(float(torch.randn(60, 3, 32, 32, generator=torch.Generator().manual_seed(0)).mean()))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(sums) > 1, "the sums differ in rounding here"
+    assert all(same_deal(deals[0], each) for each in deals)
+    assert not same_deal(deals[0], deals[0][:-3])
+    assert not same_deal(deals[0], "another")
+    assert same_deal("h 1 2", "h 1.0005 2")
+    assert not same_deal("h 1 2", "h 1.002 2")
+    assert not same_deal("h 1", "h nan")
+    assert not same_deal("h x", "h x")
 
 
 @pytest.mark.parametrize("key", [{"partition": "dealing:unseeded"}, {"dataset": "dealing:inputs"}])
@@ -84,7 +110,7 @@ def test_a_run_is_not_resumed_with_other_samples(tmp_path: Path) -> None:
     for name in ("seeded", "unseeded"):
         keys = {**KEYS, "partition": f"dealing:{name}"}
         federate(run / name, keys, 3, one)
-        assert {len(client.deal) for client in RunDirectory(run / name).record().clients} == {16}
+        assert {len(client.deal.split()) for client in RunDirectory(run / name).record().clients} == {5}
     more: dict[str, Scalar] = {**KEYS, "num-server-rounds": 2, "resume": True}
     federate(run / "seeded", {**more, "partition": "dealing:seeded"}, 3, one)
     with pytest.raises(PbflError, match=f"client 0 other samples than it had in this run; {SAYS}"):
@@ -107,9 +133,9 @@ def test_deals_are_compared_where_one_process_makes_all_of_them() -> None:
 
 
 def test_a_process_that_dealt_otherwise_does_not_train() -> None:
-    check_deal(ConfigRecord(), "of this process")
-    check_deal(ConfigRecord({"deal": "of this process"}), "of this process")
+    check_deal(ConfigRecord(), "here 1.5")
+    check_deal(ConfigRecord({"deal": "here 1.5"}), "here 1.5")
     with pytest.raises(
         PbflError, match=f"gives this process other samples than those of the handshake; {SAYS}"
     ):
-        check_deal(ConfigRecord({"deal": "of all others"}), "of this process")
+        check_deal(ConfigRecord({"deal": "elsewhere 1.5"}), "here 1.5")

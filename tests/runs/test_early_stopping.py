@@ -81,12 +81,11 @@ def test_patience_by_hand(
     assert (best(by_round) if ends else None) == at
 
 
-def covering(number: int, share: float, clients: int, scored: int = 4) -> RoundRecord:
-    """A round with this accuracy by ``local`` on some of the clients that ``head`` scores."""
+def covering(number: int, share: float, clients: int) -> RoundRecord:
+    """A round with this accuracy by ``local`` of so many clients."""
     made = RoundRecord.from_json(entry(number, 0.0, share), "a line")
-    accuracy = {"head": made.accuracy["head"].model_copy(update={"clients": scored})}
-    accuracy["local"] = made.accuracy["global"].model_copy(update={"clients": clients})
-    return made.model_copy(update={"accuracy": accuracy})
+    local = made.accuracy["global"].model_copy(update={"clients": clients})
+    return made.model_copy(update={"accuracy": {"head": made.accuracy["head"], "local": local}})
 
 
 @pytest.mark.parametrize(
@@ -94,11 +93,13 @@ def covering(number: int, share: float, clients: int, scored: int = 4) -> RoundR
     [
         (((0.9, 1), (0.7, 3), (0.6, 4), (0.5, 4)), 3),  # as more clients have trained
         (((0.9, 1), (0.7, 3), (0.8, 3)), 3),
-        (((0.9, 4), (0.95, 3)), 1),
-        (((0.5, 4), (0.7, 3, 3), (0.6, 4)), 2),  # a device is away: all that are there are covered
+        (((0.5, 4), (0.7, 3), (0.6, 4)), 2),  # a device is away for a round
+        (((0.9, 4), (0.8, 3), (0.95, 3)), 3),  # or for ever
+        (((0.5, 4), (0.6, 4), (0.4, 6), (0.5, 6)), 4),  # two have joined
+        (((0.5, 4), (0.6, 4), (0.4, 6), (0.5, 4)), 4),  # and left
     ],
 )
-def test_rounds_that_cover_fewer_of_the_scored_clients_are_no_better(
+def test_first_rounds_that_cover_fewer_clients_are_no_better(
     rounds: tuple[tuple[float, int], ...], at: int
 ) -> None:
     history = [covering(number, *each) for number, each in enumerate(rounds, start=1)]
@@ -122,7 +123,7 @@ def test_accuracies_are_of_the_predictor_and_said_to_be_on_validation_data() -> 
     assert patience_exhausted(scores_on(history(0.9, 0.5), "test", "global"), 2, 1)
     assert not patience_exhausted(scores_on(history(0.9, 0.5), "test", "head"), 2, 1)
     by_round = scores_on(history((0.9, 0.1), (0.5, 0.2)), "validation", "global")
-    assert by_round == {1: Score(True, 1.0, 0.1), 2: Score(True, 1.0, 0.2)}
+    assert by_round == {1: Score(True, 2, 0.1), 2: Score(True, 2, 0.2)}
     assert "on validation data" in early_stop_warning(by_round, "validation", "after", 2)
 
 

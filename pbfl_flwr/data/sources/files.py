@@ -86,8 +86,11 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
     }  # a directory and all that contain it
     for place, folders, names in os.walk(folder, followlinks=True):
         here = above.pop(place)
-        for below in (os.path.join(place, name) for name in folders):
+        for below in [os.path.join(place, name) for name in folders]:
             if (real := os.path.realpath(below)) in here:
+                if f"{os.sep}." in below[len(str(folder)) :]:
+                    folders.remove(os.path.basename(below))  # nobody reads hidden folders
+                    continue
                 raise PbflError(f"{below} is a link back to {real}, which contains it; remove the link")
             above[below] = (*here, real)
         yield place, names

@@ -117,9 +117,8 @@ def resumed(run: Path, assignments: Iterable[str], allowed: Collection[str] = ()
         )
     record = NodesRecord.from_json(RunDirectory(directory).read(NODES), file)
     before = Path(str(RunDirectory(directory).record().configuration["run-dir"]))
-    configuration.check_allowed(
-        f"{file}", (value for node in record.nodes for value in node.values()), allowed
-    )
+    for node in record.nodes:
+        configuration.check_allowed(str(file), node, allowed)
     nodes = [_moved(node, before, directory) for node in record.nodes]
     _check(settings, nodes)
     return Plan(directory, requested.values, settings, nodes, record.secure)

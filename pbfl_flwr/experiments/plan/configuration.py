@@ -19,7 +19,7 @@ from pbfl_flwr.config.toml import flatten, parse_toml
 from pbfl_flwr.data import DATASETS, LoadedData, Partition, load_pool, names_file, read_names
 from pbfl_flwr.data.own.inspection import swapped_axes_warning
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
-from pbfl_flwr.experiments.results import resume_command
+from pbfl_flwr.experiments.results import named_code, resume_command
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models.registry import architecture_of, architectures
@@ -221,19 +221,19 @@ def training_warnings(settings: Settings, method: Method[Any, Any, Any]) -> list
     ]
 
 
-def check_allowed(source: str, values: Iterable[object], allowed: Collection[str]) -> None:
-    """Check that of the code that a file names, all may be imported here.
+def check_allowed(source: str, keys: Mapping[str, Scalar], allowed: Collection[str]) -> None:
+    """Check that of the code that keys in a file name, all may be imported here.
 
     Raises:
         PbflError: naming the rest, and the option that allows it.
     """
-    if names := sorted(code_in(values) - {*allowed}):
+    if names := sorted(named_code(keys) - {*allowed}):
         options = " ".join(f"--import {name}" for name in names)
         raise PbflError(f"{source} names code to import; if it is yours: {options}")
 
 
 def _is_below(path: Path, directory: Path) -> bool:
-    return path.absolute().is_relative_to(directory.absolute())
+    return path.resolve().is_relative_to(directory.resolve())
 
 
 def resumed(
@@ -258,9 +258,9 @@ def resumed(
             f"'{run}' is a run of devices with data of their own; resume it with {resume_command(run, about)}"
         )
     recorded = about.configuration
-    if "run-dir" in requested.values:
+    if Path(str(requested.values.get("run-dir", run))).absolute() != run.absolute():
         raise PbflError("--resume and run-dir: a resumed run stays in its directory; give one of the two")
-    check_allowed(f"'{run}'", recorded.values(), {*allowed, *code_in(requested.values.values())})
+    check_allowed(f"'{run}'", recorded, {*allowed, *code_in(requested.values.values())})
     state_dir = str(recorded.get("state-dir", ""))
     if state_dir and not {"state-dir"} & {*requested.values} and not _is_below(Path(state_dir), run):
         raise PbflError(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from flwr.app import ConfigRecord
 
-from pbfl_flwr.data import ClientData
+from pbfl_flwr.data import ClientData, same_deal
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import Task
 
@@ -77,7 +77,7 @@ def check_deal(config: ConfigRecord, deal: str) -> None:
     Raises:
         PbflError: if not.
     """
-    if config.get(DEAL, deal) != deal:
+    if not same_deal(str(config.get(DEAL, deal)), deal):
         raise PbflError(dealt_otherwise("this process", "those of the handshake"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 
+from pbfl_flwr.data import same_deal
 from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.messages.identity import dealt_otherwise
 from pbfl_flwr.runs.directory import RunRefused
@@ -57,7 +58,7 @@ def check_unchanged(new: ClientRecord, old: ClientRecord) -> None:
                 f"client {new.label}: a run keeps its clients, but this one has {key} = {str(now)[:LONGEST]}, it had "
                 f"{str(before)[:LONGEST]}"
             )
-    if old.deal and new.deal != old.deal:
+    if old.deal and not same_deal(new.deal, old.deal):
         raise RunRefused(dealt_otherwise(f"client {new.label}", "it had in this run"))
 
 
@@ -127,7 +128,9 @@ def check_agreement(members: Mapping[int, ClientRecord], client: ClientRecord) -
                 f"clients disagree on {what}: client {first.label} has {str(mine)[:LONGEST]}, {client.label} has "
                 f"{str(theirs)[:LONGEST]}{advice}"
             )
-    if client.simulated and client.deal != first.deal:  # of devices, nobody could tell which one is right
+    if client.simulated and not same_deal(
+        client.deal, first.deal
+    ):  # of devices, nobody could tell which one is right
         raise PbflError(dealt_otherwise(f"client {first.label}", f"client {client.label}"))
     if not client.columns:
         return

@@ -14,7 +14,7 @@ from flwr.common import log
 
 from pbfl_flwr import calls
 from pbfl_flwr.config import CHANGEABLE, Settings, completed, relevant
-from pbfl_flwr.data import LoadedData
+from pbfl_flwr.data import LoadedData, same_deal
 from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.flower.messages.identity import dealt_otherwise
 from pbfl_flwr.flower.server.replies import Replies
@@ -353,7 +353,7 @@ class RunRecorder(Recorder):
         settings = self._settings
         partition = self._loaded.partition(settings.data, settings.run.num_clients)
         pool = self._loaded.pool(settings.data)
-        if clients[0].deal != self._loaded.deal(settings.data, settings.run.num_clients):
+        if not same_deal(clients[0].deal, self._loaded.deal(settings.data, settings.run.num_clients)):
             raise PbflError(dealt_otherwise("the server", "the clients"))
         class_counts = (partition.counts > 0).sum(axis=1).tolist()
         return PartitionRecord(

@@ -67,7 +67,7 @@ def client_from_reply(node: int, record: ConfigRecord) -> ClientRecord:
             columns=printable(str(record.get("columns", ""))[:64]),
             code_version=printable(str(record.get("code-version", ""))[:64]),
             weights=printable(str(record.get("weights", ""))[:64]),
-            deal=printable(str(record.get("deal", ""))[:64]),
+            deal=printable(str(record.get("deal", ""))[:100]),
             natural_id=printable(str(record.get("natural-id", ""))[:MAX_NATURAL_ID])
             if record["simulated"]
             else "",
