@@ -795,6 +795,8 @@ def test_no_shell_need_expand_the_home_directory(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "~").exists()
     run = write_run(tmp_path / "~me/run", [entry(1, 0.5, 0.5)])
     assert str(run.relative_to(tmp_path)) in pbfl("show", "./~me/run").stdout
+    assert "there is no user" not in pbfl("watch", "./~me/run", "--once").output
+    assert pbfl("run", "--dry-run", "--resume", "./~me/run", "--set", "num-server-rounds=2").exit_code == 0
 
 
 def test_resuming_writes_nowhere_else_because_the_run_says_so(tmp_path: Path) -> None:
@@ -822,6 +824,12 @@ def test_resuming_writes_nowhere_else_because_the_run_says_so(tmp_path: Path) ->
     (linked / "clients/e").symlink_to(elsewhere)
     assert refused("run", "--resume", linked) == f"error: '{linked / 'clients/e'}' {must}"
     (linked / "clients/e").unlink()
+    within = write_run(
+        tmp_path / "within", [entry(1, 0.5, 0.5)], **keys, **{"state-dir": str(tmp_path / "within/states")}
+    )
+    (within / "states").mkdir()
+    (within / "states/e").symlink_to(elsewhere)
+    assert refused("run", "--resume", within) == f"error: '{within / 'states/e'}' {must}"
     (linked / "notes").symlink_to(elsewhere)  # nothing is written there
     assert pbfl("run", "--resume", linked, "--dry-run").exit_code == 0
     (linked / ".lock").unlink(missing_ok=True)

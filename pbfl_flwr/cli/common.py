@@ -43,8 +43,11 @@ class _NonEmptyPath(click.Path):
         if not os.fspath(value):
             option = f"{param.opts[0]} " if isinstance(param, click.Option) else ""
             raise PbflError(f"{option}'': must be a path, . for the current directory")
+        path = Path(os.fspath(value))
         if os.fspath(value).startswith("~"):  # no shell expands it in --option=~/x
-            value = expanded(os.fspath(value))
+            value = expanded(path)
+        elif str(path).startswith("~"):  # ./~x, which pathlib makes ~x
+            value = path.absolute()
         return super().convert(value, param, ctx)
 
 

@@ -6,8 +6,10 @@ import difflib
 import hashlib
 import math
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import DataSettings
@@ -20,6 +22,8 @@ from pbfl_flwr.data.own.pflib import export_pfl_directory, pflib_client
 from pbfl_flwr.data.partition.assign import make_partition
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.user_code import is_external
+
+ROUNDING = 1e-3  # of a whole input; other samples differ by far more
 
 
 def load_pool(settings: DataSettings) -> Pool:
@@ -70,9 +74,9 @@ class LoadedData:
     def deal(self, settings: DataSettings, num_clients: int) -> str:
         """Return which samples are whose, by which processes find out that a function did not repeat itself.
 
-        It is a hash of the labels and rows and, since floating-point inputs may differ in rounding (torch's sums depend
-        on the number of threads), the magnitudes of four inputs; compare with :func:`same_deal`. It is empty if neither
-        dataset nor partition is a user's function.
+        It is a hash of the labels and rows, and numbers on some inputs, which may differ in rounding (torch's sums
+        depend on the number of threads); compare with :func:`same_deal`. It is empty if neither dataset nor partition
+        is a user's function.
         """
         return self._deals(settings, num_clients)
 
@@ -107,12 +111,7 @@ class LoadedData:
         for split in self.partition(settings, num_clients).splits:
             for rows in (split.train, split.test):
                 digest.update(len(rows).to_bytes(8, "little") + np.ascontiguousarray(rows).data)
-        some = [each.reshape(-1).astype(np.float64) for each in inputs[:: max(1, len(inputs) // 4)][:4]]
-        parts = [
-            each[len(each) // 2 :][:64] for each in some
-        ]  # of whole inputs, all magnitudes would be similar
-        magnitudes = [f"{np.sqrt(np.mean(part**2)):.6g}" for part in parts]
-        return " ".join([digest.hexdigest()[:16], *magnitudes])
+        return " ".join([digest.hexdigest()[:16], *(f"{number:.6g}" for number in _sketch(inputs))])
 
     def _client(self, settings: DataSettings, num_clients: int, client: int) -> ClientData:
         partition = self.partition(settings, num_clients)
@@ -126,10 +125,25 @@ def same_deal(one: str, other: str) -> bool:
     """Return whether two processes have dealt the same samples, which may differ in rounding."""
     (hash_one, *ones), (hash_other, *others) = one.split(" "), other.split(" ")
     try:
-        close = all(math.isclose(float(a), float(b), rel_tol=1e-3) for a, b in zip(ones, others, strict=True))
+        pairs = [(float(a), float(b)) for a, b in zip(ones, others, strict=True)]
     except ValueError:  # from another machine it may be any text
         return False
+    norms, directions = pairs[:1], pairs[1:]
+    close = all(math.isclose(a, b, rel_tol=ROUNDING) for a, b in norms)
+    close = close and all(math.isclose(a, b, abs_tol=ROUNDING, rel_tol=0) for a, b in directions)
     return hash_one == hash_other and close
+
+
+def _sketch(inputs: NDArray[Any]) -> list[float]:
+    """Return the mean norm of 16 evenly spaced inputs, and four means of their projections on one direction.
+
+    Projections are relative to the input's norm, so that both differ little if the inputs differ little.
+    """
+    some = [each.reshape(-1).astype(np.float64) for each in inputs[:: max(1, len(inputs) // 16)][:16]]
+    norms = [float(np.linalg.norm(each)) for each in some]
+    direction = np.cos(np.arange(1, some[0].size + 1, dtype=np.float64) ** 2) if some else np.empty(0)
+    projections = [each @ direction / (norm or 1.0) for each, norm in zip(some, norms, strict=True)]
+    return [float(np.mean(norms or [0.0])), *(float(np.mean(projections[i::4] or [0.0])) for i in range(4))]
 
 
 def check_data(settings: DataSettings, num_clients: int) -> Partition:

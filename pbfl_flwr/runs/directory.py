@@ -248,6 +248,8 @@ class RunDirectory:
                 f"{f'state-dir = {recorded!r}' if recorded else 'in its own directory'}"
             )
         states = self.path / STATES
+        if state_dir and Path(state_dir).absolute().is_relative_to(self.path.absolute()):
+            states = Path(state_dir)
         with reading(str(self.path)):
             below = [*states.iterdir()] if states.is_dir() else []
             links = [

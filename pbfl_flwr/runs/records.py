@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
 from pydantic_core import PydanticCustomError
 
 from pbfl_flwr.errors import PbflError, printable
@@ -338,7 +338,7 @@ class RunRecord(Record):
     experiment: str
     primary_predictor: str
     moment: str
-    clients: list[ClientRecord]
+    clients: list[ClientRecord] = Field(min_length=1)
     joined: list[str] = []
     ended_after: int | None = None
 

@@ -47,7 +47,7 @@ def _left_by_groups(root: Path) -> Iterator[int]:
             with suppress(OSError, ValueError):  # there is none, or it is "max"
                 most = int((group / limit).read_text(encoding="utf-8"))
                 left = most - int((group / used).read_text(encoding="utf-8"))
-                with suppress(OSError, KeyError):
+                with suppress(OSError, KeyError, ValueError):
                     stat = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
                     left += int(dict(line.split() for line in stat)[cache])  # which the kernel gives up first
                 yield max(0, left)

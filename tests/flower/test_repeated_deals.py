@@ -36,6 +36,21 @@ def rounded(settings):
     x = torch.randn(60, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     return {"x": ((x - x.mean()) / x.std()).numpy(), "y": np.arange(60) % 3}
 
+def signs(settings):
+    return {"x": np.random.default_rng().choice([-1.0, 1.0], size=(60, 32)), "y": np.arange(60) % 3}
+
+def padded(settings):
+    x = np.zeros((60, 128), np.float32)
+    x[:, :40] = np.random.default_rng().integers(1, 99, size=(60, 40))
+    return {"x": x, "y": np.arange(60) % 3}
+
+def components(settings):
+    import torch
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 20, generator=generator) @ torch.randn(20, 64, generator=generator)
+    turned = x @ torch.linalg.qr(torch.randn(64, 64, generator=generator))[0] * (torch.arange(64) < 20)
+    return {"x": (turned + 1e-6 * torch.get_num_threads() * torch.randn(60, 64)).numpy(), "y": np.arange(60) % 3}
+
 def inputs(settings):
     generator = np.random.default_rng()
     return {"x": generator.normal(size=(120, 1, 16, 16)).astype(np.float32), "y": np.arange(120) % 3}
@@ -75,25 +90,30 @@ def test_deals_are_told_apart_where_code_makes_them() -> None:
     assert seeded != deal(partition="dealing:seeded", partition_seed=2)
     assert seeded != deal(partition="dealing:seeded", num_clients=4)
     assert deal(partition="dealing:unseeded") != deal(partition="dealing:unseeded")
-    assert not same_deal(deal(dataset="dealing:inputs"), deal(dataset="dealing:inputs"))
+    for name in ("inputs", "signs", "padded"):
+        assert not same_deal(*(deal(dataset=f"dealing:{name}", max_samples=0) for _ in range(2))), name
 
 
 def test_rounding_that_depends_on_the_threads_is_no_other_deal() -> None:
-    deals, sums = [], set()
+    deals, noisy, sums = [], [], set()
     threads = torch.get_num_threads()
     try:
         for number in (1, 2, 4):
             torch.set_num_threads(number)
             deals.append(deal(dataset="dealing:rounded", max_samples=0))
+            noisy.append(deal(dataset="dealing:components", max_samples=0))
             sums.add(float(torch.randn(60, 3, 32, 32, generator=torch.Generator().manual_seed(0)).mean()))
     finally:
         torch.set_num_threads(threads)
     assert len(sums) > 1, "the sums differ in rounding here"
     assert all(same_deal(deals[0], each) for each in deals)
-    assert not same_deal(deals[0], deals[0][:-3])
+    assert all(same_deal(noisy[0], each) for each in noisy)  # of features that are rounding noise
+    assert not same_deal(deals[0], deals[0].rpartition(" ")[0])
     assert not same_deal(deals[0], "another")
     assert same_deal("h 1 2", "h 1.0005 2")
     assert not same_deal("h 1 2", "h 1.002 2")
+    assert same_deal("h 1 0", "h 1 0.0005")
+    assert not same_deal("h 1 0", "h 1 0.002")
     assert not same_deal("h 1", "h nan")
     assert not same_deal("h x", "h x")
 
@@ -110,7 +130,7 @@ def test_a_run_is_not_resumed_with_other_samples(tmp_path: Path) -> None:
     for name in ("seeded", "unseeded"):
         keys = {**KEYS, "partition": f"dealing:{name}"}
         federate(run / name, keys, 3, one)
-        assert {len(client.deal.split()) for client in RunDirectory(run / name).record().clients} == {5}
+        assert {len(client.deal.split()) for client in RunDirectory(run / name).record().clients} == {6}
     more: dict[str, Scalar] = {**KEYS, "num-server-rounds": 2, "resume": True}
     federate(run / "seeded", {**more, "partition": "dealing:seeded"}, 3, one)
     with pytest.raises(PbflError, match=f"client 0 other samples than it had in this run; {SAYS}"):

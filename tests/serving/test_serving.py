@@ -26,7 +26,6 @@ from pbfl_flwr.methods import build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import random_inputs
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.records import VERSION, RunRecord
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.export import export, lacking_for_onnx
 from pbfl_flwr.serving.exported import BATCH, Exported, open_exported
@@ -418,10 +417,8 @@ def test_where_a_state_is_looked_for(sites: Ran, tmp_path: Path) -> None:
         state_file(tmp_path / "several", "")
     run = tmp_path / "run"
     (run / "clients/e").mkdir(parents=True)
-    about = RunRecord(
-        version=VERSION, configuration={"state-dir": ""}, versions={}, experiment="e", primary_predictor="head",
-        moment="after", clients=[],
-    )  # fmt: skip
+    about = RunDirectory(sites.place / "run").record()
+    about = about.model_copy(update={"experiment": "e", "configuration": {"state-dir": ""}})
     (run / "run.json").write_text(json.dumps(about.to_json()))
     (run / "clients/e/client-00012.safetensors").touch()
     assert state_file(run, "12") == state_file(run, "") == run / "clients/e/client-00012.safetensors"

@@ -258,7 +258,7 @@ def resumed(
             f"'{run}' is a run of devices with data of their own; resume it with {resume_command(run, about)}"
         )
     recorded = about.configuration
-    if Path(str(requested.values.get("run-dir", run))).absolute() != run.absolute():
+    if Path(str(requested.values.get("run-dir", run))).resolve() != run.resolve():
         raise PbflError("--resume and run-dir: a resumed run stays in its directory; give one of the two")
     check_allowed(f"'{run}'", recorded, {*allowed, *code_in(requested.values.values())})
     state_dir = str(recorded.get("state-dir", ""))

@@ -39,6 +39,7 @@ from pbfl_flwr.sinks import Ending, Sinks
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import UnsavedState, flush_directory
 from pbfl_flwr.util.source_hash import check_unedited, code_hashes
+from pbfl_flwr.util.user_code import is_external
 
 # Files ------------------------------------------------------------------------------------------------------
 
@@ -221,7 +222,8 @@ class RunRecorder(Recorder):
             PbflError: if the checkpoint is damaged.
         """
         data, fingerprint = self._settings.data, self.directory.partition().data
-        if fingerprint is not None and fingerprint != self._loaded.pool(data).fingerprint():
+        compared = is_external(data.dataset)  # in the handshake, whose deal leaves room for rounding
+        if fingerprint is not None and not compared and fingerprint != self._loaded.pool(data).fingerprint():
             raise RunRefused(
                 f"data-dir = '{data.data_dir}': the samples of dataset = '{data.dataset}' are not those with which "
                 f"run-dir = '{self.directory.path}' began"
