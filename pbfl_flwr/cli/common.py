@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 
+def check_allowed(allowed: list[str] | None, resume: Path | None) -> None:
+    """Refuse ``--import`` for a new run, which has no files yet that could name code."""
+    if allowed and resume is None:
+        raise PbflError("--import: allows code that a run's files name, so it needs --resume")
+
+
 def error_exit(error: PbflError, code: int = REFUSED) -> typer.Exit:
     """Print an error line by line, and return the exit to raise."""
     for line in str(error).splitlines():
@@ -105,12 +111,13 @@ Resumed = Annotated[
         "--resume", metavar="RUN", click_type=NON_EMPTY_PATH, help="Resume the run in this directory."
     ),
 ]
-ResumedCode = Annotated[
+Allowed = Annotated[
     list[str] | None,
     typer.Option(
         "--import",
         metavar="MODULE:FUNCTION",
-        help="With --resume: code named by the run's files that may be imported; may be repeated.",
+        help="Code named by a run's files that may be imported: a model, method, rule, dataset or partition; may be "
+        "repeated.",
     ),
 ]
 Preset = Annotated[

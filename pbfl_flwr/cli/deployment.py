@@ -11,11 +11,12 @@ from pbfl_flwr.cli.common import (
     COMPLETED,
     FAILED,
     NON_EMPTY_PATH,
+    Allowed,
     AppDirectory,
     Assignments,
     NewRunDir,
     Resumed,
-    ResumedCode,
+    check_allowed,
     checkout,
     own_network,
     running,
@@ -241,7 +242,7 @@ def local(
     ] = None,
     run_dir: NewRunDir = None,
     resume: Resumed = None,
-    allowed: ResumedCode = None,
+    allowed: Allowed = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Without TLS and keys, for comparison and debugging.")
     ] = False,
@@ -253,8 +254,7 @@ def local(
     from pbfl_flwr.util.atomic_files import make_directory
 
     console = screen()
-    if allowed and resume is None:
-        raise PbflError("--import: allows code that a run's files name, so it needs --resume")
+    check_allowed(allowed, resume)
     source = checkout(app_dir)
     settings = [*(assignments or []), *([f"method={method}"] if method else [])]
     if resume is None:

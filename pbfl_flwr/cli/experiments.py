@@ -13,6 +13,7 @@ from pbfl_flwr.cli.common import (
     INTERRUPTED,
     NON_EMPTY_PATH,
     Against,
+    Allowed,
     AppDirectory,
     Assignments,
     At,
@@ -23,10 +24,10 @@ from pbfl_flwr.cli.common import (
     Preset,
     RayAddress,
     Resumed,
-    ResumedCode,
     RunDir,
     WhichEngine,
     Workers,
+    check_allowed,
     engine_for,
     own_network,
     running,
@@ -47,14 +48,6 @@ Topic = Literal[
     "runs",
 ]
 Form = Literal["text", "json", "csv"]
-Allowed = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--import",
-        metavar="MODULE:FUNCTION",
-        help="Code named by a run that may be imported: a model, method, rule, dataset or partition; may be repeated.",
-    ),
-]
 
 
 def run(
@@ -62,7 +55,7 @@ def run(
     assignments: Assignments = None,
     run_dir: NewRunDir = None,
     resume: Resumed = None,
-    allowed: ResumedCode = None,
+    allowed: Allowed = None,
     gpus_per_client: Gpus = 0.0,
     cpus_per_client: Annotated[int, typer.Option("--cpus-per-client", min=1, help="CPUs per client.")] = 1,
     workers: Workers = None,
@@ -87,8 +80,7 @@ def run(
 
     console = screen()
     resources, source = engine_for(engine, ray_address, workers, gpus_per_client, app_dir, cpus_per_client)
-    if allowed and resume is None:
-        raise PbflError("--import: allows code that a run's files name, so it needs --resume")
+    check_allowed(allowed, resume)
     requested = configuration.gather(preset, assignments or [])
     if resume is None:
         settings = configuration.check(requested)

@@ -127,6 +127,16 @@ def test_the_page_by_one_predictor(three_runs: list[Path], tmp_path: Path) -> No
     assert pbfl("report", *three_runs, "--by", "nobody", "--out", out).exit_code == 2
 
 
+def test_a_directory_as_the_page_is_refused_before_anything_is_drawn(
+    three_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pbfl_flwr.experiments.pictures.draw", None)
+    assert (
+        refused("report", *three_runs, "--out", tmp_path)
+        == f"error: {tmp_path} cannot be written (Is a directory)"
+    )
+
+
 def test_warnings_are_on_top(hostile_run: Path) -> None:
     (run,) = report.overviews(results.load([hostile_run]))
     assert any(line.startswith("client 1 failed in 3 rounds, first 1:") for line in run["warnings"])

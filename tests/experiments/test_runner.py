@@ -13,14 +13,14 @@ import pytest
 from rich.console import Console
 
 from pbfl_flwr.config import Scalar
-from pbfl_flwr.experiments.execute import runner
+from pbfl_flwr.experiments.execute import runner, several
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.execute.runner import interruptible
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys
-from pbfl_flwr.flower.deploy.processes import signals_ignored
-from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.flower.deploy.processes import Processes, signals_ignored
+from pbfl_flwr.flower.engines.placement import Resources, Slot
 from pbfl_flwr.runs.directory import RunDirectory
-from tests.small_runs import edit, entry, printed, terminal, write_lines, write_run
+from tests.small_runs import edit, entry, planned_of, printed, terminal, write_lines, write_run
 
 
 def test_a_round_is_told_once_also_when_the_history_is_cut_and_made_again(tmp_path: Path) -> None:
@@ -185,3 +185,20 @@ def test_the_exit_after_a_signal_is_no_error_of_the_method(library: str, tmp_pat
     federation = partial(exec, "raise SystemExit(0)", {"__name__": library})
     with pytest.raises(SystemExit):
         runner.run_in_this_thread(tmp_path / "run", federation, 1, terminal(), "")
+
+
+def test_a_run_that_cannot_be_started_leaves_no_watchdog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Processes] = []
+    close = Processes.close
+
+    def closing(processes: Processes) -> None:
+        closed.append(processes)
+        close(processes)
+
+    monkeypatch.setattr(Processes, "close", closing)
+    (planned,) = planned_of({"A": {}}, [], [0], [], tmp_path)
+    with pytest.raises(FileNotFoundError):
+        several._start(planned, ["/no/such/program"], Slot(1), Follower(planned.directory, 1, terminal()))
+    assert len(closed) == 1

@@ -11,13 +11,14 @@ import torch
 
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.method import Client, Round, Update
 from pbfl_flwr.methods.feddistill import FedDistill
 from pbfl_flwr.methods.fedproto import build as fedproto
-from pbfl_flwr.payloads import Logits, RejectedPayload
+from pbfl_flwr.payloads import Logits, RejectedPayload, Weights
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.task import Task
-from pbfl_flwr.testing import check_method, client, uploads
+from pbfl_flwr.testing import check_method, client, contract, uploads
 from tests.methods.conftest import settings_of
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -125,3 +126,16 @@ def test_an_upload_that_the_server_would_leave_out_is_refused() -> None:
 
     with pytest.raises(RejectedPayload, match="unexpected counts"):
         uploads(Wrong(), [client()])
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+def test_rounding_on_the_wire_is_no_fault_of_a_payload(stored: torch.dtype) -> None:
+    """Whatever type it stores its numbers in; another number is one."""
+    rows = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).to(stored)
+    kinds: tuple[wire.WireDtype, ...] = ("float32", "float16", "bfloat16", "int8")
+    for dtype in kinds:
+        received = Weights(wire.decode_tensors(wire.encode_tensors({"f": rows}, dtype)))
+        contract._close(Weights({"f": rows}), received, dtype, "up")
+        received.tensors["f"][3] += 1
+        with pytest.raises(AssertionError, match=f"up: tensor 'w.f' is not the same after wire-dtype={dtype}"):
+            contract._close(Weights({"f": rows}), received, dtype, "up")

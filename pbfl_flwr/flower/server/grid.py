@@ -21,7 +21,6 @@ from flwr.supercore.run import Run
 from pbfl_flwr.errors import abbreviate
 from pbfl_flwr.flower.messages.report import seconds_in
 from pbfl_flwr.flower.messages.wire import METRICS
-from pbfl_flwr.flower.server import inflation
 
 FIRST_LOG = 60.0  # seconds until the first log line; the interval then doubles
 MIN_INTERVAL, MAX_INTERVAL = 0.5, 3.0  # seconds between two polls; a SuperLink logs each
@@ -91,18 +90,11 @@ class ReportsWaiting(Protocol):
         """Set how clients are labelled, and what is called with each line that is logged."""
 
 
-def polling(grid: Grid, max_bytes: int, label: NodeLabel, on_wait: OnWait = ignore) -> Grid:
-    """Return a grid that reports which clients it waits for; a grid neither ours nor Flower's is returned as it is.
-
-    Of devices, a reply has at most ``max_bytes`` in arrays.
-    """
+def polling(grid: Grid, label: NodeLabel, on_wait: OnWait = ignore) -> Grid:
+    """Return a grid that reports which clients it waits for; a grid neither ours nor Flower's is returned as it is."""
     if isinstance(grid, ReportsWaiting):
         grid.report_waiting(label, on_wait)
-    if type(grid).__module__.split(".")[0] != "flwr":
-        return grid
-    if not simulates(grid):
-        inflation.bound(max_bytes)
-    return PollingGrid(grid, label, on_wait)
+    return PollingGrid(grid, label, on_wait) if type(grid).__module__.split(".")[0] == "flwr" else grid
 
 
 def lifetime(timeout: float) -> float:

@@ -8,12 +8,15 @@ a few megabytes on the wire become gigabytes. Flower has no hook there, so its f
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from logging import WARNING
 from typing import Any
 
 from flwr.app import Error, Message, MessageType, Metadata
 from flwr.app.message import make_message
+from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.common.serde_utils import metadata_from_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
@@ -21,9 +24,10 @@ from flwr.proto.message_pb2 import Metadata as ProtoMetadata
 from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
-from pbfl_flwr.errors import format_exception
+from pbfl_flwr.errors import PbflError, format_exception
 from pbfl_flwr.payloads import RejectedPayload
 
+GRID = "flwr.superlink.grid.http_grid"
 FUNCTION = inflate_object_from_contents.__name__  # the grid's module has it under this name
 _DIVIDER = b"\0"  # between an object's head and its body
 
@@ -31,11 +35,17 @@ _DIVIDER = b"\0"  # between an object's head and its body
 def bound(max_bytes: int) -> None:
     """Let Flower's grid of this process make messages with arrays of at most so many bytes.
 
-    What cannot be made becomes an error of the client that sent it.
-    """
-    from flwr.superlink.grid import http_grid  # takes a second, and only servers of devices have loaded it
+    What cannot be made becomes an error of the client that sent it. A process that has not loaded the grid, as in a
+    simulation, gets no replies of devices.
 
-    setattr(http_grid, FUNCTION, _Bounded(max_bytes))
+    Raises:
+        PbflError: if this Flower's grid has no such function.
+    """
+    if (grid := sys.modules.get(GRID)) is None:
+        return
+    if not hasattr(grid, FUNCTION):
+        raise PbflError(f"{GRID} has no {FUNCTION} in this version of Flower, so replies would have no bound")
+    setattr(grid, FUNCTION, _Bounded(max_bytes))
 
 
 @dataclass(frozen=True)
@@ -76,5 +86,9 @@ def _metadata(raw: bytes) -> Metadata:
     """Return the metadata of a message's bytes; if they have none, those of an answer to nothing."""
     try:
         return metadata_from_proto(ProtoMessage.FromString(raw.partition(_DIVIDER)[2]).metadata)
-    except Exception:  # trust boundary; its client then has not answered
+    except Exception:  # trust boundary; nothing tells whose it is, so its client will not have answered
+        log(
+            WARNING,
+            "a device has sent a reply that is no message; its client counts as one that did not answer",
+        )
         return metadata_from_proto(ProtoMetadata(message_type=MessageType.QUERY))

@@ -35,7 +35,7 @@ from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
-from pbfl_flwr.flower.server import hooks, recorder, rounds, stopping
+from pbfl_flwr.flower.server import hooks, inflation, recorder, rounds, stopping
 from pbfl_flwr.flower.server.grid import polling
 from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.phase import Kind, Phase, RoundPlan, phase_of, plan_of
@@ -139,6 +139,7 @@ class MethodStrategy(hooks.Hooks):
         check_unedited(self.settings.code)
         previous = self._recorder.previous()
         check_sinks(run.sinks)
+        inflation.bound(run.max_upload_mb * 2**20)
         if run.sinks and self.directory is None:
             raise PbflError(f"sinks = '{run.sinks}': they need a run directory, this strategy has none")
         if previous is not None:
@@ -224,8 +225,7 @@ class MethodStrategy(hooks.Hooks):
         changes = {key: value for key, value in given.items() if value is not None}
         settings = changed(self.settings, changes, SECTIONS) if changes else self.settings
         result, written = Result(), self._recorder
-        most = settings.run.max_upload_mb * 2**20
-        grid = polling(grid, most, lambda node: (self.roster or NOBODY).node_label(node), written.set_waiting)
+        grid = polling(grid, lambda node: (self.roster or NOBODY).node_label(node), written.set_waiting)
         with written.locked():
             if self.membership is not None:
                 check_unedited(settings.code)

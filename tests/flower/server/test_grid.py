@@ -298,9 +298,9 @@ def eventually(pull: Callable[[], Iterable[Message]], count: int) -> list[Messag
 
 def test_wraps_only_grids_of_flower(clock: Clock) -> None:
     other = SlowGrid(clock, {})
-    assert polling(other, 2**20, str) is other
+    assert polling(other, str) is other
     flowers = InMemoryGrid.__new__(InMemoryGrid)  # it would connect to a SuperLink's state
-    assert isinstance(polling(flowers, 2**20, str), PollingGrid)
+    assert isinstance(polling(flowers, str), PollingGrid)
     # Seconds, which its attribute of this name keeps.
     assert "pull_interval" in signature(InMemoryGrid).parameters
 

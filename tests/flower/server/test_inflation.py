@@ -11,9 +11,13 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import validate_object_content
 from flwr.superlink.grid import http_grid
 
+from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server import inflation
-from tests.flower.inprocess import reply_of
-from tests.flower.test_trust import table
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.methods import SECTIONS
+from tests.flower.inprocess import InProcessGrid, reply_of, scripted
+from tests.flower.test_trust import COMMON, TASK, table
 
 MAX_BYTES = 2**20
 ERROR = Error(2, "it failed")
@@ -135,3 +139,15 @@ def test_errors_of_clients_stay_errors() -> None:
     failed = make_message(metadata=Message(reply_of(table()), reply_to=question()).metadata, error=ERROR)
     message = pulled({failed.object_id: failed.deflate()})
     assert (message.error.code, message.error.reason) == (ERROR.code, ERROR.reason)
+
+
+def test_every_server_of_devices_bounds_its_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a user's own loop, which begins with prepare; a Flower that makes messages otherwise is refused."""
+    monkeypatch.setattr(http_grid, inflation.FUNCTION, None)
+    settings = parse({**COMMON, "max-upload-mb": 3}, SECTIONS)
+    strategy = MethodStrategy(settings)
+    strategy.prepare(InProcessGrid(scripted(TASK, lambda client, number: reply_of(table())), {}, 4))
+    assert getattr(http_grid, inflation.FUNCTION).max_bytes == 3 * 2**20
+    monkeypatch.delattr(http_grid, inflation.FUNCTION)
+    with pytest.raises(PbflError, match="replies would have no bound"):
+        MethodStrategy(settings).prepare(InProcessGrid(scripted(TASK, lambda *_: reply_of(table())), {}, 4))
