@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 
-def check_allowed(allowed: list[str] | None, resume: Path | None) -> None:
+def need_resume(allowed: list[str] | None, resume: Path | None) -> None:
     """Refuse ``--import`` for a new run, which has no files yet that could name code."""
     if allowed and resume is None:
         raise PbflError("--import: allows code that a run's files name, so it needs --resume")

@@ -16,8 +16,8 @@ from pbfl_flwr.cli.common import (
     Assignments,
     NewRunDir,
     Resumed,
-    check_allowed,
     checkout,
+    need_resume,
     own_network,
     running,
 )
@@ -254,7 +254,7 @@ def local(
     from pbfl_flwr.util.atomic_files import make_directory
 
     console = screen()
-    check_allowed(allowed, resume)
+    need_resume(allowed, resume)
     source = checkout(app_dir)
     settings = [*(assignments or []), *([f"method={method}"] if method else [])]
     if resume is None:

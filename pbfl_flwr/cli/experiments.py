@@ -27,8 +27,8 @@ from pbfl_flwr.cli.common import (
     RunDir,
     WhichEngine,
     Workers,
-    check_allowed,
     engine_for,
+    need_resume,
     own_network,
     running,
 )
@@ -80,7 +80,7 @@ def run(
 
     console = screen()
     resources, source = engine_for(engine, ray_address, workers, gpus_per_client, app_dir, cpus_per_client)
-    check_allowed(allowed, resume)
+    need_resume(allowed, resume)
     requested = configuration.gather(preset, assignments or [])
     if resume is None:
         settings = configuration.check(requested)

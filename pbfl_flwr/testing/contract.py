@@ -247,14 +247,13 @@ def _close(sent: Payload, received: Payload, dtype: str, what: str) -> None:
         if not tensor.is_floating_point():
             assert torch.equal(theirs[name], tensor), (what, name)
             continue
-        own = torch.finfo(tensor.dtype).eps if tensor.dtype is not torch.float32 else 0.0
+        own = torch.finfo(tensor.dtype).eps if tensor.dtype in (torch.float16, torch.bfloat16) else 0.0
         tensor = tensor.to(torch.float64)
         allowed = tensor.abs() * RELATIVE.get(dtype, 0.0) + SMALLEST.get(dtype, 0.0)
         if dtype == "int8" and tensor.dim() >= 2 and len(tensor):
-            # Half a step of the row's largest entry / 127, and float32's own rounding.
+            # Half a step of the row's largest entry / 127, float32's own rounding, and that of the payload's own type.
             row = tensor.flatten(1).abs().amax(dim=1) / 254 * (1 + 1e-5)
-            allowed = row.reshape(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor)
-        allowed = allowed + own * tensor.abs()  # as much as the payload's own type rounds
+            allowed = row.reshape(-1, *[1] * (tensor.dim() - 1)) + own * tensor.abs()
         assert bool(((theirs[name] - tensor).abs() <= allowed).all()), (
             f"{what}: tensor '{name}' is not the same after wire-dtype={dtype}"
         )

@@ -137,5 +137,7 @@ def test_rounding_on_the_wire_is_no_fault_of_a_payload(stored: torch.dtype) -> N
         received = Weights(wire.decode_tensors(wire.encode_tensors({"f": rows}, dtype)))
         contract._close(Weights({"f": rows}), received, dtype, "up")
         received.tensors["f"][3] += 1
-        with pytest.raises(AssertionError, match=f"up: tensor 'w.f' is not the same after wire-dtype={dtype}"):
+        with pytest.raises(
+            AssertionError, match=f"up: tensor 'w.f' is not the same after wire-dtype={dtype}"
+        ):
             contract._close(Weights({"f": rows}), received, dtype, "up")
