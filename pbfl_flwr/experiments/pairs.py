@@ -105,6 +105,7 @@ def paired_sheet(
     rows: list[tuple[str, tuple[str, ...], Paired, tuple[str, ...]]] = []
     skipped: dict[str, list[str]] = {}
     partitions: list[list[int]] = []  # of each row
+    single = False  # whether a row has one run a side
     for one, other in pairs:
         label, seeds = f"{one.label} − {other.label}", sorted({*one.by_seed()} & {*other.by_seed()})
         common = [(one.by_seed()[seed], other.by_seed()[seed]) for seed in seeds]
@@ -125,6 +126,7 @@ def paired_sheet(
         if weighted.difference * plain.difference < 0:
             unweighted = "" if plain.p is None else f" (unweighted: p {probability(plain.p)})"
             remarks.append(f"weighted and unweighted differ in sign{unweighted}")
+        single = single or len(units) == 1
         if len(units) == 1 and clients is not None:
             agreeing = clients[(weighted.difference <= 0) + (weighted.difference < 0)]
             remarks.append(f"consistent over clients of this run: {agreeing} of {sum(clients)}")
@@ -140,7 +142,7 @@ def paired_sheet(
         for reason, labels in skipped.items()
     ]
     tested = [dealt for dealt, p in zip(partitions, adjusted, strict=True) if p is not None]
-    about = _about(groups, tested) if shown else ["No two rows are compared."]
+    about = _about(groups, tested, single) if shown else ["No two rows are compared."]
     return Sheet(title, COLUMNS, shown, (*about, *notes))
 
 
@@ -151,8 +153,14 @@ def probability(p: float | None) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _about(groups: Sequence[RunGroup], tested: Sequence[Sequence[int]]) -> list[str]:
-    """Return what the columns mean, and what the tests hold for: one for each entry, over these partitions."""
+def _about(groups: Sequence[RunGroup], tested: Sequence[Sequence[int]], untested: bool) -> list[str]:
+    """Return what the columns mean, and what the tests hold for.
+
+    Args:
+        groups: the rows of the table of runs.
+        tested: the partitions of each test.
+        untested: whether a pair has one run a side.
+    """
     tests, several = len(tested), any(len(dealt) > 1 for dealt in tested)
     single = {dealt[0] for dealt in tested if len(dealt) == 1}
     first = groups[0].first if groups else None
@@ -161,7 +169,8 @@ def _about(groups: Sequence[RunGroup], tested: Sequence[Sequence[int]]) -> list[
         f"{AT[first.at if first else 'last']}, weighted by samples; unweighted: of the mean over clients."
     ]
     if not tests:
-        lines.append("With one run a side there is no interval and no p; --seeds makes several.")
+        if untested:
+            lines.append("With one run a side there is no interval and no p; --seeds makes several.")
     elif several:
         lines.append(
             f"Interval ({CONFIDENCE:.0%}) and p: paired t-test over the partitions, each the mean of its runs."

@@ -33,6 +33,7 @@ from pbfl_flwr.runs.records import (
     RunRecord,
     Scalars,
 )
+from pbfl_flwr.util.atomic_files import DamagedState
 from pbfl_flwr.util.user_code import code_in
 
 Statistic = Literal["weighted", "mean"]
@@ -120,6 +121,28 @@ def client_series(
     if records and (final := records[-1].final):
         points.append((records[-1].round, final))
     return points
+
+
+def histories(run: RunDirectory) -> tuple[list[RoundRecord], list[ClientsRecord]]:
+    """Return the finished rounds of a run with the clients' counters, scored as if it had been made at once.
+
+    Raises:
+        PbflError: if there is no run, or it is damaged.
+    """
+    about, rounds = run.record(), run.round_records()
+    clients = run.client_records()[
+        : len(rounds)
+    ]  # written before rounds.jsonl, so it may have one round more
+    if clients and len(clients) < len(rounds):
+        raise DamagedState(
+            f"{run.path / 'clients.jsonl'} ends with round {len(clients)}, rounds.jsonl with {len(rounds)}; copy a "
+            "run after its end"
+        )
+    last = len(rounds)
+    return (
+        [record.unscored() if about.is_extra(record.round, last) else record for record in rounds],
+        [record.unscored() if about.is_extra(record.round, last) else record for record in clients],
+    )
 
 
 def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[str, RunScores]:
@@ -258,11 +281,9 @@ class FinishedRun:
             PbflError: if there is no run, it is damaged, or no round is finished.
         """
         directory = RunDirectory(path)
-        about, rounds = directory.record(), directory.round_records()
+        about, (rounds, clients) = directory.record(), histories(directory)
         if not rounds:
             raise PbflError(f"'{path}' has no finished round yet; there is nothing to report")
-        # clients.jsonl is written before rounds.jsonl, so it may have one round more.
-        clients = [record for record in directory.client_records() if record.round <= rounds[-1].round]
         partition = directory.partition()
         return cls(path, about, rounds, clients, partition, frozenset(allowed), by, statistic, at)
 
@@ -540,15 +561,32 @@ def load(
     places = [expanded(path).absolute() for path in paths]
     if twice := [place for number, place in enumerate(places) if place in places[:number]]:
         raise PbflError(f"'{twice[0]}' is given twice; name it once")
-    keyed: dict[tuple[object, int], list[FinishedRun]] = {}
+    keyed: dict[object, list[FinishedRun]] = {}
+    order: dict[Path, int] = {place: number for number, place in enumerate(places)}
     for record in with_the_same_keys([FinishedRun.load(place, allowed, by, at=at) for place in places]):
         key = frozenset(item for item in record.config.items() if item[0] not in SEEDED)
-        repetition = 0  # a second run with the same seeds goes into another group
-        while any(record.seeds == other.seeds for other in keyed.get((key, repetition), [])):
-            repetition += 1
-        keyed.setdefault((key, repetition), []).append(record)
-    ordered = [tuple(sorted(records, key=lambda record: record.seeds)) for records in keyed.values()]
+        keyed.setdefault(key, []).append(record)
+    groups = [group for records in keyed.values() for group in _repetitions(records)]
+    groups.sort(key=lambda records: order[records[0].path])
+    ordered = [tuple(sorted(records, key=lambda record: record.seeds)) for records in groups]
     return [RunGroup(label, records) for label, records in zip(_labels(ordered), ordered, strict=True)]
+
+
+def _repetitions(records: Sequence[FinishedRun]) -> list[list[FinishedRun]]:
+    """Return groups of runs of one configuration, no two of a group with the same seeds.
+
+    If any two have, a group is what one directory holds under one label of a comparison: of two comparisons with fewer
+    and more seeds, each keeps its own.
+    """
+    if len({record.seeds for record in records}) == len(records):
+        return [[*records]]
+    groups: dict[tuple[Path, str, int], list[FinishedRun]] = {}
+    for record in records:
+        place, repetition = (record.path.parent, _comparison_label([record])), 0
+        while any(record.seeds == other.seeds for other in groups.get((*place, repetition), [])):
+            repetition += 1
+        groups.setdefault((*place, repetition), []).append(record)
+    return [*groups.values()]
 
 
 def with_the_same_keys(runs: Sequence[FinishedRun]) -> list[FinishedRun]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pbfl_flwr.config import in_order
-from pbfl_flwr.experiments.results import Costs, client_series, costs, scores
+from pbfl_flwr.experiments.results import Costs, client_series, costs, histories, scores
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Accuracy, ClientsRecord, RoundRecord, RunRecord
 from pbfl_flwr.util.csv_text import csv_text
@@ -41,8 +41,7 @@ def as_json(run_dir: Path) -> str:
         PbflError: if there is no run, or it is damaged.
     """
     run = RunDirectory(run_dir)
-    about, rounds = run.record(), run.round_records()
-    partition = run.partition()
+    about, (rounds, _), partition = run.record(), histories(run), run.partition()
     document = {
         "run": str(run_dir),
         "result-hash": run.result() or None,
@@ -69,8 +68,8 @@ def as_csv(run_dir: Path) -> str:
         PbflError: if there is no run, or it is damaged.
     """
     run = RunDirectory(run_dir)
-    about, rounds = run.record(), run.round_records()
-    points = client_series(rounds, run.client_records())
+    about, (rounds, clients) = run.record(), histories(run)
+    points = client_series(rounds, clients)
     rows = (row for number, columns in points for row in _client_rows(about, number, columns))
     return csv_text([CLIENTS, *rows])
 

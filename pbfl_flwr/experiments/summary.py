@@ -17,7 +17,15 @@ from pbfl_flwr.experiments.notes import (
     majority_lines,
     unscored_lines,
 )
-from pbfl_flwr.experiments.results import WINDOW, RunGroup, column_of, data_keys, same_data, span
+from pbfl_flwr.experiments.results import (
+    WINDOW,
+    FinishedRun,
+    RunGroup,
+    column_of,
+    data_keys,
+    same_data,
+    span,
+)
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
 from pbfl_flwr.util.csv_text import csv_text
 
@@ -248,6 +256,11 @@ def run_notes(groups: Sequence[RunGroup]) -> list[str]:
     edited = [group.label for group in groups if any(run.edits for run in group.runs)]
     codes = {group.label: [run.about.latest.code for run in group.runs] for group in groups}
     several = [label for label, used in codes.items() if any(code != used[0] for code in used)]
+    otherwise = [
+        group.label
+        for group in groups
+        if group.label not in mixed and not all(_built_alike(group.first, run) for run in group.runs)
+    ]
     partitions = [run.partition for group in groups for run in group.runs]
     return [
         *([MOMENT_NOTE] if moment_column(groups) else []),
@@ -261,12 +274,21 @@ def run_notes(groups: Sequence[RunGroup]) -> list[str]:
         ),
         *([f"Code edited during a run, see pbfl show: {'; '.join(edited)}."] if edited else []),
         *([f"Code edited between the runs of one row: {'; '.join(several)}."] if several else []),
+        *([f"Runs of one row whose method has other settings: {'; '.join(otherwise)}."] if otherwise else []),
         *unscored_lines((group.label, group.first.predictor) for group in groups if not group.scores),
         *([f"Not scored for every seed: {'; '.join(partly)}."] if partly else []),
         *coverage_lines([(group.label, group.coverage) for group in groups]),
         *majority_lines(partition.majority for partition in partitions),
         *shared_names(groups),
     ]
+
+
+def _built_alike(one: FinishedRun, other: FinishedRun) -> bool:
+    """Whether the methods of two runs have the same settings, "auto" as what it stood for, except for their seeds."""
+    settings = [run.about.latest.method for run in (one, other)]
+    seeds = {*zip(one.seeds, other.seeds, strict=True)}
+    values = ((settings[0].get(name), settings[1].get(name)) for name in {**settings[0], **settings[1]})
+    return all(first == second or (first, second) in seeds for first, second in values)
 
 
 def shared_names(groups: Sequence[RunGroup]) -> list[str]:

@@ -65,7 +65,7 @@ SERVER_LOCK = ".server.lock"
 # Bytes of the files that are read, by suffix: a line, run.json of 100,000 devices, histories of thousands of rounds.
 LARGEST = {".txt": 2**16, ".json": 2**28, ".jsonl": 2**31}
 HANDOVER_SECONDS = 30.0  # to wait until a stopped ServerApp has ended
-RecordT = TypeVar("RecordT", bound=Record)
+RecordT = TypeVar("RecordT", RoundRecord, ClientsRecord)
 PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")
 
 
@@ -368,7 +368,14 @@ def _records(file: Path, kind: type[RecordT]) -> list[RecordT]:
         content = RunDirectory(file.parent).read(file.name)
     except FileNotFoundError:
         return []
-    return [kind.from_json(line, f"{file}, line {number}") for number, line in numbered_lines(content)]
+    records = []
+    for number, line in numbered_lines(content):
+        records.append(record := kind.from_json(line, f"{file}, line {number}"))
+        if record.round != number:
+            raise DamagedState(
+                f"{file}, line {number}, is of round {record.round}; must be of round {number}"
+            )
+    return records
 
 
 def _is_file(path: Path) -> bool:

@@ -185,6 +185,10 @@ class RoundRecord(Accuracies):
     joined: list[str] = []
     final: FinalScores | None = None
 
+    def unscored(self) -> RoundRecord:
+        """Return the round as if nobody had been scored in it."""
+        return self.model_copy(update={"accuracy": {}, "validation": {}, "test_loss": None})
+
     @property
     def all_failures(self) -> list[Failure]:
         """The failures of the round and of its final scoring."""
@@ -226,6 +230,17 @@ class ClientsRecord(Record):
     metrics: list[dict[str, float]]
     seconds: dict[str, list[float]]
     final: ClientsRecord | None = None
+
+    def unscored(self) -> ClientsRecord:
+        """Return the round as if nobody had been scored in it."""
+        nothing: list[dict[str, int]] = [{} for _ in self.client]
+        update = {
+            "correct": nothing,
+            "correct_validation": nothing if self.correct_validation else [],
+            "by_class": nothing if self.by_class else [],
+            "test_loss": [None for _ in self.client],
+        }
+        return self.model_copy(update=update)
 
 
 class ClientRecord(Record):
@@ -375,6 +390,16 @@ class RunRecord(Record):
         if self.ended_after is not None:
             return self.ended_after
         return int(self.configuration["num-server-rounds"])
+
+    def is_extra(self, number: int, last: int) -> bool:
+        """Whether clients were scored in a round only because a shorter run ended with it, which then was continued.
+
+        Args:
+            number: of the round.
+            last: number of the last round so far.
+        """
+        every = int(self.configuration.get("evaluate-every", 1))
+        return self.moment == "after" and number % every != 0 and number < last
 
     @property
     def task(self) -> Task:

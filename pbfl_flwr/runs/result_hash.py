@@ -30,13 +30,9 @@ def result_hash(run: RunDirectory, rounds: int) -> str:
         DamagedState: if one of its files is damaged.
     """
     digest, about = hashlib.sha256(), run.record()
-    every = int(about.configuration.get("evaluate-every", 1)) if about.moment == "after" else 1
     for columns in run.client_records():
-        # An extended run may also have scores of a round that was its last one.
-        last = columns.round == rounds
-        if columns.round % every and not last:
-            columns = columns.model_copy(update={"correct": [{} for _ in columns.correct]})
-        _add(digest.update, columns, last)
+        scored = columns.unscored() if about.is_extra(columns.round, rounds) else columns
+        _add(digest.update, scored, columns.round == rounds)
     for part in _state(run.path / "checkpoint.safetensors"):
         digest.update(part)
     return digest.hexdigest()[:DIGITS]

@@ -339,7 +339,7 @@ def test_a_run_older_than_a_key_is_one_at_its_default(file: Path, tmp_path: Path
     runs = rows(file, tmp_path / "out", seeds=[0, 1])
     for run in runs:
         write_run(run.directory, [entry(n, 0.25, 0.5) for n in (1, 2)], **run.requested.values)
-        write_lines(run.directory / "clients.jsonl", columns(2, [{"global": 2}] * 2))
+        write_lines(run.directory / "clients.jsonl", *(columns(n, [{"global": 2}] * 2) for n in (1, 2)))
     configuration = RunDirectory(runs[0].directory).record().configuration
     older = {key: value for key, value in configuration.items() if key != newer}
     edit(runs[0].directory / "run.json", configuration=older)
@@ -358,7 +358,7 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
         globals_ = None if run.label == "C" else scores[1]
         write_run(run.directory, [entry(n, scores[0], globals_) for n in (1, 2)], **run.requested.values)
         predictors = {"head": 1} if run.label == "C" else {"head": 1, "global": round(4 * scores[1])}
-        write_lines(run.directory / "clients.jsonl", columns(2, [predictors] * 2))
+        write_lines(run.directory / "clients.jsonl", *(columns(n, [predictors] * 2) for n in (1, 2)))
         if run.label != "A":
             edit(run.directory / "run.json", primary_predictor="head")
     words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]

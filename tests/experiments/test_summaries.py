@@ -60,7 +60,8 @@ def test_every_figure_of_a_run_by_hand_and_below_its_head(tmp_path: Path) -> Non
     counted = {"balanced": 0.3125, "macro_f1": 0.1875, "auc_macro": 0.6875, "auc_micro": 0.8125}
     rounds[3]["accuracy"]["global"] |= {"mean": 0.5625, **counted}
     path = write_run(tmp_path / "a", rounds)
-    write_lines(path / "clients.jsonl", client_line(4, [*range(20, 0, -1)], tests=20))  # 5 %, 10 %, .. 100 %
+    in_twentieths = [*range(20, 0, -1)]  # 5 %, 10 %, .. 100 %
+    write_lines(path / "clients.jsonl", *(client_line(n, in_twentieths, tests=20) for n in range(1, 5)))
     plain = write_run(tmp_path / "b", [entry(1, 0.5, 0.5)], method="local")
     found, without = groups = results.load([path, plain])
     figures = {
@@ -150,6 +151,18 @@ def test_a_pair_of_one_run_each_says_on_how_many_clients_and_has_no_p(tmp_path: 
     assert "With one run a side there is no interval and no p; --seeds makes several." in sheet.notes
     alone = paired_sheet(results.load(places), asked=Asked(only=("fedproto",)))
     assert (alone.rows, alone.notes) == ((), ("No two rows are compared.",))
+
+
+def test_a_pair_whose_runs_all_differ_by_the_same_has_no_p_but_more_than_one_run(tmp_path: Path) -> None:
+    places = [
+        run(tmp_path / f"{m}{seed}", 0.5, [1, 3], method=m, seed=seed)
+        for m in ("fedproto", "local")
+        for seed in (0, 1)
+    ]
+    sheet = paired_sheet(results.load(places))
+    (found,) = rows_of(sheet)
+    assert (found["runs"], found["p"], found["remark"]) == ("2", "-", "all runs differ by the same")
+    assert not any("one run a side" in note or "p: paired" in note for note in sheet.notes)
 
 
 def test_runs_are_the_units_and_weighted_and_unweighted_stand_side_by_side(tmp_path: Path) -> None:
@@ -427,6 +440,7 @@ def test_pairs_at_other_moments_and_of_other_lengths_are_remarked(tmp_path: Path
     ]
     edit(places[1] / "run.json", moment="before")
     write_lines(places[2] / "rounds.jsonl", entry(2, 0.25, 0.5))
+    write_lines(places[2] / "clients.jsonl", client_line(2, [1, 3]))
     groups = results.load(places)
     every = Asked(pairs=("fedproto/tinyproto", "fedproto/protonorm", "tinyproto/protonorm"))
     remarks = {row[0]: row[-1].rpartition("; ")[0] for row in paired_sheet(groups, asked=every).rows}
@@ -448,6 +462,7 @@ def test_a_row_of_runs_of_different_lengths_is_remarked(tmp_path: Path) -> None:
     places = [run(tmp_path / f"a{seed}", 0.5, [1, 3], seed=seed, **ROUNDS) for seed in (0, 1)]
     places += [run(tmp_path / "b", 0.5, [1, 3], method="tinyproto", **ROUNDS)]
     write_lines(places[1] / "rounds.jsonl", entry(2, 0.25, 0.5))
+    write_lines(places[1] / "clients.jsonl", client_line(2, [1, 3]))
     sheet = fairness_sheet(results.load(places))
     assert [row[3] for row in sheet.rows] == ["1–2", "1"]
     assert "Runs with different numbers of rounds in one row: fedproto." in sheet.notes
@@ -467,6 +482,20 @@ def test_a_row_of_runs_of_different_code_is_remarked(tmp_path: Path) -> None:
     edit(places[3] / "run.json", **new)
     sheet = summary.comparison_sheet("", results.load(places))
     assert "Code edited between the runs of one row: fedproto." in sheet.notes
+
+
+def test_a_row_of_methods_with_other_settings_is_remarked(tmp_path: Path) -> None:
+    """A newer version may decide otherwise what "auto" stands for; a method may hold the seed of its run."""
+    places = [
+        run(tmp_path / f"{m}{seed}", 0.5, [1, 3], method=m, seed=seed)
+        for m in ("fedproto", "local")
+        for seed in (0, 1)
+    ]
+    for seed in (0, 1):
+        edit(places[seed] / "run.json", method={"weight": 1.0 + seed / 2, "mask_seed": seed})
+        edit(places[2 + seed] / "run.json", method={"weight": 1.0, "mask_seed": seed})
+    sheet = summary.comparison_sheet("", results.load(places))
+    assert "Runs of one row whose method has other settings: fedproto." in sheet.notes
 
 
 def test_a_run_whose_method_was_built_for_fewer_rounds_is_remarked(tmp_path: Path) -> None:
@@ -559,6 +588,17 @@ def test_clients_of_a_round_that_is_not_there_yet_do_not_count(tmp_path: Path) -
     assert [line.round for line in record.clients] == [1]
 
 
+def test_histories_that_lack_rounds_are_damaged(tmp_path: Path) -> None:
+    """As of a run that was copied while it ran."""
+    path = run(tmp_path / "a", 0.5, [1, 3])
+    write_lines(path / "rounds.jsonl", entry(2, 0.25, 0.5))
+    with pytest.raises(PbflError, match=r"clients.jsonl ends with round 1, rounds.jsonl with 2"):
+        results.FinishedRun.load(path)
+    write_lines(path / "rounds.jsonl", entry(4, 0.25, 0.5))
+    with pytest.raises(PbflError, match=r"rounds.jsonl, line 3, is of round 4; must be of round 3"):
+        results.FinishedRun.load(path)
+
+
 def test_who_has_no_test_samples_is_in_no_accuracy(tmp_path: Path) -> None:
     path = run(tmp_path / "a", 0.5, [1, 3])
     edit(path / "clients.jsonl", **{**client_line(1, [1, 3, 0]), "num_test": [4, 4, 0]})
@@ -608,6 +648,15 @@ def test_labels_say_what_differs(
 ) -> None:
     groups = results.load([run(tmp_path / place, 0.5, [1], **keys) for place, keys in runs])
     assert [group.label for group in groups] == labels
+
+
+def test_two_directories_of_one_configuration_keep_their_own_seeds(tmp_path: Path) -> None:
+    """Whichever was named first, and though only some seeds are in both."""
+    old = [run(tmp_path / f"old/FP-seed{seed}", 0.5, [1], seed=seed) for seed in (0, 1)]
+    new = [run(tmp_path / f"new/FP-seed{seed}", 0.75, [1], seed=seed) for seed in (0, 1, 2)]
+    for places in ([*old, *new], [*new, *old]):
+        found = {group.label: [each.path for each in group.runs] for group in results.load(places)}
+        assert found == {"old/FP": old, "new/FP": new}
 
 
 def test_runs_are_repetitions_only_where_their_results_may_differ_by_the_seed_alone(tmp_path: Path) -> None:

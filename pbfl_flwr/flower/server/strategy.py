@@ -112,7 +112,13 @@ class MethodStrategy(hooks.Hooks):
     @property
     def _scores(self) -> dict[int, Score]:
         """Those by which ``patience`` ends the run."""
-        return scores_on(self.history, self.settings.run.patience_on, self.primary_predictor)
+        return self._scores_of(self.settings)
+
+    def _scores_of(self, settings: Settings) -> dict[int, Score]:
+        """Those of the rounds that are scored with these settings; a shorter run also scored its last one."""
+        schedule = schedule_of(settings, self.moment)
+        scored = (record for record in self.history if schedule.is_scored(record.round))
+        return scores_on(scored, settings.run.patience_on, self.primary_predictor)
 
     @property
     def _last_round(self) -> int:
@@ -173,7 +179,7 @@ class MethodStrategy(hooks.Hooks):
             RunRefused: if nothing remains to be done, but the last round was not made as the last.
         """
         run, schedule = settings.run, schedule_of(settings, self.moment)
-        scores = scores_on(self.history, run.patience_on, self.primary_predictor)
+        scores = self._scores_of(settings)
         if not self.done or self.done < schedule.last_round(scores, self.done):
             return
         last = self.history[-1]

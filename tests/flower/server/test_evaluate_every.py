@@ -71,11 +71,34 @@ def test_scores_that_nobody_asked_for_are_ignored(tmp_path: Path) -> None:
     assert (run.strategy.history[0].accuracy, run.strategy.history[0].failures) == ({}, [])
 
 
-def test_an_extended_run_has_the_hash_of_a_longer_one(tmp_path: Path) -> None:
-    whole = federation(tmp_path / "a", **KEYS).run()
-    federation(tmp_path / "b", **{**KEYS, "num_server_rounds": 3}).run()
-    extended = federation(tmp_path / "b", resume=True, **KEYS).run()
-    assert extended.strategy.history[2].accuracy != {}  # it was the last one
+@pytest.mark.parametrize("method", ["fedproto", "fedavg"])
+def test_an_extended_run_is_one_made_at_once(tmp_path: Path, method: str) -> None:
+    whole = federation(tmp_path / "a", method, **KEYS).run()
+    shorter = federation(tmp_path / "b", method, **{**KEYS, "num_server_rounds": 3}).run()
+    read = FinishedRun.load(shorter.directory.path)
+    assert [number for number, _ in read.curve()][-1] == 3
+    extended = federation(tmp_path / "b", method, resume=True, **KEYS).run()
+    assert extended.strategy.history[2].latest.accuracy != {}  # it was the last one
+    assert extended.directory.result() == whole.directory.result()
+    read, expected = (FinishedRun.load(each.directory.path) for each in (extended, whole))
+    assert read.curve() == expected.curve()
+    assert read.client_curves() == expected.client_curves()
+    assert read.scores == expected.scores
+
+
+def test_patience_does_not_count_on_the_scores_of_a_shorter_run(tmp_path: Path) -> None:
+    """They are of a round in which the run would not have been scored, had it been made at once."""
+    keys = {**KEYS, "num_server_rounds": 30, "evaluate_every": 4, "learning_rate": 1e-6, "patience": 3}
+    keys["patience_on"] = "test"
+    whole = federation(tmp_path / "a", **keys).run()
+    assert whole.strategy.done == 8
+    federation(tmp_path / "b", **{**keys, "num_server_rounds": 6}).run()
+    better = tmp_path / "b" / "run" / "rounds.jsonl"
+    lines = [json.loads(line) for line in better.read_text().splitlines()]
+    lines[5]["accuracy"]["global"]["weighted"] = 0.9
+    better.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    extended = federation(tmp_path / "b", resume=True, **keys).run()
+    assert extended.strategy.done == 8
     assert extended.directory.result() == whole.directory.result()
 
 
