@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,8 @@ if TYPE_CHECKING:  # listing the datasets must not import torch
 
 Rows = NDArray[np.int64]
 MAX_NATURAL_ID = 64  # characters
+FINGERPRINT_DIGITS, OLDER_DIGITS = 32, 16  # older ones left out owners and most inputs
+ROWS_AT_ONCE = 1024  # of a memory map
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,12 +67,18 @@ class Pool:
         return len(self.label_names)
 
     def fingerprint(self) -> str:
-        """Return a short hash of the class names, all labels and up to 511 evenly spaced inputs, to tell data apart."""
-        some = self.inputs[:: max(1, len(self.labels) // 256)]
-        digest = hashlib.sha256(f"{self.inputs.dtype} {self.inputs.shape} {self.label_names}".encode())
-        digest.update(np.ascontiguousarray(self.labels).data)
-        digest.update(np.ascontiguousarray(some).data)
-        return digest.hexdigest()[:16]
+        """Return a hash of all samples, the class names, who owns a sample and what is for training."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        about = (self.inputs.dtype, self.inputs.shape, self.label_names, self.num_train, self.owner_names)
+        digest = hashlib.sha256(f"{about}".encode())
+        for rows in (self.labels, self.owner, self.in_train):
+            digest.update(b"none" if rows is None else np.ascontiguousarray(rows).data)
+        for first in range(0, len(self.inputs), ROWS_AT_ONCE):
+            digest.update(np.ascontiguousarray(self.inputs[first : first + ROWS_AT_ONCE]).data)
+        return digest.hexdigest()[:FINGERPRINT_DIGITS]
 
     def affine(self) -> tuple[Tensor, Tensor]:
         """Return (scale, shift), float32 (C, 1, 1, ...); x * scale + shift is the model's input.
@@ -81,6 +90,12 @@ class Pool:
         scale, shift = (2 / 255, -1.0) if self.inputs.dtype == np.uint8 else (1.0, -0.0)
         shape = (self.input_shape[0], *(1 for _ in self.input_shape[1:]))
         return torch.full(shape, scale), torch.full(shape, shift)
+
+
+def same_samples(one: str | None, other: str | None) -> bool:
+    """Whether two fingerprints are of the same data, as far as they tell: an unknown or an older one says nothing."""
+    known = [each for each in (one, other) if each is not None and len(each) != OLDER_DIGITS]
+    return len(known) < 2 or one == other
 
 
 @dataclass(frozen=True, eq=False)

@@ -216,6 +216,33 @@ def test_tables_that_cannot_be_made_stop_no_run(
     assert "clients.jsonl, line 1 is damaged" in result.stderr
 
 
+@pytest.mark.parametrize("partition", ["iid", "natural"])
+def test_runs_on_a_file_that_has_changed_are_not_taken_for_others(tmp_path: Path, partition: str) -> None:
+    """Nor finished ones: a single sample, or whose it is."""
+    data, file, out = tmp_path / "mine.npz", tmp_path / "mine.toml", tmp_path / "out"
+    x, y, client = np.zeros((60, 4), dtype=np.float32), np.arange(60) % 3, np.arange(60) // 30
+    lines = [f'dataset = "npz"\ndata-dir = "{data}"\npartition = "{partition}"\nmodels = "mlp"']
+    file.write_text(
+        "\n".join(["[common]", *FILE.splitlines()[3:6], *lines, "[runs.A]", 'method = "fedproto"'])
+    )
+    np.savez(data, x=x, y=y, client=client)
+    words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
+    assert pbfl(*words).exit_code == 0
+    np.savez(data, x=x, y=y, client=client)
+    assert "0 of 1 runs are to be run" in pbfl(*words).stdout
+    if partition == "natural":
+        client[[0, 30]] = client[[30, 0]]
+    else:
+        x[1, 2] = 1
+    np.savez(data, x=x, y=y, client=client)
+    for more in ([], ["--dry-run"], ["--set", "num-server-rounds=3"]):
+        refused = pbfl(*words, *more)
+        assert refused.exit_code == 2
+        said = f"{out / 'A-seed0'} was made with other samples than dataset = 'npz' (data-dir = '{data}') has now"
+        assert " ".join(said.split()) in " ".join(refused.stderr.split())
+    assert pbfl(*words, "--out", tmp_path / "new").exit_code == 0
+
+
 def test_a_run_that_is_refused_stops_nobody_and_is_in_no_table(file: Path, tmp_path: Path) -> None:
     planned = rows(file, tmp_path, seeds=[0, 1])
     other, damaged, *_ = planned

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pbfl_flwr.config import PREDICTORS, RunSettings, Scalar, Settings, in_order
-from pbfl_flwr.data import LoadedData
+from pbfl_flwr.config import PREDICTORS, DataSettings, RunSettings, Scalar, Settings, in_order
+from pbfl_flwr.data import LoadedData, same_deal
+from pbfl_flwr.data.contract import same_samples
 from pbfl_flwr.errors import PbflError, abbreviate, writing
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.results import FinishedRun, Round, RunGroup, Statistic, with_the_same_keys
@@ -18,6 +19,7 @@ from pbfl_flwr.methods import build_method
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.locks import in_use
 from pbfl_flwr.util.atomic_files import make_directory
+from pbfl_flwr.util.user_code import is_external
 
 LONGEST_RANGE = 1000  # of seeds; a longer one is taken for a typing error
 
@@ -114,18 +116,44 @@ def preflight(planned: Sequence[PlannedRun], resources: Resources, loaded: Loade
         Warnings about data, training and methods, one line each.
 
     Raises:
-        PbflError: one line on the first problem.
+        PbflError: one line on the first problem, or if a run that is there was made with other samples.
     """
     unique: dict[str, None] = {}
-    for requested in {str(sorted(run.requested.values.items())): run.requested for run in planned}.values():
-        settings = configuration.check(requested)
+    by_keys: dict[str, list[PlannedRun]] = {}
+    for run in planned:
+        by_keys.setdefault(str(sorted(run.requested.values.items())), []).append(run)
+    for runs in by_keys.values():
+        settings = configuration.check(runs[0].requested)
         method = configuration.preflight(settings, resources, loaded).method
+        for run in runs:
+            if standing(run).state in ("to resume", "finished"):
+                check_samples(run.directory, settings.data, loaded)
         notes = [
             *configuration.data_warnings(settings, loaded),
             *configuration.training_warnings(settings, method),
         ]
         unique.update(dict.fromkeys(notes))
     return list(unique)
+
+
+def check_samples(run_dir: Path, data: DataSettings, loaded: LoadedData) -> None:
+    """Check that a run has the samples that its dataset has now.
+
+    Raises:
+        PbflError: if it has others.
+    """
+    directory = RunDirectory(run_dir)
+    about, recorded = directory.record(), directory.partition().data
+    deal, now = about.clients[0].deal, loaded.deal(data, int(about.configuration["num-clients"]))
+    exact = not is_external(data.dataset)  # what a user's function gives may differ in rounding
+    if (exact and not same_samples(recorded, loaded.pool(data).fingerprint())) or (
+        deal and not same_deal(deal, now)
+    ):
+        where = f" (data-dir = '{data.data_dir}')" if data.data_dir else ""
+        raise PbflError(
+            f"{run_dir} was made with other samples than dataset = '{data.dataset}'{where} has now; restore them, "
+            "or give another --out"
+        )
 
 
 def check_predictor(by: str | None, planned: Iterable[PlannedRun]) -> None:

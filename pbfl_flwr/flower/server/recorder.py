@@ -15,6 +15,7 @@ from flwr.common import log
 from pbfl_flwr import calls
 from pbfl_flwr.config import CHANGEABLE, Settings, completed, relevant
 from pbfl_flwr.data import LoadedData, same_deal
+from pbfl_flwr.data.contract import same_samples
 from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.flower.messages.identity import dealt_otherwise
 from pbfl_flwr.flower.server.replies import Replies
@@ -223,7 +224,7 @@ class RunRecorder(Recorder):
         """
         data, fingerprint = self._settings.data, self.directory.partition().data
         compared = is_external(data.dataset)  # in the handshake, whose deal leaves room for rounding
-        if fingerprint is not None and not compared and fingerprint != self._loaded.pool(data).fingerprint():
+        if not compared and not same_samples(fingerprint, self._loaded.pool(data).fingerprint()):
             raise RunRefused(
                 f"data-dir = '{data.data_dir}': the samples of dataset = '{data.dataset}' are not those with which "
                 f"run-dir = '{self.directory.path}' began"

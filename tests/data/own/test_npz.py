@@ -190,14 +190,24 @@ def test_other_samples_have_another_fingerprint() -> None:
     pool = Pool(inputs, labels, ("a", "b", "c"), 600)
     swapped = labels.copy()
     swapped[[0, 1]] = swapped[[1, 0]]
+    one = inputs.copy()
+    one[1, 0, 3, 3] = 1
+    owner = np.arange(600) % 4
+    owned = replace(pool, owner=owner, owner_names=tuple("wxyz"))
     others = [
+        replace(pool, inputs=one),
+        owned,
+        replace(owned, owner=owner[::-1].copy()),
+        replace(owned, owner_names=tuple("zwxy")),
+        replace(owned, in_train=owner < 3),
+        replace(pool, num_train=500),
         replace(pool, inputs=inputs + 1),
         replace(pool, inputs=inputs.reshape(600, 1, 2, 8)),
         replace(pool, labels=swapped),
         replace(pool, label_names=("a", "b", "d")),
         Pool(inputs[:-1], labels[:-1], pool.label_names, 599),
     ]
-    assert len({other.fingerprint() for other in (pool, *others)}) == 6
+    assert len({other.fingerprint() for other in (pool, *others)}) == 12
     assert replace(pool, inputs=inputs.copy()).fingerprint() == pool.fingerprint()
 
 

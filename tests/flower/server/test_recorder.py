@@ -280,10 +280,9 @@ def test_resume_refuses_changed_samples(tmp_path: Path) -> None:
 
     file = run(num_server_rounds=1).run().directory.path / "partition.json"
     message = file.read_text()
-    assert (
-        json.loads(message)["data"] == load_pool(DataSettings(dataset="digits", max_samples=60)).fingerprint()
-    )
-    file.write_text(message.replace(json.loads(message)["data"], "0123456789abcdef"))
+    recorded = json.loads(message)["data"]
+    assert recorded == load_pool(DataSettings(dataset="digits", max_samples=60)).fingerprint()
+    file.write_text(message.replace(recorded, recorded[::-1]))
     with pytest.raises(RunRefused, match="the samples of dataset = 'digits' are not those"):
         run(resume=True).run()
     file.write_text(message)
