@@ -26,19 +26,19 @@ def test_anchor_loss_does_not_wait_for_a_gpu():
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(("biased", "expected"), [(False, 2.5), (True, 1.5)])
+@pytest.mark.parametrize(("biased", "expected"), [(False, 3.25), (True, 1.75)])
 def test_running_anchors_by_hand(biased, expected):
-    # Class 0 is in one of two batches with mean 4, its anchor is 1: ½·1 + ½·4 = 2.5, or ½·1 + ½·4/2 = 1.5.
-    # Class 1 is in both, means 2 and 6, anchor 1: ½ + ½·4 = 2.5. Class 2 is in none.
-    running = RunningAnchors(torch.ones(3, 1), 0.5, biased)
+    # Class 0 is in one of two batches with mean 4, its anchor is 1: ¼·1 + ¾·4 = 3.25, or ¼·1 + ¾·4/2 = 1.75.
+    # Class 1 is in both, means 2 and 6, anchor 1: ¼ + ¾·4 = 3.25; then ¼·3.25 + ¾·5 = 4.5625. Class 2 is in none.
+    running = RunningAnchors(torch.ones(3, 1), 0.25, biased)
     totals = [running.sums, running.holding, running.batches]
     running.add(torch.tensor([[3.0], [5.0], [2.0]]), torch.tensor([0, 0, 1]))
     running.add(torch.tensor([[6.0]]), torch.tensor([1]))
     running.close_epoch()
-    assert running.anchors.flatten().tolist() == [expected, 2.5, 1.0]
-    running.add(torch.tensor([[4.5]]), torch.tensor([1]))
+    assert running.anchors.flatten().tolist() == [expected, 3.25, 1.0]
+    running.add(torch.tensor([[5.0]]), torch.tensor([1]))
     running.close_epoch()
-    assert running.anchors.flatten().tolist() == [expected, 3.5, 1.0]  # the next epoch starts from nothing
+    assert running.anchors.flatten().tolist() == [expected, 4.5625, 1.0]  # the next epoch starts from nothing
     # A CUDA graph goes on adding to these.
     assert all(a is b for a, b in zip(totals, [running.sums, running.holding, running.batches], strict=True))
 
