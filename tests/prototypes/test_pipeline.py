@@ -22,6 +22,7 @@ from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import masks, rules
 from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.prototypes.regularizer import prototype_regularizer
 from pbfl_flwr.prototypes.trainable import train_prototypes
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import federation, plain
@@ -203,6 +204,20 @@ def one(label: int, n: int, total: int | None, mean: float = 1.0) -> Prototypes:
 def test_a_single_prototype_regularises_and_none_does_not() -> None:
     for down, regularised in ((Prototypes.empty(4, 8), False), (one(1, 1, None), True)):
         assert ("loss.regularizer" in method().local_update(client(), down).metrics) == regularised
+
+
+@pytest.mark.parametrize("cpkd", ["off", "sample", "class"])
+@pytest.mark.parametrize("form", ["mse", "l2"])
+def test_the_norm_is_between_class_means_unless_cpkd_weighs_samples(form: str, cpkd: str) -> None:
+    asked: list[bool] = []
+
+    def regularizer(*given: Any, per_class: bool, **named: Any) -> Tensor:
+        asked.append(per_class)
+        return prototype_regularizer(*given, per_class=per_class, **named)
+
+    pipeline = replace(method(regularizer_form=form, cpkd=cpkd), regularizer=regularizer)
+    pipeline.local_update(client(), one(1, 1, None))
+    assert set(asked) == {cpkd == "class" or (form, cpkd) == ("l2", "off")}
 
 
 @pytest.mark.parametrize("form", ["aps-sum", "aps-mean"])
