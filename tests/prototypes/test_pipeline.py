@@ -220,6 +220,14 @@ def test_the_norm_is_between_class_means_unless_cpkd_weighs_samples(form: str, c
     assert set(asked) == {cpkd == "class" or (form, cpkd) == ("l2", "off")}
 
 
+@pytest.mark.parametrize("rule", ["ppa", "aps-sum", "aps-mean"])
+def test_the_number_of_examples_is_of_all_samples_also_of_a_class_held_back(rule: str) -> None:
+    pipeline = method(aggregation=rule, min_class_count=3)
+    sent = pipeline.local_update(client([3, 2, 0, 0]), Prototypes.empty(4, 8)).payload
+    assert sent.present.tolist() == [True, False, False, False]
+    assert sent.num_examples == 5
+
+
 @pytest.mark.parametrize("form", ["aps-sum", "aps-mean"])
 def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form: str) -> None:
     # class 1 is seen in round 1 only: half of all samples, so that μ·c_1 is 0.9/(100·1/2)·50 = 0.9 then and after
