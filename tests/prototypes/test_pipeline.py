@@ -229,14 +229,14 @@ def test_the_number_of_examples_is_of_all_samples_also_of_a_class_held_back(rule
 
 
 @pytest.mark.parametrize("form", ["aps-sum", "aps-mean"])
-def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form: str) -> None:
+def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_or_nobody_answers(form: str) -> None:
     # class 1 is seen in round 1 only: half of all samples, so that μ·c_1 is 0.9/(100·1/2)·50 = 0.9 then and after
-    # rounds over 1,000 and 200 samples; of a mean, n is that of all three clients, of whom one answers: 0.3
+    # rounds over 1,000, no and 200 samples; of a mean, n is that of all three clients, of whom one answers: 0.3
     size = {"aps-sum": 0.9, "aps-mean": 0.3}[form]
     pipeline, mine = method(aggregation=form), client()
     state = pipeline.init(TASK, 0)
-    for number, n in ((1, 100), (2, 1000), (3, 200)):
-        sent = {0: one(0, n // 2, n)}
+    for number, n in ((1, 100), (2, 1000), (3, 0), (4, 200)):
+        sent = {0: one(0, n // 2, n)} if n else {}
         if number == 1:
             sent = {
                 0: Prototypes(
@@ -246,7 +246,7 @@ def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form:
         state = pipeline.aggregate(state, sent, round_info(number))
         targets = pipeline._targets(mine, pipeline.broadcast(state, 0))
         torch.testing.assert_close(targets[:2], torch.full((2, 8), size))
-    assert state.ages.tolist()[:2] == [0, 2]
+    assert state.ages.tolist()[:2] == [0, 3]
 
 
 @pytest.mark.parametrize(
