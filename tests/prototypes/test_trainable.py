@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.random import RandomState
+from torch.nn import functional as F
 
 from pbfl_flwr.data.partition.procedures import dirichlet_indices
 from pbfl_flwr.payloads import Prototypes
@@ -108,6 +109,14 @@ def test_training_separates_the_classes_and_says_when_it_has_not_converged():
         "server-converged": 1.0,
         "server-epochs": 100.0,
     }
+
+
+def test_the_servers_loss_is_the_mean_over_all_vectors_also_of_an_incomplete_batch():
+    # batches of 3, 3 and 1; at a learning rate of 0 the order does not matter
+    vectors, labels = vectors_of_three_classes()
+    _, prototypes, metrics = train(initial_state(3, 6, 0), vectors, labels, learning_rate=0.0)
+    logits = margin_logits(vectors, prototypes, labels, metrics["server-margin"])
+    assert metrics["server-loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
 
 
 def test_training_without_uploads_changes_nothing():
