@@ -28,11 +28,11 @@ def test_runs_with_the_same_seed_have_equal_hashes(tmp_path: Path) -> None:
     assert other.directory.result() not in ("", one.result())
 
 
-def changed(run: RunDirectory, change: Any) -> str:
+def changed(run: RunDirectory, change: Any, rounds: int = 2) -> str:
     lines = [json.loads(line) for line in (run.path / "clients.jsonl").read_text().splitlines()]
     change(lines)
     (run.path / "clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return result_hash(run, 2)
+    return result_hash(run, rounds)
 
 
 def test_hash_covers_results_only(tmp_path: Path) -> None:
@@ -49,6 +49,13 @@ def test_hash_covers_results_only(tmp_path: Path) -> None:
     (run.path / "checkpoint.safetensors").write_bytes(b"\0")
     with pytest.raises(DamagedState, match=r"checkpoint\.safetensors cannot be read"):
         result_hash(run, 2)
+
+
+def test_hash_covers_the_last_round_also_where_only_every_second_is_scored(tmp_path: Path) -> None:
+    run = federation(tmp_path, on_disk=True, num_server_rounds=3, evaluate_every=2).run().directory
+    before = run.result()
+    assert result_hash(run, 3) == before
+    assert changed(run, lambda lines: lines[2]["correct"][0].update(head=10**6), 3) != before
 
 
 def test_prolonged_run_has_each_accuracy_once(tmp_path: Path) -> None:
