@@ -70,6 +70,13 @@ def test_of_rows_scaled_by_counts_only_the_sums_are_compared() -> None:
     assert list(implausible(*uneven, rows(1, 600_000), limits=scaled)) == [4]
 
 
+def test_a_client_with_five_times_the_samples_has_a_plausible_sum() -> None:
+    strict, usual = Plausibility(2.0, scaled=True), [rows(10)] * 3
+    assert implausible(*usual, rows(50), limits=strict) == {}
+    assert implausible(*usual, rows(200), limits=strict) == {}
+    assert list(implausible(*usual, rows(201), limits=strict)) == [3]
+
+
 def test_a_ratio_of_zero_accepts_everything() -> None:
     assert NO_LIMITS.implausible({0: rows(1e30), 1: Magnitudes(samples=9)}, {0: 0, 1: 0}) == {}
 
