@@ -167,3 +167,14 @@ def test_means_weigh_by_the_samples_seen(make_method, task):
     assert all(bool((tensor == 1).all()) for tensor in new.taught.weights.tensors.values())
     assert method.report(state) == {}
     assert method.report(new)["generator-loss"] > 0
+
+
+def test_the_generator_still_serves_a_class_of_an_earlier_round(make_method, task):
+    method = make_method("fedpa", own=SMALL)
+    state = method.init(task, 0)
+    for number, held in ((1, [1, 2, 0, 0]), (2, [3, 0, 0, 1])):
+        counts = torch.tensor(held)
+        rows = Prototypes(torch.ones(4, 6) * (counts > 0)[:, None], counts > 0, counts)
+        uploads = {0: WeightsAndPrototypes(Weights(state.taught.weights.tensors, 4), rows)}
+        state = method.aggregate(state, uploads, Round(number, task, 1))
+    assert state.taught.label_counts.tolist() == [1, 1, 0, 1]
