@@ -96,6 +96,13 @@ def test_a_class_whose_shares_underflow_goes_to_the_smallest_client():
     assert all(len(rows) % 10 == 0 for rows in deal.rows)
 
 
+def test_a_client_with_exactly_an_equal_part_gets_no_more():
+    # with so small an alpha a class goes to one client, in half of the draws to the same one as the class before
+    for seed in range(10):
+        deal = dirichlet_indices(labels_of([10, 10]), 2, 0.01, 0, RandomState(seed))
+        assert [len(rows) for rows in deal.rows] == [10, 10]
+
+
 def test_redrawing_follows_the_smallest_size_that_is_asked_for():
     # AG News, 4 x 31,900: the first draw has a client of 23 samples; 40 needs 12 tries and gives other counts. FedTGP's
     # cost of .063 M = (ΣK_i + 20·4)·500 fits the first.
