@@ -12,6 +12,10 @@ from pbfl_flwr.util.user_code import describe_user_error
 
 # Raised by torch for inputs that a layer does not accept.
 SHAPE_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
+CHANGES_ITS_INPUT = (
+    "changes its input in place, as a first layer with inplace=True does; others read it after this, so it must stay "
+    "as it is"
+)
 
 
 def dry_forward(name: str, model: SplitModel, task: Task, batch: int = 2) -> None:
@@ -27,13 +31,14 @@ def dry_forward(name: str, model: SplitModel, task: Task, batch: int = 2) -> Non
 
     Raises:
         PbflError: naming model, layer, its settings and the shape of its input, if a layer refuses its input, if
-            features are not (B, d) or logits not (B, K), or if either is not float32 or holds NaN or infinity; or
-            with whatever else the model raised.
+            features are not (B, d) or logits not (B, K), or if either is not float32 or holds NaN or infinity; if
+            body or head changes its input in place; or with whatever else the model raised.
     """
     model.eval()
     inputs = random_inputs(task, batch)
     with torch.no_grad():
         for step, expected in (("features", task.feature_dim), ("head", task.num_classes)):
+            version = inputs._version
             try:
                 outputs = getattr(model, step)(inputs)
             except SHAPE_ERRORS as error:
@@ -53,6 +58,8 @@ def dry_forward(name: str, model: SplitModel, task: Task, batch: int = 2) -> Non
                 raise PbflError(
                     f"model '{name}', {step}: raised {describe_user_error(error, name)}"
                 ) from error
+            if inputs._version != version:
+                raise PbflError(f"model '{name}', {step}: {CHANGES_ITS_INPUT}")
             if not isinstance(outputs, Tensor) or outputs.shape != (batch, expected):
                 raise PbflError(
                     f"model '{name}', {step}: expected output {(batch, expected)}, found {_shape(outputs)}"

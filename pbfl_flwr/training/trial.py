@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pbfl_flwr import calls, seeds
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError, QuotesData, format_exception, pass_on_exit
 from pbfl_flwr.method import Client, Method
+from pbfl_flwr.models.dry_forward import CHANGES_ITS_INPUT
 from pbfl_flwr.training.evaluation import evaluate
 from pbfl_flwr.util.user_code import describe_user_error, is_external
 
@@ -32,14 +33,15 @@ def try_step(architecture: str, method: Method[Any, Any, Any], client: Client) -
         client: in round 1, without memory.
 
     Raises:
-        PbflError: if a step fails, or leaves the network with other weights or buffers than it was built with.
+        PbflError: if a step fails, if the head changes features in place, or if the step leaves the network with
+            weights or buffers of other shapes than it was built with.
     """
     shapes = _shapes(client.model)
     gpus = [client.device] if client.device.type == "cuda" else []
     with seeds.restored(gpus):
         seeds.seed_code(client.device, client.seed, "trial", client.key)
         for size in SIZES:
-            with _blamed_on(architecture, method, size):
+            with _blamed_on(architecture, method, size), _features_kept(client.model):
                 _step(method, _with_few_samples(client, size))
     after = _shapes(client.model)
     if changed := sorted(
@@ -59,6 +61,31 @@ def _step(method: Method[Any, Any, Any], client: Client) -> None:
     update = calls.local_update(method, client, down)
     changed = replace(client, memory=update.memory)
     evaluate(client, calls.predictors(method, changed, down), method.predicts)
+
+
+@contextmanager
+def _features_kept(model: nn.Module) -> Iterator[None]:
+    """Refuse a head that changes features in place, be it only in training: prototypes are made of them, too."""
+    head, versions = getattr(model, "head", None), []
+
+    def versions_of(inputs: tuple[Any, ...]) -> list[int]:
+        return [each._version for each in inputs if isinstance(each, Tensor)]
+
+    def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        versions.append(versions_of(inputs))
+
+    def after(_: nn.Module, inputs: tuple[Any, ...], __: object) -> None:
+        if versions_of(inputs) != versions.pop():
+            raise PbflError(f"its head {CHANGES_ITS_INPUT}")
+
+    hooks = []
+    if isinstance(head, nn.Module):  # a network of a user's may have a method
+        hooks = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _with_few_samples(client: Client, size: int) -> Client:

@@ -45,6 +45,18 @@ def test_dry_forward_names_the_layer_its_settings_and_its_input(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("step", ["features", "head"])
+def test_a_network_that_changes_its_input_is_refused(step: str) -> None:
+    """Whatever reads the features after the head would read others: prototypes, their distances."""
+    model = build_model("mlp", TASK, seed=0)
+    if step == "head":
+        model.head = nn.Sequential(nn.ReLU(inplace=True), model.head)
+    else:
+        model.stages[0] = nn.Sequential(nn.ReLU(inplace=True), model.stages[0])
+    with pytest.raises(PbflError, match=rf"^model 'mlp', {step}: changes its input in place"):
+        dry_forward("mlp", model, TASK)
+
+
 class Raises(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError("wants something else")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.data import ClientData, Shard
@@ -38,6 +39,19 @@ def test_batch_norm_over_two_values_in_many_layers_is_no_reason_to_refuse_a_netw
     """At 32x32 EfficientNet-B0's deeper half sees one pixel: gradients of 1e5 to 1e10 with two samples."""
     client = client_of(build_model("efficientnet-b0", TASK, seed), seed)
     try_step("efficientnet-b0", build_method(SETTINGS), client)
+
+
+@pytest.mark.parametrize("method", ["fedproto", "local", "fedgh", "fedrep", "gfpl"])
+def test_a_head_that_changes_features_only_in_training_is_refused(method: str) -> None:
+    model = build_model("mlp", TASK, 0)
+    model.head = nn.Sequential(nn.Dropout(inplace=True), model.head)
+    settings = parse({"method": method, "models": "mlp"}, SECTIONS)
+    with pytest.raises(
+        PbflError, match=rf"^model 'mlp', a step of method '{method}' on 2 .* its head changes its"
+    ):
+        try_step("mlp", build_method(settings), client_of(model, 0))
+    model.head[0] = nn.Dropout()
+    try_step("mlp", build_method(settings), client_of(model, 0))
 
 
 def test_a_network_that_exits_while_it_trains_is_named() -> None:
