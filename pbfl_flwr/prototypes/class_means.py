@@ -13,9 +13,14 @@ from pbfl_flwr.method import Client
 from pbfl_flwr.prototypes.privacy import Release
 from pbfl_flwr.training.loop import complete_batches, each_feature
 
+MOST_ROWS = 2**16  # summed in one operation, so that batches of fewer keep their bits
+CHUNK = 2**12  # rows summed in float32 before they go into a sum in float64
+
 
 def class_sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Sum the features of every class in one scatter operation, without a loop over samples.
+    """Sum the features of every class by scatter operations, without a loop over samples.
+
+    Up to 2^16 rows are summed in the dtype of the sums; more are accumulated in float64, 2^12 rows at a time.
 
     Args:
         features: (B, d) floating point; half-precision features are summed in float32.
@@ -30,6 +35,11 @@ def class_sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tens
     if wide.dtype not in (torch.float32, torch.float64):
         wide = wide.to(torch.float32)
     labels = labels.to(wide.device, torch.int64)
+    if len(wide) > MOST_ROWS:
+        total = ClassSums(num_classes, wide.shape[1], wide.device)
+        for rows, owners in zip(wide.split(CHUNK), labels.split(CHUNK), strict=True):
+            total.add(rows, owners)
+        return total.sums.to(wide), total.counts.to(labels)
     sums = wide.new_zeros(num_classes, wide.shape[1]).index_add_(0, labels, wide)
     counts = labels.new_zeros(num_classes).index_add_(0, labels, torch.ones_like(labels))
     return sums, counts
