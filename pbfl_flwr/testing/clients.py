@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pbfl_flwr import calls
-from pbfl_flwr.config import DataSettings, Scalar, key_of, parse
+from pbfl_flwr.config import DataSettings, ModelSettings, Scalar, key_of, parse
 from pbfl_flwr.data import ClientData, Shard, load_pool
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.build import build_model
@@ -43,7 +44,7 @@ def client(
     """Return a client with one sample for each label, drawn around the label's number.
 
     Its first three samples are its test samples, too. Equal arguments give equal clients: weights depend on the
-    architecture, data on the id.
+    architecture and the key ``seed``, data on the id.
 
     Args:
         labels: (n,) of the training samples, 0..K-1.
@@ -52,11 +53,18 @@ def client(
         round: the server's round number, from 1.
         memory: what it keeps from its last round.
         task: K, d and the shape of inputs.
-        keys: of the run configuration, with underscores, e.g. ``learning_rate=0.1``; batches have 4 samples.
+        keys: of the run configuration, with underscores, e.g. ``learning_rate=0.1``, except those of networks and
+            data; batches have 4 samples.
 
     Raises:
-        PbflError: if the network or a key is unknown.
+        PbflError: if the network or a key is unknown, or a key is one of networks or data.
     """
+    given = {key_of(keyword): value for keyword, value in keys.items()}
+    for key in sorted(given.keys() & {*ModelSettings.key_names(), *DataSettings.key_names()}):
+        raise PbflError(
+            f"client: the key '{key}' has no effect here; must be an argument: the network is architecture, d and the "
+            "shape of inputs are of task, samples are of labels"
+        )
     random = torch.Generator().manual_seed(100 + id)
     y = torch.tensor(labels, dtype=torch.int64)
     x = torch.randn(len(y), *task.input_shape, generator=random) + y.view(-1, *(1 for _ in task.input_shape))
@@ -70,9 +78,10 @@ def client(
         torch.zeros(shape),
     )
     own: dict[str, Scalar] = {"method": "local", "batch-size": 4}
-    settings = parse({**own, **{key_of(keyword): value for keyword, value in keys.items()}}, SECTIONS)
-    model = build_model(own_code(architecture, [architecture]), task, 7)
-    return Client(id, round, task, model, data, settings.training, settings.evaluation, memory=memory or {})
+    settings = parse({**own, **given}, SECTIONS)
+    seed = settings.run.seed
+    model = build_model(own_code(architecture, [architecture]), task, 7 + seed)
+    return Client(id, round, task, model, data, settings.training, settings.evaluation, seed, memory or {})
 
 
 def uploads(
@@ -84,15 +93,17 @@ def uploads(
 
     Args:
         method: of all.
-        clients: at least one; their networks are changed. What they keep is not returned.
+        clients: at least one, each with an id of its own; their networks are changed. What they keep is not returned.
         state: of the server; None: a new one.
 
     Raises:
-        PbflError: if a function of the method returns something else than it must.
+        PbflError: if two clients have the same id, or a function of the method returns something else than it must.
         RejectedPayload: if the server would leave an upload out.
     """
     sent: dict[int, Any] = {}
     for one in clients:
+        if one.id in sent:
+            raise PbflError(f"uploads: two clients have the id {one.id}; each must have one of its own")
         state = calls.first_state(method, one.task, one.seed) if state is None else state
         down = rebuilt(calls.broadcast(method, state, one.id), one.task)
         sent[one.id] = rebuilt(calls.local_update(method, one, down).payload, one.task)

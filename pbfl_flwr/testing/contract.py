@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from pbfl_flwr import calls
+from pbfl_flwr import calls, seeds
 from pbfl_flwr.config import Scalar, Settings, key_of, parse
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.flower.client import app as client_module
@@ -49,7 +49,7 @@ PRESENT = {1: (0, 2), 2: (1, 2), 7: (0, 1, 3), 8: (2,)}
 
 
 def check_method(method: str, **keys: Scalar) -> None:
-    """Check that a method does what every method must do; takes seconds.
+    """Check that a method does what every method must do; takes seconds. Global random states are restored.
 
     Args:
         method: ``my_package.module:build``, or a name in METHODS.
@@ -60,14 +60,15 @@ def check_method(method: str, **keys: Scalar) -> None:
         AssertionError: at the first thing that it does not do.
         PbflError: if it cannot be built or run.
     """
-    with TemporaryDirectory() as place:
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with seeds.restored(gpus), TemporaryDirectory() as place:
         seen = played(method, Path(place), **keys)
         for number, check in enumerate(CHECKS):
             check(seen, Path(place) / str(number))
         again = played(method, Path(place) / "again", **keys)
-    assert fingerprint(again.strategy) == fingerprint(seen.strategy), "the same seed gave other results"
-    for _ in awkward_clients(method, **keys):
-        pass
+        assert fingerprint(again.strategy) == fingerprint(seen.strategy), "the same seed gave other results"
+        for _ in awkward_clients(method, **keys):
+            pass
 
 
 # A run ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pbfl_flwr.config import Settings
+from pbfl_flwr.config import Settings, key_of
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.method import Client, Round, Update
@@ -71,7 +71,11 @@ def test_a_method_that_does_what_it_may_not_is_found(name: str) -> None:
 
 def test_an_example_does_what_every_method_must_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
+    torch.manual_seed(3)
     check_method("feddyn:build", method_settings="alpha=0.2")
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(after, torch.rand(1))  # the user's generator is left as it was
 
 
 def test_a_method_gets_the_keys_that_it_cannot_do_without() -> None:
@@ -103,6 +107,24 @@ def test_a_client_has_the_samples_of_its_labels() -> None:
     assert torch.equal(made.data.train.inputs, again.data.train.inputs)
     wide = client((0, 1), task=Task(7, 3, (5,)), architecture="mlp-8")
     assert wide.model.head(wide.model.features(wide.data.train.inputs)).shape == (2, 7)
+
+
+def test_the_seed_of_a_client_is_that_of_its_weights_and_draws() -> None:
+    plain, other = client(), client(seed=5)
+    assert (plain.seed, other.seed) == (0, 5)
+    assert not torch.equal(*(next(one.model.parameters()) for one in (plain, other)))
+    assert torch.equal(plain.data.train.inputs, other.data.train.inputs)
+
+
+@pytest.mark.parametrize("keys", [{"feature_dim": 9}, {"models": "cnn4"}, {"dataset": "digits"}])
+def test_a_key_that_a_client_would_ignore_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(PbflError, match=f"'{key_of(*keys)}' has no effect here; must be an argument"):
+        client(**keys)
+
+
+def test_two_clients_with_one_id_are_refused() -> None:
+    with pytest.raises(PbflError, match="two clients have the id 0"):
+        uploads(FedDistill(form="ce-soft"), [client(), client((1, 1))])
 
 
 def test_uploads_are_those_that_the_server_gets() -> None:
