@@ -84,8 +84,11 @@ def ppa(
 
     Raises:
         PbflError: if n is not positive.
+        ValueError: if the uploads do not have K rows.
     """
     total = _Sum.of(uploads)
+    if (rows := len(total.rows)) != num_classes:
+        raise ValueError(f"the uploads have {rows} rows; must be num_classes = {num_classes}")
     n = max(1, total.examples) if num_examples is None else num_examples
     if not n > 0:
         raise PbflError(f"PPA divides by the number of examples, which is {n}; it must be positive")

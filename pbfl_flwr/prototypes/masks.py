@@ -97,7 +97,13 @@ def allocate_masks(
 
 
 def compress(values: Tensor, masks: Tensor) -> Tensor:
-    """Return the entries inside the masks in increasing index order (CPS, Eq. 8): (K, d) -> (K, s)."""
+    """Return the entries inside the masks in increasing index order (CPS, Eq. 8): (K, d) -> (K, s).
+
+    Raises:
+        ValueError: if the masks do not have the same number of ones in every row.
+    """
+    if len(sizes := masks.sum(dim=1).unique()) > 1:
+        raise ValueError(f"masks have {int(sizes[0])} to {int(sizes[-1])} ones a row; must have equally many")
     return values.masked_select(masks.to(values.device)).reshape(len(values), -1)
 
 

@@ -211,7 +211,7 @@ class RunDirectory:
         return RunRecord.from_json(self.read(file.name), file)
 
     def round_records(self) -> list[RoundRecord]:
-        """Return the lines of rounds.jsonl.
+        """Return the lines of rounds.jsonl, none if there is no such file, as before the first round.
 
         Raises:
             DamagedState: if a complete line is damaged or of another version.
@@ -219,7 +219,7 @@ class RunDirectory:
         return _records(self.path / "rounds.jsonl", RoundRecord)
 
     def client_records(self) -> list[ClientsRecord]:
-        """Return the lines of clients.jsonl.
+        """Return the lines of clients.jsonl, none if there is no such file, as before the first round.
 
         Raises:
             DamagedState: if a complete line is damaged or of another version.

@@ -11,13 +11,13 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.execute import several
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.engines.local import federate, federate_app
+from pbfl_flwr.flower.engines.local import federate
 from pbfl_flwr.flower.engines.placement import Resources, Slot
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.runs.directory import RunDirectory, RunRefused
 from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.strategies import strategy_of
-from tests.flower.inprocess import tiny_data
+from tests.flower.inprocess import InProcessGrid, tiny_data
 from tests.small_runs import edit, entry, pbfl, planned_of, refused, terminal, write_run
 
 METHOD = """
@@ -182,7 +182,7 @@ def test_edited_code_starts_no_run_without_a_directory(edit_factor: Edit, tmp_pa
         return strategy_of("my_method:build", num_clients=2, num_server_rounds=1, feature_dim=8)
 
     def run(strategy: MethodStrategy) -> None:
-        federate_app(strategy, make_client_app(tiny_data, strategy.settings))
+        strategy.start(InProcessGrid(make_client_app(tiny_data, strategy.settings), {}, 2))
 
     run(first := new())
     (tmp_path / "my_factor.py").write_text("FACTOR = 2.0\n")

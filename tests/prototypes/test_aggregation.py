@@ -62,7 +62,7 @@ def test_ppa_of_a_single_sample_or_of_none():
     assert aggregation.ppa([two, two], 4).values[2].tolist() == [6, -2]  # 2·4·(3, -1)/4
 
 
-def random_uploads(seed, clients, share=0.6, classes=5, width=3):
+def random_uploads(seed, clients, share=0.6, classes=4, width=3):
     random = torch.Generator().manual_seed(seed)
     uploads = []
     for _ in range(clients):
@@ -172,6 +172,8 @@ def test_weighting_needs_counts(rule):
 def test_bad_settings_are_named():
     with pytest.raises(PbflError, match="number of examples, which is 0"):
         aggregation.ppa(UPLOADS, 4, 0)
+    with pytest.raises(ValueError, match="the uploads have 4 rows; must be num_classes = 30"):
+        aggregation.ppa(UPLOADS, 30)
     with pytest.raises(PbflError, match="aps-scale is 0"):
         aggregation.aps(UPLOADS, 0)
     with pytest.raises(PbflError, match=r"trim-share is 0\.5"):

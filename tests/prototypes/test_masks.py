@@ -151,6 +151,13 @@ def test_bad_sizes_are_named():
     assert int(allocate_masks(4, 8, 2, scheme="block", seed=0).sum()) == 4 * 2
 
 
+def test_masks_of_unequal_sizes_are_not_compressed():
+    """4 entries would otherwise be taken for 2 rows of 2."""
+    masks = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)
+    with pytest.raises(ValueError, match="masks have 1 to 3 ones a row; must have equally many"):
+        compress(torch.arange(8.0).reshape(2, 4), masks)
+
+
 @given(st.integers(1, 8), st.integers(1, 12), st.integers(0, 99), st.data())
 @example(3, 5, 0, None)
 def test_compress_and_expand_are_inverses_on_the_support(num_classes, feature_dim, seed, data):

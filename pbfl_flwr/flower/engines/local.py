@@ -291,10 +291,12 @@ def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:
             ``context.run_config`` has the strategy's settings.
 
     Raises:
-        PbflError: if this process is in a run already; also as
+        PbflError: if this process is in a run already, or the strategy has run; also as
             :meth:`pbfl_flwr.flower.server.strategy.MethodStrategy.start`.
     """
     check_not_worker()
+    if strategy.membership is not None:
+        raise PbflError(f"this strategy has run, {strategy.done} rounds; must be a new one to run again")
     settings = strategy.settings
     name = str(strategy.directory.path) if strategy.directory else f"a strategy of {strategy.method.name}"
     with only_run(name), _restored(), as_worker(1):

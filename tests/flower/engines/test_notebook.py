@@ -170,10 +170,13 @@ def test_strategy_and_client_app_run_in_this_process(tmp_path: Path) -> None:
         state_dir=str(tmp_path / "clients"),
         directory=tmp_path,
     )
-    result = federate_app(strategy, make_client_app(tiny_data, strategy.settings))
+    app = make_client_app(tiny_data, strategy.settings)
+    result = federate_app(strategy, app)
     assert sorted(result.train_metrics_clientapp) == [1, 2]
     assert [line.failures for line in RunDirectory(tmp_path).round_records()] == [[], []]
     assert strategy.history[-1].trained == [*range(len(SPLITS))]
+    with pytest.raises(PbflError, match="this strategy has run, 2 rounds; must be a new one"):
+        federate_app(strategy, app)
 
 
 NAN = torch.tensor([[0.0] * 3, [float("nan")] * 3])
