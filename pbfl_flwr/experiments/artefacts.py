@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pbfl_flwr.config import parse
-from pbfl_flwr.data import ClientData, client_data
+from pbfl_flwr.data import ClientData, LoadedData
 from pbfl_flwr.errors import PbflError, reading
 from pbfl_flwr.experiments.results import FinishedRun
 from pbfl_flwr.method import Method
@@ -119,8 +119,13 @@ def network(run: FinishedRun, client: int, state: ClientState) -> SplitModel:
     return model
 
 
-def data_of(run: FinishedRun, client: int) -> ClientData:
+def data_of(run: FinishedRun, client: int, loaded: LoadedData | None = None) -> ClientData:
     """Return a client's part of the configured dataset, without downloading anything.
+
+    Args:
+        run: whose clients got theirs from the configured dataset.
+        client: 0..M-1.
+        loaded: keeps dataset and partition, for calls for other clients; None: both are made for this call.
 
     Raises:
         PbflError: if the dataset cannot be read here, or clients brought their own data.
@@ -132,7 +137,7 @@ def data_of(run: FinishedRun, client: int) -> ClientData:
     settings = parse(run.config, SECTIONS).allowing(run.allowed)
     with reading("the dataset"):
         data = settings.data.model_copy(update={"download": False})
-        return client_data(data, settings.run.num_clients, client)
+        return (loaded or LoadedData()).client(data, settings.run.num_clients, client)
 
 
 def target_scale(run: FinishedRun) -> float:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import torch
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
 
+from pbfl_flwr import data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import artefacts, pictures, results
 from pbfl_flwr.experiments.pictures import alignment, personalisation, progress, similarity, style
@@ -340,6 +342,19 @@ def test_code_that_a_run_names_is_imported_only_for_who_asks(
     assert not (tmp_path / "ran").exists()
     assert artefacts.method_of(results.FinishedRun.load(path, ["strange_page:build"])).name == "local"
     assert (tmp_path / "ran").exists()
+
+
+def test_clients_data_of_one_run_are_read_and_partitioned_once(
+    plane_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_pool = Mock(wraps=data.load_pool)
+    monkeypatch.setattr(data, "load_pool", load_pool)
+    run, loaded = results.FinishedRun.load(plane_run), data.LoadedData()
+    for client in run.about.clients:
+        together, alone = artefacts.data_of(run, client.client, loaded), artefacts.data_of(run, client.client)
+        assert torch.equal(together.test.inputs, alone.test.inputs)
+    assert len(run.about.clients) > 1
+    assert load_pool.call_count == 1 + len(run.about.clients)  # and once for each that was read alone
 
 
 def test_nothing_is_downloaded_for_a_picture(plane_run: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.artefacts import (
     client_states,
@@ -52,7 +53,8 @@ def _data_points(group: RunGroup) -> Iterator[Picture]:
     shape = run.about.task.input_shape
     if shape != (2,):
         raise PbflError(f"inputs of shape {'x'.join(map(str, shape))}; drawn only for shape 2")
-    shards = [data_of(run, client.client).test for client in run.about.clients]
+    loaded = LoadedData()
+    shards = [data_of(run, client.client, loaded).test for client in run.about.clients]
     inputs, labels = torch.cat([s.inputs for s in shards]), torch.cat([s.labels for s in shards])
     figure, (axes,) = canvas(3.6)
     _points(axes, inputs, labels, run.about.label_names)
@@ -103,10 +105,11 @@ def _prototype_plane(run: FinishedRun, label: str) -> Picture:
 def _client_planes(run: FinishedRun, label: str) -> Iterator[Picture]:
     sizes = {client.client: client.num_test for client in run.about.clients}
     chosen = sorted(sizes, key=lambda client: (-sizes[client], client))[:SHOWN_CLIENTS]
+    loaded = LoadedData()
     for client, state in client_states(run):
         if client not in chosen:
             continue
-        model, data = network(run, client, state), data_of(run, client)
+        model, data = network(run, client, state), data_of(run, client, loaded)
         samples = _some(len(data.test))
         with torch.no_grad():
             features = model.features(data.prepare(data.test.inputs[samples]))
