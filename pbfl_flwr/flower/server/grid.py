@@ -18,7 +18,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
-from pbfl_flwr.errors import abbreviate
+from pbfl_flwr.errors import FEW, abbreviate
 from pbfl_flwr.flower.messages.report import seconds_in
 from pbfl_flwr.flower.messages.wire import METRICS
 
@@ -77,9 +77,10 @@ def waiting_line(messages: Sequence[Message], awaited: Iterable[Message], label:
     """Return a line that names the clients whose replies are missing."""
     group = messages[0].metadata.group_id
     phase = f"round {group}" if group.isdigit() else group
-    labels = [label(message.metadata.dst_node_id) for message in awaited]
-    answered = len(messages) - len(labels)
-    return f"{phase}: {answered} of {len(messages)} have answered; waiting for {abbreviate(labels)}"
+    nodes = [message.metadata.dst_node_id for message in awaited]
+    answered = len(messages) - len(nodes)
+    names = [*map(label, nodes[:FEW]), *map(str, nodes[FEW:])]  # a label is looked for among all clients
+    return f"{phase}: {answered} of {len(messages)} have answered; waiting for {abbreviate(names)}"
 
 
 @runtime_checkable

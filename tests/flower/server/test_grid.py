@@ -19,7 +19,7 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server import grid as waiting
 from pbfl_flwr.flower.server import handshake
-from pbfl_flwr.flower.server.grid import PollingGrid, poll, polling
+from pbfl_flwr.flower.server.grid import PollingGrid, poll, polling, waiting_line
 from pbfl_flwr.flower.server.handshake import wait_for_nodes
 from pbfl_flwr.flower.server.roster import Roster
 from tests.flower.inprocess import Answer, Clock, Delayed, InProcessGrid, federation
@@ -191,6 +191,20 @@ def test_logs_missing_clients_after_one_two_and_four_minutes(
     said_at = [int(record.getMessage().split()[-4]) for record in caplog.records]
     assert 60 <= said_at[0] <= 61
     assert 120 <= said_at[1] <= 122
+
+
+def test_only_the_clients_that_a_line_names_are_looked_for() -> None:
+    asked: list[int] = []
+
+    def label(node: int) -> str:
+        asked.append(node)
+        return f"client {node}"
+
+    messages = questions(*range(100))
+    line = waiting_line(messages, messages[1:], label)
+    named = "client 1, client 2, client 3, client 4, client 5"
+    assert line == f"round 3: 1 of 100 have answered; waiting for {named} and 94 more"
+    assert asked == [1, 2, 3, 4, 5]
 
 
 def test_unknown_node_is_labelled_by_its_id(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
