@@ -56,16 +56,25 @@ class DistillState:
     Attributes:
         table: mean outputs over the holders of each class, (K, K).
         holders: (K,) int64 |N_c|, number of clients in each row's mean.
-        sent: client -> its rows in the mean, if the loss needs them removed again; else empty.
+        sent: client -> its rows in the mean as the tensors ``labels`` and ``rows`` of a payload, present ones only, if
+            the loss needs them removed again; else empty.
     """
 
     table: Logits
     holders: Tensor
-    sent: Mapping[int, Logits] = field(default_factory=dict)
+    sent: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def rows_of(self, client: int) -> Logits:
+        """Return a client's rows in the mean, (K, K); none is present if it has none there."""
+        values, present = torch.zeros_like(self.table.values), torch.zeros_like(self.table.present)
+        if client in self.sent:
+            labels = self.sent[client]["labels"].long()
+            values[labels], present[labels] = self.sent[client]["rows"], True
+        return Logits(values, present)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
-        sent = joined(**{f"sent-{client}": rows for client, rows in self.sent.items()})
+        sent = {f"sent-{client}.{key}": t for client, rows in self.sent.items() for key, t in rows.items()}
         return {**joined(table=self.table), "holders": self.holders, **sent}
 
     @classmethod
@@ -73,7 +82,7 @@ class DistillState:
         """Rebuild the state of a checkpoint."""
         names = {key.partition(".")[0] for key in tensors if key.startswith("sent-")}
         sent = {
-            int(name.removeprefix("sent-")): Logits.from_tensors(part_of(tensors, name), task)
+            int(name.removeprefix("sent-")): Logits.from_tensors(part_of(tensors, name), task).to_tensors()
             for name in names
         }
         table = Logits.from_tensors(part_of(tensors, "table"), task)
@@ -123,7 +132,8 @@ class FedDistill(Method[DistillState, Logits, Logits]):
         """Return the mean outputs; in the paper's form without those of this client."""
         if client not in state.sent:
             return state.table
-        contribution, others = state.sent[client], state.holders - state.sent[client].present.long()
+        contribution = state.rows_of(client)
+        others = state.holders - contribution.present.long()
         total = state.table.values.double() * state.holders.unsqueeze(1) - contribution.values
         present = others > 0
         rows = torch.where(present.unsqueeze(1), total / others.clamp_min(1).unsqueeze(1), 0.0)
@@ -157,15 +167,15 @@ class FedDistill(Method[DistillState, Logits, Logits]):
         fresh, holders = aggregation.mean_and_holders(uploads.values())
         table, _ = aggregation.keep_stale(state.table, fresh, mode=self.stale)
         stale = table.present & ~fresh.present
-        sent: dict[int, Logits] = {}
+        sent: dict[int, Mapping[str, Tensor]] = {}
         if self.form == "paper":
             nothing = self.init(round_info.task, 0).table
             for client in sorted({*state.sent, *uploads}):
-                old, new = state.sent.get(client, nothing), uploads.get(client, nothing)
+                old, new = state.rows_of(client), uploads.get(client, nothing)
                 rows = torch.where(stale.unsqueeze(1), old.values, new.values)
                 present = torch.where(stale, old.present, new.present)
                 if bool(present.any()):
-                    sent[client] = Logits(rows, present)
+                    sent[client] = Logits(rows, present).to_tensors()
         return DistillState(
             Logits(table.values, table.present), torch.where(stale, state.holders, holders), sent
         )

@@ -83,6 +83,21 @@ def test_mean_over_holders_and_the_own_part_taken_out(make_method, task):
     assert paper.aggregate(state, {}, Round(2, task, 3)) is state
 
 
+def test_the_server_keeps_the_rows_that_travelled_and_no_others(make_method, task):
+    """In the paper's form, where it takes them out of the mean again; also through a checkpoint."""
+    one, other = [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]
+    method, uploads = make_method("feddistill"), {0: rows(c1=one), 1: rows(c1=other, c3=one), 2: rows()}
+    state = method.aggregate(method.init(task, 0), uploads, Round(1, task, 3))
+    assert {client: kept["rows"].tolist() for client, kept in state.sent.items()} == {
+        0: [one],
+        1: [other, one],
+    }
+    resumed = method.state.from_tensors(state.to_tensors(), task)
+    for client, upload in uploads.items():
+        assert torch.equal(resumed.rows_of(client).values, upload.values)
+        assert torch.equal(resumed.rows_of(client).present, upload.present)
+
+
 def test_a_class_without_uploads_is_kept_with_its_holders_or_dropped(make_method, task):
     one, other = [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]
     for stale, expected in (("keep", [True, True, False, False]), ("drop", [False, True, False, False])):
