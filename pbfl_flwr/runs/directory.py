@@ -30,6 +30,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +44,6 @@ from pbfl_flwr.runs.records import (
     Record,
     RoundRecord,
     RunRecord,
-    numbered_lines,
 )
 from pbfl_flwr.util.atomic_files import (
     DamagedState,
@@ -52,6 +52,7 @@ from pbfl_flwr.util.atomic_files import (
     make_directory,
     private_opener,
     read_regular,
+    regular_file,
     remove_temporary,
     write_atomically,
 )
@@ -64,6 +65,7 @@ STAGED = ".round-"
 SERVER_LOCK = ".server.lock"
 # Bytes of the files that are read, by suffix: a line, run.json of 100,000 devices, histories of thousands of rounds.
 LARGEST = {".txt": 2**16, ".json": 2**28, ".jsonl": 2**31}
+LONGEST_LINE = 2**28  # bytes of a round in a history that is read by line: 100,000 devices
 HANDOVER_SECONDS = 30.0  # to wait until a stopped ServerApp has ended
 RecordT = TypeVar("RecordT", RoundRecord, ClientsRecord)
 PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")
@@ -216,7 +218,7 @@ class RunDirectory:
         Raises:
             DamagedState: if a complete line is damaged or of another version.
         """
-        return _records(self.path / "rounds.jsonl", RoundRecord)
+        return [*_records(self.path / "rounds.jsonl", RoundRecord)]
 
     def client_records(self) -> list[ClientsRecord]:
         """Return the lines of clients.jsonl, none if there is no such file, as before the first round.
@@ -224,6 +226,10 @@ class RunDirectory:
         Raises:
             DamagedState: if a complete line is damaged or of another version.
         """
+        return [*self.each_client_record()]
+
+    def each_client_record(self) -> Iterator[ClientsRecord]:
+        """Yield the same one by one, since all of a long run may need much memory; raises as they are read."""
         return _records(self.path / "clients.jsonl", ClientsRecord)
 
     def partition(self) -> PartitionRecord:
@@ -350,7 +356,7 @@ class RunDirectory:
         """Remove the lines whose number is greater than ``done``, and an incomplete last one."""
         file = self.path / name
         if file.exists():
-            lines = zip(numbers, numbered_lines(self.read(name)), strict=True)
+            lines = zip(numbers, _numbered_lines(file), strict=True)
             write_atomically(file, b"".join(line + b"\n" for number, (_, line) in lines if number <= done))
 
     def _write(self, name: str, record: Record) -> None:
@@ -362,20 +368,27 @@ def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
     return {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
 
 
-def _records(file: Path, kind: type[RecordT]) -> list[RecordT]:
-    """Return the complete lines of a JSONL file; an incomplete last line belongs to an unfinished round."""
-    try:
-        content = RunDirectory(file.parent).read(file.name)
-    except FileNotFoundError:
-        return []
-    records = []
-    for number, line in numbered_lines(content):
-        records.append(record := kind.from_json(line, f"{file}, line {number}"))
+def _records(file: Path, kind: type[RecordT]) -> Iterator[RecordT]:
+    """Yield the complete lines of a JSONL file; an incomplete last line belongs to an unfinished round."""
+    for number, line in _numbered_lines(file):
+        record = kind.from_json(line, f"{file}, line {number}")
         if record.round != number:
             raise DamagedState(
                 f"{file}, line {number}, is of round {record.round}; must be of round {number}"
             )
-    return records
+        yield record
+
+
+def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the complete lines of a JSONL file with their numbers, none if there is no file."""
+    with suppress(FileNotFoundError), regular_file(file) as history:
+        for number in count(1):
+            line = history.readline(LONGEST_LINE + 1)
+            if len(line) > LONGEST_LINE:
+                raise DamagedState(f"{file}, line {number} is longer than {LONGEST_LINE} bytes")
+            if not line.endswith(b"\n"):
+                return
+            yield number, line[:-1]
 
 
 def _is_file(path: Path) -> bool:

@@ -439,8 +439,3 @@ class PartitionRecord(Record):
     majority: float | None = None
     paper_scalars: float | None = None
     data: str | None = None
-
-
-def numbered_lines(content: bytes) -> list[tuple[int, bytes]]:
-    """Return the complete lines of a JSONL file with their numbers; an incomplete last one was being written."""
-    return list(enumerate(content.split(b"\n")[:-1], start=1))

@@ -30,7 +30,7 @@ def result_hash(run: RunDirectory, rounds: int) -> str:
         DamagedState: if one of its files is damaged.
     """
     digest, about = hashlib.sha256(), run.record()
-    for columns in run.client_records():
+    for columns in run.each_client_record():
         scored = columns.unscored() if about.is_extra(columns.round, rounds) else columns
         _add(digest.update, scored, columns.round == rounds)
     for part in _state(run.path / "checkpoint.safetensors"):

@@ -10,9 +10,10 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from pbfl_flwr.errors import PbflError
 
@@ -99,18 +100,17 @@ def create_private(path: Path) -> Path:
     return path
 
 
-def read_regular(path: Path, most: int, *, linked: bool = False) -> bytes:
-    """Return the content of a file that others may have put there: a regular file of at most so many bytes.
+@contextmanager
+def regular_file(path: Path, *, linked: bool = False) -> Iterator[BinaryIO]:
+    """Open a file that others may have put there, for reading: a regular file.
 
     Args:
         path: the file.
-        most: bytes.
         linked: whether it may be a link to such a file.
 
     Raises:
-        OSError: if it cannot be opened or read, e.g. FileNotFoundError.
-        DamagedState: if it is something else (a link, which may lead anywhere; a pipe or a device, which may not end),
-            or larger.
+        OSError: if it cannot be opened, e.g. FileNotFoundError.
+        DamagedState: if it is something else (a link, which may lead anywhere; a pipe or a device, which may not end).
     """
     try:
         # Opening a pipe waits for its writer otherwise.
@@ -121,12 +121,23 @@ def read_regular(path: Path, most: int, *, linked: bool = False) -> bytes:
             raise
         raise DamagedState(f"{path} is a link, which is not followed; must be a file") from None
     with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise DamagedState(f"{path} is not a regular file and is not read")
-        if status.st_size > most:
-            raise DamagedState(f"{path} has {status.st_size} bytes; must be at most {most}")
-        return file.read(status.st_size)
+        yield file
+
+
+def read_regular(path: Path, most: int, *, linked: bool = False) -> bytes:
+    """Return the content of a file of at most so many bytes, opened as :func:`regular_file` does.
+
+    Raises:
+        OSError: if it cannot be opened or read, e.g. FileNotFoundError.
+        DamagedState: if it is no regular file, or larger.
+    """
+    with regular_file(path, linked=linked) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise DamagedState(f"{path} has {size} bytes; must be at most {most}")
+        return file.read(size)
 
 
 def make_directory(path: Path, *, private: bool = True, exist_ok: bool = True) -> None:

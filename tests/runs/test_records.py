@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from pbfl_flwr.runs import directory
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import PartitionRecord, Record, RoundRecord, RunRecord
 from pbfl_flwr.util.atomic_files import DamagedState
-from tests.small_runs import edit, entry, pbfl, write_run
+from tests.small_runs import columns, edit, entry, pbfl, write_lines, write_run
 
 
 def changed(**changes: Any) -> bytes:
@@ -60,3 +61,22 @@ def test_names_the_file_and_line_of_a_damaged_record(tmp_path: Path) -> None:
         file.write(b"\xff\n")
     with pytest.raises(DamagedState, match=f"{run / 'rounds.jsonl'}, line 2 is damaged"):
         RunDirectory(run).round_records()
+
+
+def test_histories_are_read_by_line_and_bounded_by_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, history = RunDirectory(tmp_path), tmp_path / "clients.jsonl"
+    write_lines(history, *(columns(number, [{"head": 3}]) for number in range(1, 6)))
+    longest = max(map(len, history.read_bytes().splitlines(keepends=True)))
+    monkeypatch.setattr(directory, "LONGEST_LINE", longest)
+    assert [record.round for record in run.client_records()] == [1, 2, 3, 4, 5]
+    with history.open("ab") as file:
+        file.write(b"x" * longest)  # may become a line
+        file.flush()
+        assert len(run.client_records()) == 5
+        file.write(b"x")
+    one_by_one = run.each_client_record()
+    assert [next(one_by_one).round for _ in range(5)] == [1, 2, 3, 4, 5]
+    with pytest.raises(DamagedState, match=f"line 6 is longer than {longest} bytes"):
+        next(one_by_one)
