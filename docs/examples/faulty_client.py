@@ -64,6 +64,7 @@ def stale(message: Message, context: Context, call_next: ClientAppCallable) -> M
     config = message.content.config_records[wire.CONFIG]
     if hits("stale", message, context) and (number := int(str(config["round"]))) > 1:
         config["round"] = number - 1
+        config.pop(wire.STATE, None)  # or the client sees that the broadcast is not that of its upload
     return call_next(message, context)
 
 

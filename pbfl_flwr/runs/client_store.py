@@ -60,6 +60,7 @@ class ClientState:
         report: the metrics of that round, likewise.
         card: description of the model for use elsewhere, as JSON.
         prototypes: the tables of its nearest-prototype predictors, likewise for use elsewhere.
+        server_state: digest of the server's state to whose broadcast ``reply`` is the answer; empty if unknown.
     """
 
     round: int
@@ -70,6 +71,7 @@ class ClientState:
     report: Mapping[str, float | list[float]] = field(default_factory=dict)
     card: str = ""
     prototypes: Mapping[str, Tensor] = field(default_factory=dict)
+    server_state: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class ClientStore:
             report,
             metadata.get("card", ""),
             part_of(tensors, "prototypes"),
+            metadata.get("server-state", ""),
         )
 
     def save(self, state: ClientState) -> None:
@@ -165,6 +168,7 @@ class ClientStore:
             "round": str(state.round),
             "participations": str(state.participations),
             "report": json.dumps(dict(state.report)),
+            **({"server-state": state.server_state} if state.server_state else {}),
             **({SAME: json.dumps(same)} if same else {}),
         }
         save_tensors(self.path, tensors, metadata, flushed=self.flushed)

@@ -42,7 +42,7 @@ def save_tensors(
     """
     contiguous = separate(tensors)
     full = {**metadata, "schema": SCHEMA}
-    full["checksum"] = _checksum(contiguous, full)
+    full["checksum"] = checksum_of(contiguous, full)
     data = _with_sorted_metadata(save(contiguous, full))
     write_atomically(path, data, locked=True, flushed=flushed)
 
@@ -99,12 +99,13 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"state file {path} has schema {metadata.get('schema')!r}, expected {SCHEMA!r}; {advice}"
         )
     checksum = metadata.pop("checksum", "")
-    if checksum != _checksum(tensors, metadata):
+    if checksum != checksum_of(tensors, metadata):
         raise DamagedState(f"state file {path} is damaged: its checksum does not match; {advice}")
     return tensors, metadata
 
 
-def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+def checksum_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Return a CRC-32 over contiguous tensors on the CPU, with their names, dtypes and shapes, and over metadata."""
     checksum = zlib.crc32(json.dumps(dict(metadata), sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -159,13 +159,18 @@ def _stored_reply(session: ClientSession, message: Message, worker: Worker) -> M
     Scores that it lacks are added: a resumed run may end with a round in which nobody was to be scored before.
 
     Raises:
-        PbflError: if the client has already trained in a later round.
+        PbflError: if the client has already trained in a later round, or in this one of another history.
     """
     stored, number = session.stored, session.client.round
     if stored is None or stored.round < number:
         return None
     if stored.round > number:
         raise PbflError(f"asked for round {number}, but its state is already of round {stored.round}")
+    if stored.server_state and session.server_state not in ("", stored.server_state):
+        raise PbflError(
+            f"its state of round {number} was trained on another broadcast, as the run's history has been replaced "
+            f"since; it takes part from round {number + 1}, or from scratch if its state file is moved away"
+        )
     payload = wire.encode_tensors(stored.reply, session.settings.prototypes.wire_dtype)
     record, method = MetricRecord(dict(stored.report)), session.method
     if _moment(session, message) == "after":

@@ -44,6 +44,7 @@ def state_after_round(
         plain(report.to_record()),
         _card(session, report.participations) if alone else "",
         _prototypes(predictors),
+        session.server_state,
     )
 
 

@@ -40,6 +40,7 @@ class ClientSession:
         settings: of the run, with the node's overrides.
         store: its state file.
         stored: the content of that file, None if the client has never trained.
+        server_state: digest of the server's state that a training message's broadcast is made of; empty if untold.
         seconds: spent so far, by step of :data:`~pbfl_flwr.flower.messages.report.SPENT`.
     """
 
@@ -48,6 +49,7 @@ class ClientSession:
     settings: Settings
     store: ClientStore
     stored: ClientState | None
+    server_state: str
     seconds: dict[str, float]
 
     @property
@@ -119,7 +121,8 @@ def open_client(message: Message, context: Context, worker: Worker) -> ClientSes
         fresh = build_model(store.architecture, task, seeds.derive(settings.run.seed, "weights", client.key))
         model.load_state_dict(fresh.state_dict())
     opening = time.perf_counter() - started - loading
-    return ClientSession(client, run.method, settings, store, stored, {"data": loading, "open": opening})
+    seconds, server_state = {"data": loading, "open": opening}, str(config.get(wire.STATE, ""))
+    return ClientSession(client, run.method, settings, store, stored, server_state, seconds)
 
 
 def architecture_for(settings: Settings, identity: Identity) -> str:

@@ -114,8 +114,12 @@ def phase_of(
     experiment: str,
     dtype: wire.WireDtype,
     timeout: float,
+    digest: str = "",
 ) -> Phase:
-    """Return the phase with its messages, which are still to be sent; replies have ``timeout`` seconds."""
+    """Return the phase with its messages, which are still to be sent; replies have ``timeout`` seconds.
+
+    ``digest`` is that of the state, for :data:`~pbfl_flwr.flower.messages.wire.STATE`.
+    """
     messages, down, scalars, names = [], {}, 0, roster.names
     # A broadcast that is the same object for several clients is encoded once. The payload is kept with its encoding,
     # since the id of a deleted object may be reused.
@@ -127,6 +131,8 @@ def phase_of(
         config = ConfigRecord({"round": plan.number, "experiment": experiment})
         if not plan.scored:
             config[wire.UNSCORED] = True
+        if digest and plan.kinds[number] == "train":
+            config[wire.STATE] = digest
         if number in names:
             config["client"] = number  # clients without a name know their number
         client = roster.clients[number]

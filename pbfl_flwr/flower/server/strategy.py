@@ -46,10 +46,11 @@ from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.flower.server.schedule import schedule_of
 from pbfl_flwr.method import Moment, Round, resolved_moment
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.payloads import Payload, Serializable
+from pbfl_flwr.payloads import Payload, Serializable, separate
 from pbfl_flwr.runs.directory import RunDirectory, RunRefused
 from pbfl_flwr.runs.early_stopping import Score, early_stop_warning, score_on, scores_on
 from pbfl_flwr.runs.records import ClientsRecord, RoundRecord
+from pbfl_flwr.runs.tensor_files import checksum_of
 from pbfl_flwr.sinks import Ending
 from pbfl_flwr.sinks import check as check_sinks
 from pbfl_flwr.task import Task
@@ -87,6 +88,7 @@ class MethodStrategy(hooks.Hooks):
         self.membership: Membership | None = None
         self._recorder = recorder_of(self.directory, loaded or LoadedData())
         self._participations: dict[int, int] = {}  # client -> rounds trained in, as last reported
+        self._digest = ""  # of the state, as its checkpoint has it
         self._configure(settings)
 
     def _configure(self, settings: Settings) -> None:
@@ -160,6 +162,8 @@ class MethodStrategy(hooks.Hooks):
             self._recorder.begin(self.experiment, self.moment, roster.clients.values())
         else:
             if resumed := self._recorder.resume(self.method.state, roster.task):
+                # A repeated round is known by it, though `resumed` may change what clients are sent.
+                self._digest = digest_of(resumed.state)
                 state = self.method.resumed(resumed.state)
                 self.state, self.done = calls.as_state(self.method, state, self.method.resumed), resumed.done
                 self.history = resumed.history
@@ -199,6 +203,7 @@ class MethodStrategy(hooks.Hooks):
         seed = self.settings.run.seed
         with seeds.seeded(seeds.derive(seed, "server", 0)):  # a user's method may draw from global generators
             self.state = calls.first_state(self.method, task, seed)
+        self._digest = digest_of(self.state)
 
     def start(
         self,
@@ -316,7 +321,8 @@ class MethodStrategy(hooks.Hooks):
 
     def _messages(self, plan: RoundPlan, state: Serializable) -> Phase:
         dtype, timeout = self.settings.prototypes.wire_dtype, self.settings.run.round_timeout
-        return phase_of(plan, self.method, state, self._clients.roster, self.experiment, dtype, timeout)
+        roster = self._clients.roster
+        return phase_of(plan, self.method, state, roster, self.experiment, dtype, timeout, self._digest)
 
     def _read(self, phase: Phase, messages: Sequence[Message], state: Serializable) -> Replies:
         """Decode and validate replies, and remember which clients failed or are late."""
@@ -417,6 +423,7 @@ class MethodStrategy(hooks.Hooks):
         record = finished.record
         self._recorder.add(finished, self.state, self._broadcast(finished.state))
         self.state, self.done = finished.state, record.round
+        self._digest = digest_of(self.state)
         self.history.append(record)
         self._count_participations(finished.clients)
         self._clients.recorded()
@@ -450,3 +457,8 @@ class MethodStrategy(hooks.Hooks):
     def next_arrays(self) -> ArrayRecord:
         """Return the next broadcast to the first client as bytes."""
         return wire.encode(self._broadcast(self.state))
+
+
+def digest_of(state: Serializable) -> str:
+    """Return a short hash of a server's state: equal bits, equal hash."""
+    return checksum_of(separate(state.to_tensors()), {})

@@ -19,8 +19,11 @@ from pbfl_flwr.config import DataSettings, Scalar
 from pbfl_flwr.data import check_data, client_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.status import snapshot
+from pbfl_flwr.flower.client import app as client_module
 from pbfl_flwr.flower.client import handshake
 from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.client.session import ClientSession
+from pbfl_flwr.flower.client.worker import Worker
 from pbfl_flwr.flower.server.recorder import RunRecorder, log_record
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.flower.server.stopping import RunEnded
@@ -30,10 +33,11 @@ from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs import directory as history
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused
 from pbfl_flwr.runs.records import Accuracies, ClientsRecord, RoundRecord
-from pbfl_flwr.runs.tensor_files import load_tensors
+from pbfl_flwr.runs.tensor_files import load_tensors, save_tensors
 from pbfl_flwr.util.atomic_files import DamagedState, UnsavedState
 from server_app import app as server_app
 from tests.flower.inprocess import (
+    KINDS,
     NUM_CLIENTS,
     Answer,
     Federation,
@@ -184,6 +188,59 @@ def test_warns_once_of_client_that_lost_its_state(tmp_path: Path, training: Sequ
         run.run()
     notes = [[note for note in line.warnings if "lost" in note] for line in run.strategy.history]
     assert notes == [[], ["client 1 lost its state and starts from scratch"], []]
+
+
+def killed(message: Message, answer: Answer) -> Message:
+    answer()
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_a_resumed_round_takes_the_replies_that_clients_have_stored(tmp_path: Path, method: str) -> None:
+    """Also fedkd's, which is then sent another form of the same mentee; and states without a digest."""
+    keys: dict[str, Any] = {"on_disk": True, "num_server_rounds": 3, "client_states": "always"}
+    whole = federation(tmp_path / "a", method, **keys).run()
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path / "b", method, faults={(3, 3): killed}, **keys).run()
+    (old,) = (tmp_path / "b").rglob("client-00001.safetensors")
+    tensors, about = load_tensors(old)
+    del about["server-state"]
+    save_tensors(old, tensors, about)
+    trained: list[int] = []
+    with patch.object(client_module, "_train_and_save", watched(client_module._train_and_save, trained)):
+        resumed = federation(tmp_path / "b", method, resume=True, **keys).run()
+    assert trained == [4]
+    assert resumed.strategy.history[-1].failures == []
+    assert resumed.directory.result() == whole.directory.result() != ""
+
+
+def watched(train: Any, trained: list[int]) -> Any:
+    def training(session: ClientSession, message: Message, worker: Worker) -> Message:
+        trained.append(session.client.id)
+        reply: Message = train(session, message, worker)
+        return reply
+
+    return training
+
+
+def test_a_stored_reply_does_not_count_in_another_history(tmp_path: Path) -> None:
+    """The run is restored from a backup and goes on without client 0, which has trained further."""
+    run, backup = tmp_path / "run", tmp_path / "backup"
+    federation(tmp_path, on_disk=True, num_server_rounds=1).run()
+    shutil.copytree(run, backup)
+    federation(tmp_path, on_disk=True, num_server_rounds=3, resume=True).run()
+    (ahead,) = run.rglob("client-00000.safetensors")
+    further = ahead.read_bytes()
+    shutil.rmtree(run)
+    backup.rename(run)
+    ahead.write_bytes(further)
+    again = federation(tmp_path, on_disk=True, num_server_rounds=4, resume=True).run()
+    told = [[failure.reason for failure in line.failures] for line in again.strategy.history]
+    assert told[:2] == [[], ["asked for round 2, but its state is already of round 3"]]
+    (reason,) = told[2]
+    assert reason.startswith("its state of round 3 was trained on another broadcast, ")
+    assert again.strategy.history[2].trained == [1, 2, 3, 4]
+    assert told[3] == []
 
 
 def test_fedkd_resumes_if_every_client_lost_its_state(tmp_path: Path) -> None:
