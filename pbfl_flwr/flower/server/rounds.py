@@ -238,18 +238,20 @@ def _mean(values: list[float | None], weights: list[int]) -> float | None:
 def warnings(
     replies: Replies,
     participations: Mapping[int, int],
+    reported: Mapping[int, int],
     ages: Sequence[int] | None,
     roster: Roster,
     keeps_nothing: bool = False,
 ) -> list[str]:
     """Return the warnings about a round's clients.
 
-    ``participations`` and ``keeps_nothing`` as in :func:`lost_states`, ``ages`` as :func:`updated_ages` returns them.
+    ``participations``, ``reported`` and ``keeps_nothing`` as in :func:`replaced_states`, ``ages`` as
+    :func:`updated_ages` returns them.
     """
     labels = next(iter(roster.clients.values())).labels
     return [
         *upload_warnings(replies),
-        *lost_states(replies, participations, keeps_nothing),
+        *replaced_states(replies, participations, reported, keeps_nothing),
         *missing_classes(labels, ages),
     ]
 
@@ -273,22 +275,52 @@ def upload_warnings(replies: Replies) -> list[str]:
     return warnings
 
 
-def lost_states(
-    replies: Replies, participations: Mapping[int, int], keeps_nothing: bool = False
+def replaced_states(
+    replies: Replies,
+    participations: Mapping[int, int],
+    reported: Mapping[int, int],
+    keeps_nothing: bool = False,
 ) -> list[str]:
-    """Return a warning about clients that report fewer trained rounds than the server counted: their state is lost.
+    """Return warnings about clients whose number of trained rounds does not follow from the one they reported last.
 
-    ``participations``: client -> rounds trained in, as last reported; ``keeps_nothing``: clients may keep no count.
+    ``participations``: client -> rounds trained in, as last reported; ``reported``: client -> the round of that report;
+    ``keeps_nothing``: clients may keep no count.
     """
     phase = replies.phase
-    lost = [
-        phase.client_label(client)
-        for client, report in replies.reports.items()
-        if client in participations
-        and (report.participations or not keeps_nothing)
-        and report.participations < participations[client] + (client in phase.training)
-    ]
-    return [f"client {', '.join(lost)} lost its state and starts from scratch"] if lost else []
+    lost: list[str] = []
+    older: list[tuple[str, int, int]] = []
+    newer: list[tuple[str, int, int]] = []
+    for client, report in replies.reports.items():
+        if client not in participations or (keeps_nothing and not report.participations):
+            continue
+        label, count, trains = phase.client_label(client), report.participations, client in phase.training
+        least = participations[client] + trains
+        most = (
+            participations[client] + phase.number - reported[client]
+        )  # it also counts where its answer was lost
+        if count < least and count == trains:
+            lost.append(label)
+        elif count < least:
+            older.append((label, count, least))
+        elif count > most:
+            newer.append((label, count, most))
+    notes = [f"client {', '.join(lost)} lost its state and starts from scratch"] if lost else []
+    if older:
+        labels, counts, expected = _columns(older)
+        notes.append(
+            f"client {labels} went back to an older state: {counts} rounds trained instead of {expected}"
+        )
+    if newer:
+        labels, counts, expected = _columns(newer)
+        notes.append(
+            f"client {labels} went on from a state unknown here: {counts} rounds trained instead of at most "
+            f"{expected}; a second device may have its key"
+        )
+    return notes
+
+
+def _columns(rows: Sequence[tuple[str, int, int]]) -> list[str]:
+    return [", ".join(map(str, column)) for column in zip(*rows, strict=True)]
 
 
 def missing_classes(labels: Sequence[str], ages: Sequence[int] | None) -> list[str]:

@@ -88,6 +88,7 @@ class MethodStrategy(hooks.Hooks):
         self.membership: Membership | None = None
         self._recorder = recorder_of(self.directory, loaded or LoadedData())
         self._participations: dict[int, int] = {}  # client -> rounds trained in, as last reported
+        self._reported: dict[int, int] = {}  # client -> the round of that report
         self._digest = ""  # of the state, as its checkpoint has it
         self._configure(settings)
 
@@ -387,9 +388,10 @@ class MethodStrategy(hooks.Hooks):
 
         last_ages = self.history[-1].ages if self.history else None
         ages = rounds.updated_ages(last_ages, replies.classes, self._task.num_classes)
+        trained, reported = self._participations, self._reported
         warnings = [
             *calls.warnings(method, self.schedule.num_rounds, state),
-            *rounds.warnings(replies, self._participations, ages, members.roster, method.keeps_nothing),
+            *rounds.warnings(replies, trained, reported, ages, members.roster, method.keeps_nothing),
         ]
         if self.schedule.num_rounds == number > 1 and self.settings.evaluation.predictor != "auto":
             warnings += rounds.not_scored(self.primary_predictor, method.name, accuracies.accuracy)
@@ -435,6 +437,7 @@ class MethodStrategy(hooks.Hooks):
     def _count_participations(self, clients: ClientsRecord) -> None:
         """Remember in how many rounds the clients of a finished round have trained."""
         self._participations |= zip(clients.client, clients.participations, strict=True)
+        self._reported |= dict.fromkeys(clients.client, clients.round)
 
     def _broadcast(self, state: Serializable) -> Payload:
         """Return what the first client would be sent in the next round."""

@@ -190,6 +190,27 @@ def test_warns_once_of_client_that_lost_its_state(tmp_path: Path, training: Sequ
     assert notes == [[], ["client 1 lost its state and starts from scratch"], []]
 
 
+def test_two_devices_with_one_key_are_noticed_by_their_states(tmp_path: Path) -> None:
+    """Client 1 is copied after round 1; the copy takes part in round 4, the original in all others."""
+    federation(tmp_path, on_disk=True, num_server_rounds=1).run()
+    (state,) = tmp_path.rglob("client-00001.safetensors")
+    copied = state.read_bytes()
+    federation(tmp_path, on_disk=True, num_server_rounds=3, resume=True).run()
+    original = state.read_bytes()
+    state.write_bytes(copied)
+    federation(tmp_path, on_disk=True, num_server_rounds=4, resume=True).run()
+    state.write_bytes(original)
+    run = federation(tmp_path, on_disk=True, num_server_rounds=6, resume=True).run()
+    notes = [[note for note in line.warnings if "state" in note] for line in run.strategy.history]
+    known = "client 1 went on from a state unknown here: 4 rounds trained instead of at most 3; "
+    assert notes == [
+        *[[]] * 3,
+        ["client 1 went back to an older state: 2 rounds trained instead of 4"],
+        [known + "a second device may have its key"],
+        [],
+    ]
+
+
 def killed(message: Message, answer: Answer) -> Message:
     answer()
     raise KeyboardInterrupt

@@ -10,7 +10,13 @@ from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
 from pbfl_flwr.flower.server.phase import Phase, RoundPlan
 from pbfl_flwr.flower.server.replies import Replies
-from pbfl_flwr.flower.server.rounds import clients_record, round_fields, summarise_accuracy, updated_ages
+from pbfl_flwr.flower.server.rounds import (
+    clients_record,
+    replaced_states,
+    round_fields,
+    summarise_accuracy,
+    updated_ages,
+)
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.runs.records import Accuracy, Bytes, RoundRecord
 from tests.flower.inprocess import KINDS, federation, plain, same_tensors
@@ -52,6 +58,37 @@ def replies() -> Replies:
     uploads = dict.fromkeys((0, 1, 3), Prototypes.empty(2, 2))
     up = {0: size(2, 20, 200), 1: size(3, 30, 300), 3: NO_BYTES, 2: size(0, 1, 1)}
     return Replies(phase, [], uploads, reports, {4: "gone"}, up=up, scalars_up=7)
+
+
+BACK = "client 0, 2 went back to an older state: 3, 2 rounds trained instead of 5, 4"
+UNKNOWN = "rounds trained instead of at most 5; a second device may have its key"
+
+
+@pytest.mark.parametrize(
+    ("counts", "notes"),
+    [
+        ((5, 5, 4, 5), []),
+        ((1, 5, 0, 5), ["client 0, 2 lost its state and starts from scratch"]),
+        ((3, 5, 2, 5), [BACK]),
+        (
+            (1, 5, 1, 5),
+            ["client 0 lost", "client 2 went back to an older state: 1 rounds trained instead of 4"],
+        ),
+        ((6, 5, 4, 5), [f"client 0 went on from a state unknown here: 6 {UNKNOWN}"]),
+        ((5, 8, 4, 5), []),  # its answers to rounds 2 to 4 were lost
+        ((5, 9, 4, 5), [f"client 1 went on from a state unknown here: 9 {UNKNOWN.replace('5', '8')}"]),
+    ],
+)
+def test_counts_that_do_not_follow_from_the_last_ones(counts: tuple[int, ...], notes: list[str]) -> None:
+    """Round 5: all reported 4 rounds in the last one, client 1 in round 1."""
+    asked = replies()
+    reports = [
+        replace(report, participations=count)
+        for report, count in zip(asked.reports.values(), counts, strict=True)
+    ]
+    asked = replace(asked, reports=dict(enumerate(reports)))
+    found = replaced_states(asked, dict.fromkeys(range(4), 4), {0: 4, 1: 1, 2: 4, 3: 4})
+    assert [one.startswith(other) for one, other in zip(found, notes, strict=True)] == [True] * len(notes)
 
 
 @pytest.mark.parametrize(("moment", "scored"), [("after", 5), ("before", 4)])
