@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, reading
 
 ALWAYS = ("pyproject.toml", ".gitignore")  # these determine which files go into the bundle
 PARTS = ("client_app", "server_app", "LICENSE")  # of the slim app, besides pyproject.toml
@@ -44,11 +44,15 @@ def own_app(app: Path, into: Path) -> None:
     """Write an app to be changed: a ServerApp, a ClientApp with data of its own, its pyproject.toml and a test.
 
     Raises:
-        PbflError: if the directory exists.
+        PbflError: if the directory exists, or the app has none to start from.
     """
     if into.exists():
         raise PbflError(f"'{into}' exists already; choose another directory")
-    shutil.copytree(top_level(app, OWN_APP), into, ignore=shutil.ignore_patterns("__pycache__"))
+    source = top_level(app, OWN_APP)
+    if not source.is_dir():
+        raise PbflError(f"'{app}' has no {OWN_APP}")
+    into.parent.mkdir(parents=True, exist_ok=True)
+    _copy_entry(source, into, links=True)
 
 
 def copy_included(app: Path, into: Path) -> Path:
@@ -74,10 +78,23 @@ def _copy(app: Path, names: Iterable[str], into: Path) -> None:
     """Copy top-level files and directories of an app, without links, which Flower excludes."""
     into.mkdir(parents=True)
     for source in (top_level(app, name) for name in names):
-        if source.is_symlink():
-            continue
-        if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, into / source.name, symlinks=True, ignore=ignored)
-        elif source.is_file():
-            shutil.copyfile(source, into / source.name)
+        _copy_entry(source, into / source.name, links=False)
+
+
+def _copy_entry(source: Path, into: Path, *, links: bool) -> None:
+    """Copy a file, or a directory without Python's caches; ``links`` are followed or left out.
+
+    The first error ends it, where shutil.copytree would collect one for every file.
+    """
+    if source.name == "__pycache__" or (source.is_symlink() and not links):
+        return
+    if source.is_dir():
+        with reading(str(source)):
+            entries = sorted(source.iterdir())
+        into.mkdir()
+        for entry in entries:
+            _copy_entry(entry, into / entry.name, links=links)
+    elif source.is_file():
+        with reading(str(source)):
+            content = source.read_bytes()
+        into.write_bytes(content)

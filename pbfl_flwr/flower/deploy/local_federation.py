@@ -17,7 +17,7 @@ from typing import Any
 from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.config.toml import parse_toml, toml
 from pbfl_flwr.data import names_file
-from pbfl_flwr.errors import PbflError, expanded, in_utf8
+from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
 from pbfl_flwr.flower.client.device import client_id_of, own_settings
 from pbfl_flwr.flower.deploy import certificates as security
 from pbfl_flwr.flower.deploy.processes import free_port
@@ -214,9 +214,10 @@ class Deployment(ManagedSuperLink):
         Its number is used in the names of its log and FLWR_HOME; key and CA as in :func:`supernode_options`.
         """
         home = self._scratch / f"node-{index}"
-        home.mkdir(exist_ok=True)
         file = home / "node.toml"
-        file.write_text(toml(node), encoding="utf-8")
+        with writing(home):
+            home.mkdir(exist_ok=True)
+            file.write_text(toml(node), encoding="utf-8")
         options = supernode_options(self.fleet_address, free_port(), file, ca, key)
         return self._spawn("flower-supernode", *options, log=self.log_of(index), home=home.name)
 
@@ -229,12 +230,14 @@ class Deployment(ManagedSuperLink):
 
     def _prepare(self) -> None:
         if self.certificates:
-            security.make_certificates(self.certificates, ["127.0.0.1", "localhost"], days=30)
+            with writing(self.certificates):
+                security.make_certificates(self.certificates, ["127.0.0.1", "localhost"], days=30)
             keys = [key for index in range(len(self._nodes)) if (key := self.key(index))]
             new = [key for key in keys if not key.with_name(f"{key.name}.pub").exists()]
-            for key in new:
-                key.unlink(missing_ok=True)  # its pair was not finished, and never used
-            security.make_keys(self.run_dir / KEYS, [key.name for key in new])
+            with writing(self.run_dir / KEYS):
+                for key in new:
+                    key.unlink(missing_ok=True)  # its pair was not finished, and never used
+                security.make_keys(self.run_dir / KEYS, [key.name for key in new])
 
     def _options(self, address: str) -> list[str]:
         self.fleet_address = address if has_one_port() else f"127.0.0.1:{free_port()}"

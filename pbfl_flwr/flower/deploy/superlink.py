@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.config.toml import toml
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.flower.deploy.bundle import copy_included
 from pbfl_flwr.flower.deploy.processes import (
     Processes,
@@ -151,9 +151,9 @@ class ManagedSuperLink(ABC):
         """Start the SuperLink and wait until it is healthy; False if it ended or was not ready in time."""
         port = free_port()
         address = f"127.0.0.1:{port}"
-        (self._scratch / "home" / "config.toml").write_text(
-            connection(CONNECTION, address, self.ca), encoding="utf-8"
-        )
+        config = self._scratch / "home" / "config.toml"
+        with writing(config):
+            config.write_text(connection(CONNECTION, address, self.ca), encoding="utf-8")
         place = ["--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
         self._superlink = self._spawn("flower-superlink", *self._options(address), *place)
         end = time.monotonic() + START_SECONDS
@@ -171,11 +171,12 @@ class ManagedSuperLink(ABC):
         """Submit the app, follow the run's log and return Flower's run id.
 
         Raises:
-            PbflError: if Flower refuses the run.
+            PbflError: if Flower refuses the run, or the disk is full.
         """
         file = self._scratch / "home" / "run-config.toml"
-        file.write_text(toml(config), encoding="utf-8")
-        directory = copy_included(app, self._scratch / f"app-{time.monotonic_ns()}")
+        with writing(self._scratch):
+            file.write_text(toml(config), encoding="utf-8")
+            directory = copy_included(app, self._scratch / f"app-{time.monotonic_ns()}")
         result = self._flwr("run", str(directory), "--run-config", str(file), *more, "--format", "json")
         run_id = str(result["run-id"])
         self._follow(run_id)

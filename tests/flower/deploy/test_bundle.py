@@ -1,11 +1,12 @@
 """What is handed to Flower makes the same bundle as the whole directory, without looking at the rest of it."""
 
+import errno
 import shutil
 import tomllib
 import zipfile
 from io import BytesIO
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from flwr.cli.build import build_fab_from_disk
@@ -13,7 +14,8 @@ from flwr.cli.build import build_fab_from_disk
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy.bundle import PACKED, copy_included, slim
-from tests.small_runs import pbfl
+from pbfl_flwr.flower.deploy.local_federation import Deployment
+from tests.small_runs import pbfl, refused
 from tests.test_imports import APPS, GRAPH, import_graph
 
 CHECKOUT = Path(__file__).parents[3]
@@ -140,6 +142,24 @@ def test_command_writes_a_slim_app_of_keys_and_entry_points_and_overwrites_none(
     again = pbfl("app", tmp_path / "slim")
     assert again.exit_code == 2
     assert "exists already; choose another directory" in " ".join(again.output.split())
+
+
+@pytest.mark.parametrize("own", [[], ["--own"]])
+def test_a_full_disk_is_one_line(own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
+    new = tmp_path / "new"
+    assert refused("app", *own, new) == f"error: {new} cannot be written (No space left on device)"
+
+
+def test_a_full_disk_ends_a_start_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Deployment(tmp_path, [])
+    link._scratch = tmp_path / "scratch"
+    (link._scratch / "home").mkdir(parents=True)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
+    with pytest.raises(PbflError, match=r"^\S*/scratch cannot be written \(No space left on device\)$"):
+        link.submit(CHECKOUT, {})
 
 
 def test_slim_app_needs_fab_include(tmp_path: Path) -> None:
