@@ -84,7 +84,8 @@ def _copy(app: Path, names: Iterable[str], into: Path) -> None:
 def _copy_entry(source: Path, into: Path, *, links: bool) -> None:
     """Copy a file, or a directory without Python's caches; ``links`` are followed or left out.
 
-    The first error ends it, where shutil.copytree would collect one for every file.
+    Only contents: with the modes of a read-only installation nobody could change or remove the copy. The first error
+    ends it, where shutil.copytree would collect one for every file.
     """
     if source.name == "__pycache__" or (source.is_symlink() and not links):
         return

@@ -13,7 +13,7 @@ from flwr.cli.build import build_fab_from_disk
 
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.deploy.bundle import PACKED, copy_included, slim
+from pbfl_flwr.flower.deploy.bundle import PACKED, copy_included, own_app, slim
 from pbfl_flwr.flower.deploy.local_federation import Deployment
 from tests.small_runs import pbfl, refused
 from tests.test_imports import APPS, GRAPH, import_graph
@@ -160,6 +160,27 @@ def test_a_full_disk_ends_a_start_with_one_line(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
     with pytest.raises(PbflError, match=r"^\S*/scratch cannot be written \(No space left on device\)$"):
         link.submit(CHECKOUT, {})
+
+
+def test_copies_of_a_read_only_installation_can_be_changed(tmp_path: Path) -> None:
+    app = tmp_path / "installed"
+    for part in ("client_app", "server_app", "docs/examples/own_app"):
+        shutil.copytree(CHECKOUT / part, app / part)
+    for part in ("pyproject.toml", "LICENSE"):
+        shutil.copy(CHECKOUT / part, app)
+    every = [app, *app.rglob("*")]
+    for path in every:
+        path.chmod(path.stat().st_mode & ~0o222)
+    try:
+        slim(app, tmp_path / "slim")
+        own_app(app, tmp_path / "own")
+        copy_included(app, tmp_path / "included")
+    finally:
+        for path in every:
+            path.chmod(path.stat().st_mode | 0o200)
+    for copy in ("slim", "own", "included"):
+        made = [tmp_path / copy, *(tmp_path / copy).rglob("*")]
+        assert [path for path in made if not path.stat().st_mode & 0o200] == []
 
 
 def test_slim_app_needs_fab_include(tmp_path: Path) -> None:
