@@ -7,7 +7,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from rich.console import Console
@@ -17,6 +17,7 @@ from pbfl_flwr.experiments.execute import runner, several
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.execute.runner import interruptible
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys
+from pbfl_flwr.flower.deploy.local_federation import Deployment
 from pbfl_flwr.flower.deploy.processes import Processes, signals_ignored
 from pbfl_flwr.flower.engines.placement import Resources, Slot
 from pbfl_flwr.runs.directory import RunDirectory
@@ -178,6 +179,42 @@ def test_an_exception_of_a_methods_own_code_ends_its_run_alone(
     assert line.startswith(f"the run failed: {type(fault).__name__}: ")
     assert "(test_runner.py:" in line
     assert ("Traceback" in capsys.readouterr().err) == (not isinstance(fault, OSError))
+
+
+@pytest.mark.parametrize("during", [["enter"], ["submit"], ["wait"], ["wait", "stop"]])
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_interrupt_ends_with_a_line_whenever_it_comes(
+    during: list[str], begun: bool, tmp_path: Path
+) -> None:
+    """Also while Flower starts, and a second one while the run is stopped."""
+    met: list[str] = []
+
+    class Link(Deployment):
+        def __enter__(self) -> Self:
+            meet("enter")
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def ended(self) -> bool:
+            meet("wait")
+            return False
+
+        def stop(self, run_id: str) -> None:
+            meet("stop")
+
+    def meet(step: str) -> str:
+        met.append(step)
+        if step in during:
+            raise KeyboardInterrupt
+        return "1"
+
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)]) if begun else tmp_path / "run"
+    link, submit = Link(run, []), partial(meet, "submit")
+    assert runner.follow_run(link, submit, 3, console := terminal(), "pbfl --resume") == runner.INTERRUPTED
+    told = "interrupted; resume with: pbfl --resume" if begun else "interrupted before the run began"
+    assert printed(console)[-1] == told
+    assert met[-1] == ("stop" if "wait" in during else during[0])
 
 
 @pytest.mark.parametrize("library", ["flwr.supercore.exit", "ray._private.worker"])

@@ -166,23 +166,26 @@ def follow_run(
     # The ServerApp writes this file, and leaves it unchanged if the run is refused.
     before = _written(run_dir / ERROR)
     follower = _following(run_dir, num_rounds, console)
-    with link:
-        run_id = submit()
-        try:
-            status, details = _wait(link, run_id, follower)
-        except KeyboardInterrupt:
-            say(console, "stopping")
-            link.stop(run_id)
+    try:
+        with link:
+            run_id = submit()
+            try:
+                status, details = _wait(link, run_id, follower)
+            except KeyboardInterrupt:
+                say(console, "stopping")
+                link.stop(run_id)
+                raise
             follower.update()
-            return _interrupted(run_dir, console, resume_with)
+            run = RunDirectory(run_dir)
+            present = {record.round for record in run.round_records()}
+            num_rounds = run.record().last_round if run.taken else num_rounds
+            missing = num_rounds - len(present & set(range(1, num_rounds + 1)))
+            if status == "finished:completed" and not missing:
+                return COMPLETED
+            reason = _reason(run_dir, before, link, status, details)
+    except KeyboardInterrupt:  # also while Flower starts, the run is submitted, or it stops
         follower.update()
-        run = RunDirectory(run_dir)
-        present = {record.round for record in run.round_records()}
-        num_rounds = run.record().last_round if run.taken else num_rounds
-        missing = num_rounds - len(present & set(range(1, num_rounds + 1)))
-        if status == "finished:completed" and not missing:
-            return COMPLETED
-        reason = _reason(run_dir, before, link, status, details)
+        return _interrupted(run_dir, console, resume_with)
     if status == "finished:completed":
         reason = f"{missing} of {num_rounds} rounds are missing though Flower reports {status}\n{reason}"
     return _failed(run_dir, reason, console, resume_with)
