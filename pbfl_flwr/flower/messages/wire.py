@@ -25,9 +25,7 @@ from pbfl_flwr.util.user_code import returned
 P = TypeVar("P", bound=Payload)
 
 UNSCORED = "unscored"  # in CONFIG, if the client shall train without being scored
-STATE = (
-    "state"  # in CONFIG of a training message: digest of the server's state, which the broadcast is made of
-)
+STATE = "state"  # in CONFIG, if the client shall train: digest of the server's state that the broadcast is of
 PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names; short, because every message contains them
 MAX_BYTES = 2**31  # of one reply; Flower's own frame limit
 FORMAT = "safetensors crc32="  # stype of the array, followed by the checksum; Flower passes on unknown stypes unchanged

@@ -295,9 +295,8 @@ def replaced_states(
             continue
         label, count, trains = phase.client_label(client), report.participations, client in phase.training
         least = participations[client] + trains
-        most = (
-            participations[client] + phase.number - reported[client]
-        )  # it also counts where its answer was lost
+        # It counts rounds whose answer was lost, too.
+        most = participations[client] + phase.number - reported[client]
         if count < least and count == trains:
             lost.append(label)
         elif count < least:
