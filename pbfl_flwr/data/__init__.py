@@ -80,6 +80,22 @@ class LoadedData:
         """
         return self._deals(settings, num_clients)
 
+    def is_of_run(self, settings: DataSettings, num_clients: int, fingerprint: str | None, deal: str) -> bool:
+        """Whether a run has these samples, and dealt them so.
+
+        Args:
+            settings: the data and its partition.
+            num_clients: M.
+            fingerprint: that the run recorded; None if it recorded none. What a user's function gives may differ in
+                rounding, so it is compared by ``deal`` alone.
+            deal: that it recorded; empty if neither dataset nor partition is a user's function.
+        """
+        if deal and not same_deal(deal, self.deal(settings, num_clients)):
+            return False
+        if fingerprint is None or is_external(settings.dataset):
+            return True
+        return self.pool(settings).has_fingerprint(fingerprint)
+
     def client(self, settings: DataSettings, num_clients: int, client: int) -> ClientData:
         """Return one client's data.
 

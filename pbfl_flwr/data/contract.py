@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # listing the datasets must not import torch
 
 Rows = NDArray[np.int64]
 MAX_NATURAL_ID = 64  # characters
-FINGERPRINT_DIGITS, OLDER_DIGITS = 32, 16  # older ones left out owners and most inputs
+FINGERPRINT_DIGITS, OLDER_DIGITS = 32, 16
 ROWS_AT_ONCE = 1024  # of a memory map
 
 
@@ -66,12 +66,9 @@ class Pool:
         """K."""
         return len(self.label_names)
 
-    def fingerprint(self) -> str:
-        """Return a hash of all samples, the class names, who owns a sample and what is for training."""
-        return self._fingerprint
-
     @cached_property
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
+        """A hash of all samples, the class names, who owns a sample and what is for training."""
         about = (self.inputs.dtype, self.inputs.shape, self.label_names, self.num_train, self.owner_names)
         digest = hashlib.sha256(f"{about}".encode())
         for rows in (self.labels, self.owner, self.in_train):
@@ -79,6 +76,16 @@ class Pool:
         for first in range(0, len(self.inputs), ROWS_AT_ONCE):
             digest.update(np.ascontiguousarray(self.inputs[first : first + ROWS_AT_ONCE]).data)
         return digest.hexdigest()[:FINGERPRINT_DIGITS]
+
+    def has_fingerprint(self, recorded: str) -> bool:
+        """Whether a run recorded this one; an older run's is of the class names, all labels and a few inputs."""
+        if len(recorded) != OLDER_DIGITS:
+            return recorded == self.fingerprint
+        some = self.inputs[:: max(1, len(self.labels) // 256)]
+        digest = hashlib.sha256(f"{self.inputs.dtype} {self.inputs.shape} {self.label_names}".encode())
+        digest.update(np.ascontiguousarray(self.labels).data)
+        digest.update(np.ascontiguousarray(some).data)
+        return digest.hexdigest()[:OLDER_DIGITS] == recorded
 
     def affine(self) -> tuple[Tensor, Tensor]:
         """Return (scale, shift), float32 (C, 1, 1, ...); x * scale + shift is the model's input.
@@ -93,9 +100,9 @@ class Pool:
 
 
 def same_samples(one: str | None, other: str | None) -> bool:
-    """Whether two fingerprints are of the same data, as far as they tell: an unknown or an older one says nothing."""
-    known = [each for each in (one, other) if each is not None and len(each) != OLDER_DIGITS]
-    return len(known) < 2 or one == other
+    """Whether two recorded fingerprints are of the same data, as far as they tell: an old one beside a new, nothing."""
+    known = one is not None and other is not None and len(one) == len(other)
+    return not known or one == other
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -577,17 +578,23 @@ def load(
 def _repetitions(records: Sequence[FinishedRun]) -> list[list[FinishedRun]]:
     """Return groups of runs of one configuration, no two of a group with the same seeds.
 
-    If any two have, a group is what one directory holds under one label of a comparison: of two comparisons with fewer
-    and more seeds, each keeps its own.
+    If any two have, several that one directory holds under one label of a comparison stay together: of two comparisons
+    with fewer and more seeds, each keeps its own.
     """
     if len({record.seeds for record in records}) == len(records):
         return [[*records]]
-    groups: dict[tuple[Path, str, int], list[FinishedRun]] = {}
+
+    def place_of(record: FinishedRun) -> tuple[Path, str]:
+        return record.path.parent, _comparison_label([record])
+
+    together = {place for place, number in Counter(map(place_of, records)).items() if number > 1}
+    groups: dict[tuple[object, int], list[FinishedRun]] = {}
     for record in records:
-        place, repetition = (record.path.parent, _comparison_label([record])), 0
-        while any(record.seeds == other.seeds for other in groups.get((*place, repetition), [])):
+        place, repetition = place_of(record), 0
+        key = place if place in together else None
+        while any(record.seeds == other.seeds for other in groups.get((key, repetition), [])):
             repetition += 1
-        groups.setdefault((*place, repetition), []).append(record)
+        groups.setdefault((key, repetition), []).append(record)
     return [*groups.values()]
 
 

@@ -284,11 +284,12 @@ def run_notes(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def _built_alike(one: FinishedRun, other: FinishedRun) -> bool:
-    """Whether the methods of two runs have the same settings, "auto" as what it stood for, except for their seeds."""
-    settings = [run.about.latest.method for run in (one, other)]
-    seeds = {*zip(one.seeds, other.seeds, strict=True)}
-    values = ((settings[0].get(name), settings[1].get(name)) for name in {**settings[0], **settings[1]})
-    return all(first == second or (first, second) in seeds for first, second in values)
+    """Whether the methods of two runs have the same settings, "auto" as what it stood for, except for seeds."""
+    first, second = (
+        {name: value for name, value in run.about.latest.method.items() if not name.endswith("seed")}
+        for run in (one, other)
+    )
+    return first == second
 
 
 def shared_names(groups: Sequence[RunGroup]) -> list[str]:

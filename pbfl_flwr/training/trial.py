@@ -69,7 +69,7 @@ def _features_kept(model: nn.Module) -> Iterator[None]:
     head, versions = getattr(model, "head", None), []
 
     def versions_of(inputs: tuple[Any, ...]) -> list[int]:
-        return [each._version for each in inputs if isinstance(each, Tensor)]
+        return [each._version for each in inputs if isinstance(each, Tensor) and not each.is_inference()]
 
     def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         versions.append(versions_of(inputs))
@@ -79,7 +79,8 @@ def _features_kept(model: nn.Module) -> Iterator[None]:
             raise PbflError(f"its head {CHANGES_ITS_INPUT}")
 
     hooks = []
-    if isinstance(head, nn.Module):  # a network of a user's may have a method
+    # A network of a user's may have a method for a head, or a scripted one, which takes no hooks.
+    if isinstance(head, nn.Module) and not isinstance(head, torch.jit.ScriptModule):
         hooks = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]
     try:
         yield

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from scipy.stats import ttest_rel
 
+from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import results, summary
 from pbfl_flwr.experiments.notes import majority_lines
@@ -17,6 +18,8 @@ from pbfl_flwr.experiments.report import cost_sheet, fairness_sheet
 from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.experiments.run_tables import client_sheet
 from pbfl_flwr.experiments.statistics import holm
+from pbfl_flwr.method import settings_in
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from tests.small_runs import columns, edit, entry, rounds_of, rows_of, write_lines, write_run
 
 ROUNDS = {"num-server-rounds": 2}
@@ -485,17 +488,27 @@ def test_a_row_of_runs_of_different_code_is_remarked(tmp_path: Path) -> None:
 
 
 def test_a_row_of_methods_with_other_settings_is_remarked(tmp_path: Path) -> None:
-    """A newer version may decide otherwise what "auto" stands for; a method may hold the seed of its run."""
+    """A newer version may decide otherwise what "auto" stands for."""
     places = [
         run(tmp_path / f"{m}{seed}", 0.5, [1, 3], method=m, seed=seed)
         for m in ("fedproto", "local")
         for seed in (0, 1)
     ]
     for seed in (0, 1):
-        edit(places[seed] / "run.json", method={"weight": 1.0 + seed / 2, "mask_seed": seed})
-        edit(places[2 + seed] / "run.json", method={"weight": 1.0, "mask_seed": seed})
+        edit(places[seed] / "run.json", method={"weight": 1.0 + seed / 2})
+        edit(places[2 + seed] / "run.json", method={"weight": 1.0, "mask_seed": 7 + seed})
     sheet = summary.comparison_sheet("", results.load(places))
     assert "Runs of one row whose method has other settings: fedproto." in sheet.notes
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_seeds_of_one_method_are_not_said_to_have_other_settings(tmp_path: Path, method: str) -> None:
+    keys = {"method": method, **({"cps-dim": 2} if method == "tinyproto" else {})}
+    places = [run(tmp_path / str(seed), 0.5, [1, 3], seed=seed, **keys) for seed in (0, 1)]
+    for place in places:
+        settings = parse(json.loads((place / "run.json").read_text())["configuration"], SECTIONS)
+        edit(place / "run.json", method=settings_in(build_method(settings)))
+    assert not any("other settings" in note for note in summary.run_notes(results.load(places)))
 
 
 def test_a_run_whose_method_was_built_for_fewer_rounds_is_remarked(tmp_path: Path) -> None:
@@ -659,6 +672,23 @@ def test_two_directories_of_one_configuration_keep_their_own_seeds(tmp_path: Pat
         assert found == {"old/FP": old, "new/FP": new}
 
 
+def test_a_copy_of_one_run_leaves_the_others_together(tmp_path: Path) -> None:
+    places = [run(tmp_path / f"seed{seed}/fedproto", 0.5, [1], seed=seed) for seed in (0, 1, 2)]
+    again = run(tmp_path / "again/fedproto", 0.5, [1])
+    assert [[each.path for each in group.runs] for group in results.load([*places, again])] == [
+        places,
+        [again],
+    ]
+
+
+def test_labels_of_one_directory_keep_their_own_seeds(tmp_path: Path) -> None:
+    """Two rows of a comparison may have the same keys."""
+    one = run(tmp_path / "A-seed2", 0.5, [1], seed=2)
+    others = [run(tmp_path / f"B-seed{seed}", 0.5, [1], seed=seed) for seed in (2, 0)]
+    found = [[each.path for each in group.runs] for group in results.load([one, *others])]
+    assert found == [[one], [*reversed(others)]]
+
+
 def test_runs_are_repetitions_only_where_their_results_may_differ_by_the_seed_alone(tmp_path: Path) -> None:
     places = [
         run(tmp_path / "a", 0.5, [1, 3]),
@@ -677,6 +707,28 @@ def without(run_dir: Path, key: str) -> Path:
     about["configuration"].pop(key)
     edit(run_dir / "run.json", **about)
     return run_dir
+
+
+@pytest.mark.parametrize(
+    ("dataset", "deals", "alike"),
+    [
+        ("mine:load", ("h 1.5", "h 1.50001"), True),  # samples differ in rounding
+        ("mine:load", ("h 1.5", "h 1.6"), False),
+        ("mine:load", ("h 1.5", ""), True),  # a run of before deals were recorded
+        ("digits", ("h 1.5", "h 1.5"), False),  # a partition function, but other files
+        ("digits", ("", ""), False),
+    ],
+)
+def test_samples_of_functions_are_compared_as_they_were_dealt(
+    tmp_path: Path, dataset: str, deals: tuple[str, str], alike: bool
+) -> None:
+    for name, deal in zip(("fedproto", "local"), deals, strict=True):
+        path = run(tmp_path / name, 0.5, [1, 3], method=name, dataset=dataset)
+        clients = json.loads((path / "run.json").read_text())["clients"]
+        edit(path / "run.json", clients=[{**client, "deal": deal} for client in clients])
+        edit(path / "partition.json", data=name[0] * 32)
+    one, other = results.load([tmp_path / "fedproto", tmp_path / "local"])
+    assert results.same_data(one.first, other.first) == alike
 
 
 @pytest.mark.parametrize("newer", ["trim-share", "fedtgp.margin-cap"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 
-from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.config import DataSettings, Scalar, parse
 from pbfl_flwr.data import LoadedData, same_deal
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.engines.local import federate
@@ -116,6 +116,37 @@ def test_rounding_that_depends_on_the_threads_is_no_other_deal() -> None:
     assert not same_deal("h 1 0", "h 1 0.002")
     assert not same_deal("h 1", "h nan")
     assert not same_deal("h x", "h x")
+
+
+def test_the_samples_of_a_run_are_known_again_whoever_deals_them() -> None:
+    def settings_of(**keys: Scalar) -> DataSettings:
+        return parse({**KEYS, "max-samples": 0, **keys}, SECTIONS).data
+
+    def of_run(data: DataSettings, fingerprint: str | None, deal: str) -> bool:
+        return LoadedData().is_of_run(data, 3, fingerprint, deal)
+
+    builtin = settings_of()
+    fingerprint = LoadedData().pool(builtin).fingerprint
+    assert [of_run(builtin, each, "") for each in (fingerprint, None, fingerprint[::-1])] == [
+        True,
+        True,
+        False,
+    ]
+
+    rounded, threads, recorded = settings_of(dataset="dealing:rounded"), torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 4):
+            torch.set_num_threads(number)
+            loaded = LoadedData()
+            recorded.append((loaded.pool(rounded).fingerprint, loaded.deal(rounded, 3)))
+    finally:
+        torch.set_num_threads(threads)
+    assert len({fingerprint for fingerprint, _ in recorded}) > 1
+    assert all(of_run(rounded, *each) for each in recorded)
+
+    for keys in ({"partition": "dealing:unseeded"}, {"dataset": "dealing:inputs"}):
+        data, loaded = settings_of(**keys), LoadedData()
+        assert not of_run(data, loaded.pool(data).fingerprint, loaded.deal(data, 3))
 
 
 @pytest.mark.parametrize("key", [{"partition": "dealing:unseeded"}, {"dataset": "dealing:inputs"}])

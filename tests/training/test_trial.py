@@ -1,5 +1,7 @@
 """The step before round 1, on networks whose gradients are huge with two samples."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,23 @@ def test_a_head_that_changes_features_only_in_training_is_refused(method: str) -
         try_step("mlp", build_method(settings), client_of(model, 0))
     model.head[0] = nn.Dropout()
     try_step("mlp", build_method(settings), client_of(model, 0))
+
+
+def test_what_keeps_no_count_of_changes_is_not_refused() -> None:
+    """A scripted head takes no hooks, and tensors of inference mode have no versions."""
+    model = build_model("mlp", TASK, 0)
+    settings = parse({"method": "local", "models": "mlp"}, SECTIONS)
+    hooked = build_method(settings)
+
+    class Watching(type(hooked)):  # type: ignore[misc]
+        def local_update(self, client: Client, down: Any) -> Any:
+            with torch.inference_mode():
+                client.model.head(torch.zeros(2, 512))
+            return super().local_update(client, down)
+
+    try_step("mlp", Watching(), client_of(model, 0))
+    model.head = torch.jit.script(model.head)
+    try_step("mlp", hooked, client_of(model, 0))
 
 
 def test_a_network_that_exits_while_it_trains_is_named() -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from pbfl_flwr.config import PREDICTORS, DataSettings, RunSettings, Scalar, Settings, in_order
-from pbfl_flwr.data import LoadedData, same_deal
-from pbfl_flwr.data.contract import same_samples
+from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError, abbreviate, writing
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.results import FinishedRun, Round, RunGroup, Statistic, with_the_same_keys
@@ -19,7 +18,6 @@ from pbfl_flwr.methods import build_method
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.locks import in_use
 from pbfl_flwr.util.atomic_files import make_directory
-from pbfl_flwr.util.user_code import is_external
 
 LONGEST_RANGE = 1000  # of seeds; a longer one is taken for a typing error
 
@@ -144,11 +142,8 @@ def check_samples(run_dir: Path, data: DataSettings, loaded: LoadedData) -> None
     """
     directory = RunDirectory(run_dir)
     about, recorded = directory.record(), directory.partition().data
-    deal, now = about.clients[0].deal, loaded.deal(data, int(about.configuration["num-clients"]))
-    exact = not is_external(data.dataset)  # what a user's function gives may differ in rounding
-    if (exact and not same_samples(recorded, loaded.pool(data).fingerprint())) or (
-        deal and not same_deal(deal, now)
-    ):
+    deal, num_clients = about.clients[0].deal, int(about.configuration["num-clients"])
+    if not loaded.is_of_run(data, num_clients, recorded, deal):
         where = f" (data-dir = '{data.data_dir}')" if data.data_dir else ""
         raise PbflError(
             f"{run_dir} was made with other samples than dataset = '{data.dataset}'{where} has now; restore them, "

@@ -286,17 +286,18 @@ def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:
     """Run a strategy with any ClientApp in this process, one client after the other, without engine or workers.
 
     Args:
-        strategy: its ``num_clients`` is the number of clients. It can run only once; make a new one to run again.
+        strategy: its ``num_clients`` is the number of clients. It can run only once; make a new one to run again. After
+            an interruption it makes the remaining rounds.
         app: run for every client; ``context.node_config["partition-id"]`` is the client's number, and
             ``context.run_config`` has the strategy's settings.
 
     Raises:
-        PbflError: if this process is in a run already, or the strategy has run; also as
+        PbflError: if this process is in a run already, or the strategy has made all its rounds; also as
             :meth:`pbfl_flwr.flower.server.strategy.MethodStrategy.start`.
     """
     check_not_worker()
-    if strategy.membership is not None:
-        raise PbflError(f"this strategy has run, {strategy.done} rounds; must be a new one to run again")
+    if strategy.finished:
+        raise PbflError("this strategy has made all its rounds; must be a new one to run again")
     settings = strategy.settings
     name = str(strategy.directory.path) if strategy.directory else f"a strategy of {strategy.method.name}"
     with only_run(name), _restored(), as_worker(1):

@@ -15,12 +15,12 @@ from flwr.common import log
 from pbfl_flwr import calls
 from pbfl_flwr.config import CHANGEABLE, Settings, completed, relevant
 from pbfl_flwr.data import LoadedData, same_deal
-from pbfl_flwr.data.contract import same_samples
 from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.flower.messages.identity import dealt_otherwise
 from pbfl_flwr.flower.server.replies import Replies
 from pbfl_flwr.flower.server.rounds import FinishedRound
-from pbfl_flwr.method import Method, settings_in
+from pbfl_flwr.flower.server.schedule import schedule_of
+from pbfl_flwr.method import Method, resolved_moment, settings_in
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Payload, Serializable
@@ -40,7 +40,6 @@ from pbfl_flwr.sinks import Ending, Sinks
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import UnsavedState, flush_directory
 from pbfl_flwr.util.source_hash import check_unedited, code_hashes
-from pbfl_flwr.util.user_code import is_external
 
 # Files ------------------------------------------------------------------------------------------------------
 
@@ -223,8 +222,8 @@ class RunRecorder(Recorder):
             PbflError: if the checkpoint is damaged.
         """
         data, fingerprint = self._settings.data, self.directory.partition().data
-        compared = is_external(data.dataset)  # in the handshake, whose deal leaves room for rounding
-        if not compared and not same_samples(fingerprint, self._loaded.pool(data).fingerprint()):
+        deal = ""  # which is compared in the handshake
+        if not self._loaded.is_of_run(data, self._settings.run.num_clients, fingerprint, deal):
             raise RunRefused(
                 f"data-dir = '{data.data_dir}': the samples of dataset = '{data.dataset}' are not those with which "
                 f"run-dir = '{self.directory.path}' began"
@@ -288,7 +287,9 @@ class RunRecorder(Recorder):
             raise RunRefused(f"run-dir = '{self.directory.path}' has round {number} already; resume the run")
         self.set_waiting("")
         self._flush_states()
-        scores = self._scores | all_scores([record], self._primary_predictor)
+        # A shorter run also scored its last round, which is in no table now.
+        due = {place: score for place, score in self._scores.items() if self._is_due(*place)}
+        scores = due | all_scores([record], self._primary_predictor)
         better = None
         if (place := best(scores)) is not None and place[0] == number:
             state, after = (finished.state, number) if place[1] else (scored, number - 1)
@@ -306,6 +307,10 @@ class RunRecorder(Recorder):
                 number,
                 self.directory.staged(number),
             )
+
+    def _is_due(self, number: int, final: bool) -> bool:
+        moment = resolved_moment(self._settings.evaluation, self._method)
+        return not final and schedule_of(self._settings, moment).is_scored(number)
 
     def log_in_sinks(self, record: RoundRecord) -> None:
         """Log a round in the sinks, which may take long."""
@@ -364,7 +369,7 @@ class RunRecorder(Recorder):
             warnings=list(partition.notes),
             majority=partition.majority(pool.labels),
             paper_scalars=calls.paper_scalars(self._method, clients[0].task, class_counts),
-            data=pool.fingerprint(),
+            data=pool.fingerprint,
         )
 
     def _open_sinks(self) -> None:

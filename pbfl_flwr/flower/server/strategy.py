@@ -89,7 +89,9 @@ class MethodStrategy(hooks.Hooks):
         self._recorder = recorder_of(self.directory, loaded or LoadedData())
         self._participations: dict[int, int] = {}  # client -> rounds trained in, as last reported
         self._reported: dict[int, int] = {}  # client -> the round of that report
-        self._digest = ""  # of the state, as its checkpoint has it
+        self._digest = (
+            ""  # of the last checkpoint's state; the first state is made anew, on another CPU with other bits
+        )
         self._configure(settings)
 
     def _configure(self, settings: Settings) -> None:
@@ -127,6 +129,11 @@ class MethodStrategy(hooks.Hooks):
     def _last_round(self) -> int:
         """The round after which the run ends, according to the rounds so far."""
         return self.schedule.last_round(self._scores, self.done)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has made all its rounds."""
+        return self.membership is not None and self.done >= self._last_round
 
     # Before the first round ---------------------------------------------------------------------------------
 
@@ -204,7 +211,6 @@ class MethodStrategy(hooks.Hooks):
         seed = self.settings.run.seed
         with seeds.seeded(seeds.derive(seed, "server", 0)):  # a user's method may draw from global generators
             self.state = calls.first_state(self.method, task, seed)
-        self._digest = digest_of(self.state)
 
     def start(
         self,

@@ -8,6 +8,7 @@ from multiprocessing import current_process
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,8 +23,10 @@ from pbfl_flwr.flower.engines import executors
 from pbfl_flwr.flower.engines.flower_simulation import FlowerSimulation
 from pbfl_flwr.flower.engines.local import federate, federate_app
 from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.strategies import FedProto
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import SPLITS, tiny_data
@@ -175,8 +178,34 @@ def test_strategy_and_client_app_run_in_this_process(tmp_path: Path) -> None:
     assert sorted(result.train_metrics_clientapp) == [1, 2]
     assert [line.failures for line in RunDirectory(tmp_path).round_records()] == [[], []]
     assert strategy.history[-1].trained == [*range(len(SPLITS))]
-    with pytest.raises(PbflError, match="this strategy has run, 2 rounds; must be a new one"):
+    with pytest.raises(PbflError, match="this strategy has made all its rounds; must be a new one"):
         federate_app(strategy, app)
+
+
+def test_an_interrupted_strategy_makes_the_remaining_rounds(tmp_path: Path) -> None:
+    def strategy_in(place: str) -> FedProto:
+        return FedProto(
+            num_clients=len(SPLITS),
+            num_server_rounds=3,
+            models="mlp5",
+            feature_dim=8,
+            state_dir=str(tmp_path / place),
+        )
+
+    interrupted, whole = strategy_in("a"), strategy_in("b")
+    app = make_client_app(tiny_data, whole.settings)
+    federate_app(whole, app)
+    add = interrupted._commit
+
+    def interrupting(finished: FinishedRound) -> RoundRecord:
+        add(finished)
+        raise KeyboardInterrupt
+
+    with patch.object(interrupted, "_commit", interrupting), pytest.raises(KeyboardInterrupt):
+        federate_app(interrupted, app)
+    federate_app(interrupted, app)
+    assert [line.round for line in interrupted.history] == [1, 2, 3]
+    assert [line.accuracy for line in interrupted.history] == [line.accuracy for line in whole.history]
 
 
 NAN = torch.tensor([[0.0] * 3, [float("nan")] * 3])

@@ -10,7 +10,8 @@ from flwr.app import Message
 
 from pbfl_flwr.experiments.results import FinishedRun
 from pbfl_flwr.flower.server.schedule import Schedule
-from tests.flower.inprocess import Answer, altered, federation, numbers, shown
+from pbfl_flwr.runs.tensor_files import load_tensors
+from tests.flower.inprocess import Answer, altered, federation, numbers, same_tensors, shown
 from tests.small_runs import pbfl
 
 KEYS: dict[str, Any] = {"num_server_rounds": 5, "evaluate_every": 2, "models": "cnn4", "on_disk": True}
@@ -100,6 +101,25 @@ def test_patience_does_not_count_on_the_scores_of_a_shorter_run(tmp_path: Path) 
     extended = federation(tmp_path / "b", resume=True, **keys).run()
     assert extended.strategy.done == 8
     assert extended.directory.result() == whole.directory.result()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_the_scores_of_a_shorter_run_keep_no_state_from_being_the_best(tmp_path: Path, moment: str) -> None:
+    keys = {**KEYS, "data": None, "max_samples": 600, "models": "mlp", "learning_rate": 0.1}
+    keys |= {"evaluate_moment": moment, "num_server_rounds": 8}
+    whole = federation(tmp_path / "a", "fedavg", **keys).run()
+    shorter = federation(tmp_path / "b", "fedavg", **{**keys, "num_server_rounds": 3}).run()
+    history = shorter.directory.path / "rounds.jsonl"
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    (lines[2] if moment == "after" else lines[2]["final"])["accuracy"]["head"]["weighted"] = 1.0
+    history.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    extended = federation(tmp_path / "b", "fedavg", resume=True, **keys).run()
+    (tensors, about), (expected, best) = (
+        load_tensors(each.directory.path / "best.safetensors") for each in (extended, whole)
+    )
+    assert about == best
+    assert int(best["round"]) > 3
+    assert same_tensors(tensors, expected)
 
 
 @pytest.mark.parametrize("method", ["fedproto", "gfpl", "feddistill"])
