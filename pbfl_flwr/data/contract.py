@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # listing the datasets must not import torch
 
 Rows = NDArray[np.int64]
 MAX_NATURAL_ID = 64  # characters
-FINGERPRINT_DIGITS, OLDER_DIGITS = 32, 16
+FINGERPRINT_DIGITS, OLDER_DIGITS = 32, 16  # of runs made now, and before owners and most inputs were hashed
 ROWS_AT_ONCE = 1024  # of a memory map
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from pbfl_flwr import calls, seeds
 from pbfl_flwr.config import DataSettings, Settings, in_order, parse
-from pbfl_flwr.data import ClientData, Partition, Pool, Split, load_pool, make_partition
+from pbfl_flwr.data import ClientData, LoadedData, Partition, Pool, Split, make_partition
 from pbfl_flwr.data.clients import materialise
 from pbfl_flwr.data.partition.assign import thinned
 from pbfl_flwr.errors import PbflError, reading
@@ -136,9 +136,10 @@ def unseen(run: FinishedRun, settings: Settings, clients: int) -> tuple[Pool, Pa
         raise PbflError(f"{run.path}: its clients brought their own data, so there is none for new clients")
     check_allowed(run, data.dataset)
     check_allowed(run, data.partition)
+    loaded = LoadedData()
     with reading("the dataset"):
-        pool = load_pool(data)
-    if run.partition.data is not None and not pool.has_fingerprint(run.partition.data):
+        pool = loaded.pool(data)
+    if not loaded.is_of_run(data, M, run.partition.data, run.about.clients[0].deal):
         raise PbflError(
             f"{run.path}: the samples of dataset '{data.dataset}' are not those with which it began"
         )

@@ -133,15 +133,13 @@ def histories(run: RunDirectory) -> tuple[list[RoundRecord], list[ClientsRecord]
         PbflError: if there is no run, or it is damaged.
     """
     about, rounds = run.record(), run.round_records()
-    clients = run.client_records()[
-        : len(rounds)
-    ]  # written before rounds.jsonl, so it may have one round more
-    if clients and len(clients) < len(rounds):
-        raise DamagedState(
-            f"{run.path / 'clients.jsonl'} ends with round {len(clients)}, rounds.jsonl with {len(rounds)}; copy a "
-            "run after its end"
-        )
     last = len(rounds)
+    clients = run.client_records()[:last]  # written before rounds.jsonl, so it may have one round more
+    if clients and len(clients) < last:
+        raise DamagedState(
+            f"{run.path / 'clients.jsonl'} ends with round {len(clients)}, rounds.jsonl with {last}; copy a run after "
+            "its end"
+        )
     return (
         [record.unscored() if about.is_extra(record.round, last) else record for record in rounds],
         [record.unscored() if about.is_extra(record.round, last) else record for record in clients],

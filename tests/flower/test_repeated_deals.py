@@ -1,5 +1,6 @@
 """A dataset or partition that is a user's function must give all processes of a run the same samples."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.directory import RunDirectory
 from tests.flower.inprocess import InProcessGrid
 from tests.flower.test_trust import COMMON, declaring
+from tests.small_runs import pbfl
 
 MODULE = """
 import os
@@ -147,6 +149,23 @@ def test_the_samples_of_a_run_are_known_again_whoever_deals_them() -> None:
     for keys in ({"partition": "dealing:unseeded"}, {"dataset": "dealing:inputs"}):
         data, loaded = settings_of(**keys), LoadedData()
         assert not of_run(data, loaded.pool(data).fingerprint, loaded.deal(data, 3))
+
+
+def test_new_clients_get_samples_that_differ_in_rounding_but_no_others(tmp_path: Path) -> None:
+    path, dataset = tmp_path / "run", "dealing:rounded"
+    keys = {**KEYS, "method": "fedproto", "dataset": dataset, "max-samples": 30, "models": "mlp"}
+    federate(path, keys, 3, Resources(workers=1))
+    partition = json.loads((path / "partition.json").read_text())
+    (path / "partition.json").write_text(json.dumps({**partition, "data": partition["data"][::-1]}))
+    words = ["new-clients", path, "--import", dataset, "--clients", 1]
+    played = pbfl(*words)
+    assert played.exit_code == 0, played.output
+    about = json.loads((path / "run.json").read_text())
+    clients = [{**client, "deal": f"0{client['deal']}"} for client in about["clients"]]
+    (path / "run.json").write_text(json.dumps({**about, "clients": clients}))
+    refused = pbfl(*words)
+    assert refused.exit_code == 2
+    assert "are not those with which it began" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.parametrize("key", [{"partition": "dealing:unseeded"}, {"dataset": "dealing:inputs"}])

@@ -287,9 +287,7 @@ class RunRecorder(Recorder):
             raise RunRefused(f"run-dir = '{self.directory.path}' has round {number} already; resume the run")
         self.set_waiting("")
         self._flush_states()
-        # A shorter run also scored its last round, which is in no table now.
-        due = {place: score for place, score in self._scores.items() if self._is_due(*place)}
-        scores = due | all_scores([record], self._primary_predictor)
+        scores = self._due_scores() | all_scores([record], self._primary_predictor)
         better = None
         if (place := best(scores)) is not None and place[0] == number:
             state, after = (finished.state, number) if place[1] else (scored, number - 1)
@@ -308,9 +306,15 @@ class RunRecorder(Recorder):
                 self.directory.staged(number),
             )
 
-    def _is_due(self, number: int, final: bool) -> bool:
+    def _due_scores(self) -> dict[tuple[int, bool], Score]:
+        """Return the scores so far without those of a shorter run's last round, which are in no table now."""
         moment = resolved_moment(self._settings.evaluation, self._method)
-        return not final and schedule_of(self._settings, moment).is_scored(number)
+        schedule = schedule_of(self._settings, moment)
+        return {
+            (number, final): score
+            for (number, final), score in self._scores.items()
+            if not final and schedule.is_scored(number)
+        }
 
     def log_in_sinks(self, record: RoundRecord) -> None:
         """Log a round in the sinks, which may take long."""
