@@ -499,6 +499,14 @@ def test_show_for_other_programs(tmp_path: Path) -> None:
     assert len(pbfl("show", begun, "--format", "csv").stdout.splitlines()) == 1
 
 
+def test_runs_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = ["rate=1e-05", "rate=0.01-seed2", "rate=0.01-seed10", "rate=0.05", "rate=0.1", "rate=5"]
+    for name in reversed(names):
+        write_run(tmp_path / name, [entry(1, 0.5, 0.25)])
+    listed = [Path(line.split()[0]).name for line in pbfl("show", tmp_path).stdout.splitlines()[2:]]
+    assert listed == names
+
+
 def test_many_runs_are_a_list(tmp_path: Path) -> None:
     lines = [entry(1, 0.5, 0.25), entry(2, 0.5, 0.75)]
     for seed in (2, 10):

@@ -122,11 +122,12 @@ class ClientData:
                         f"token ids of {name} range from {least} to {most}: must be 0 to "
                         f"{self.vocabulary_size - 1} (vocabulary_size - 1)"
                     )
-        affine = {} if self.vocabulary_size else {"scale": self.scale, "shift": self.shift}
-        for what, values in affine.items():
+        for what, values in {"scale": self.scale, "shift": self.shift}.items():
             if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
                 found = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
                 raise PbflError(f"{what} is {found}: must be a torch.Tensor of torch.float32")
+            if self.vocabulary_size:  # ids are fed unchanged
+                continue
             sizes, wanted = values.shape, self.input_shape
             pairs = zip(reversed(sizes), reversed(wanted), strict=False)
             if len(sizes) > len(wanted) or any(size not in (1, length) for size, length in pairs):
@@ -169,7 +170,9 @@ class ClientData:
         if self.vocabulary_size:
             return batch_inputs
         device = batch_inputs.device
-        return batch_inputs.float() * self.scale.to(device) + self.shift.to(device)
+        # float64 and int64 may hold more digits than float32, which a shift brings into its range.
+        wide = batch_inputs.double() if batch_inputs.element_size() == 8 else batch_inputs.float()
+        return (wide * self.scale.to(device) + self.shift.to(device)).float()
 
 
 def materialise(

@@ -263,6 +263,7 @@ def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
     return runs, lines
 
 
-def _in_order(path: Path) -> list[tuple[int, str]]:
-    """Return a sort key by which seed10 comes after seed2."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+def _in_order(path: Path) -> list[tuple[float, str]]:
+    """Return a sort key by which seed10 comes after seed2, and 0.1 after 0.05 and 1e-05."""
+    parts = re.split(r"([0-9]+(?:\.[0-9]+)?(?:e-[0-9]+)?)", path.name)  # text and numbers take turns
+    return [(float(part), "") if place % 2 else (-1, part) for place, part in enumerate(parts)]

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.layers import deeper_head
 from pbfl_flwr.models.pretrained import load_pretrained
@@ -79,12 +79,20 @@ def _build_external(spec: str, task: Task) -> SplitModel:
     model = call_user_function("models", spec, "task", task, kind=nn.Module)
     if not callable(getattr(model, "features", None)):
         raise PbflError(f"model '{spec}' has no method features(x) that returns (B, {task.feature_dim})")
-    if not isinstance(getattr(model, "head", None), nn.Module):
+    head = getattr(model, "head", None)
+    if not isinstance(head, nn.Module):
         raise PbflError(
             f"model '{spec}' has no submodule head that maps (B, {task.feature_dim}) to (B, {task.num_classes}); a "
             "method does not count: the head's weights are found by the name prefix 'head.'"
         )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    of_head = [names[id(tensor)] for tensor in (*head.parameters(), *head.buffers())]
+    if other := [name for name in of_head if not name.startswith(HEAD_PREFIX)]:
+        raise PbflError(
+            f"model '{spec}': a tensor of head was registered as '{other[0]}' before; methods find the classifier "
+            "by the name prefix 'head.', so head must be set before the module that contains or shares it"
+        )
     if lazy := [name for name, tensor in tensors.items() if is_lazy(tensor)]:
         raise PbflError(
             f"model '{spec}': '{lazy[0]}' has no shape until the first input; its layer must be built with its "

@@ -273,13 +273,18 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Warn of settings without effect, upscaled prototypes that are no unit vectors, and what did not converge."""
         if state is not None:
             return _unconverged(state.metrics)
-        if self.stages.alignment != "off" or self.stages.upscale == 1:
-            return self.stages.idle()
-        return [
-            *self.stages.idle(),
-            f"upscale = {self.stages.upscale:g} multiplies prototypes that are not normalised, since alignment = "
-            "'off'; ProtoNorm scales unit vectors (alignment = 'unit' only normalises)",
-        ]
+        lines = self.stages.idle()
+        if self.stages.rule.scaled and self.stages.wire_dtype == "float16":
+            lines.append(
+                f"wire-dtype = 'float16' ends at 65504, and the rows of aggregation = '{self.stages.aggregation}' grow "
+                "with the samples of a class; 'bfloat16' has as many bytes and does not end there"
+            )
+        if self.stages.alignment == "off" and self.stages.upscale != 1:
+            lines.append(
+                f"upscale = {self.stages.upscale:g} multiplies prototypes that are not normalised, since alignment = "
+                "'off'; ProtoNorm scales unit vectors (alignment = 'unit' only normalises)"
+            )
+        return lines
 
     # Both -------------------------------------------------------------------------------------------------
 

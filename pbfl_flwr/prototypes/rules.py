@@ -278,20 +278,20 @@ def mu(stages: Stages, rows: Prototypes, num_examples: int | None) -> Tensor:
     return (factors * (int(rows.present.sum()) / num_examples)).float()
 
 
-def _total(uploads: Uploads, round_info: Round, stages: Stages) -> int:
+def _total(uploads: Uploads, round_info: Round, stages: Stages) -> float:
     """Return n_t, the number of training samples in this round's uploads."""
     if not stages.sends_total:
         return _expected_total(uploads, round_info, stages)
     return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
 
 
-def _everybody(n_t: int, uploads: Uploads, round_info: Round) -> int:
+def _everybody(n_t: float, uploads: Uploads, round_info: Round) -> int:
     """Return n: a mean over holders does not grow with the number of answers, so μ is based on all clients' samples."""
     return round(n_t * round_info.num_clients / len(uploads))
 
 
-def _expected_total(uploads: Uploads, round_info: Round, stages: Stages) -> int:
-    return max(1, round(stages.total_examples * len(uploads) / round_info.configured_clients))
+def _expected_total(uploads: Uploads, round_info: Round, stages: Stages) -> float:
+    return max(1, stages.total_examples * len(uploads) / round_info.configured_clients)
 
 
 def _whole(uploads: Uploads, round_info: Round, stages: Stages) -> float:

@@ -380,23 +380,26 @@ def awkward_clients(method: str, **keys: Scalar) -> Iterator[tuple[int, Update[A
             architecture of all clients, by default cnn4.
     """
     own = {key_of(keyword): value for keyword, value in keys.items()}
-    base: dict[str, Scalar] = {"feature-dim": TASK.feature_dim, "batch-size": 4, "models": "cnn4"}
+    base: dict[str, Scalar] = {"feature-dim": 64, "batch-size": 4, "models": "cnn4"}
     config = {"method": method, **base, **own}
     settings = parse(config, SECTIONS)
     built = build_method(settings)
     architecture = str(config["models"])
-    state = calls.first_state(built, TASK, 0)
+    task = replace(TASK, feature_dim=settings.models.feature_dim)
+    state = calls.first_state(built, task, 0)
     memories: dict[int, Any] = {}
     networks: dict[int, Any] = {}
     for number, present in PRESENT.items():
         uploads = {}
         for i, labels in LABELS.items():
-            made = client(labels, id=i, architecture=architecture, round=number, memory=memories.get(i))
+            made = client(
+                labels, id=i, architecture=architecture, round=number, memory=memories.get(i), task=task
+            )
             one = replace(made, training=settings.training, evaluation=settings.evaluation)
             if i in networks:
                 one.model.load_state_dict(networks[i])
             before = copy.deepcopy(one.model.state_dict())
-            down = rebuilt(calls.broadcast(built, state, i), TASK)
+            down = rebuilt(calls.broadcast(built, state, i), task)
             built.install(one, down)
             found = calls.predictors(built, one, down)
             evaluate(one, found, built.predicts)  # raises at scores that are not finite
@@ -405,16 +408,18 @@ def awkward_clients(method: str, **keys: Scalar) -> Iterator[tuple[int, Update[A
                 continue
             update = calls.local_update(built, one, down)
             yield len(labels), update
-            uploads[i] = rebuilt(update.payload, TASK)
-            built.validate(uploads[i], state, TASK)
-            assert _finite(uploads[i])
+            uploads[i] = rebuilt(update.payload, task)
+            built.validate(uploads[i], state, task)
+            _check_finite(uploads[i], f"client {i}'s upload in round {number}")
             memories[i], networks[i] = update.memory, one.model.state_dict()
-        state = rebuilt(built.aggregate(state, uploads, Round(number, TASK, len(LABELS))), TASK)
-        assert _finite(state)
+        state = rebuilt(built.aggregate(state, uploads, Round(number, task, len(LABELS))), task)
+        _check_finite(state, f"the server's state after round {number}")
 
 
-def _finite(payload: Any) -> bool:
-    return all(bool(torch.isfinite(t).all()) for t in payload.to_tensors().values() if t.is_floating_point())
+def _check_finite(payload: Any, what: str) -> None:
+    for name, tensor in payload.to_tensors().items():
+        finite = not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+        assert finite, f"{what}: '{name}' holds numbers that are not finite"
 
 
 # Tensors ----------------------------------------------------------------------------------------------------

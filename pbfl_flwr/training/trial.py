@@ -59,6 +59,8 @@ def _step(method: Method[Any, Any, Any], client: Client) -> None:
     method.install(client, down)
     evaluate(client, calls.predictors(method, client, down), method.predicts)
     update = calls.local_update(method, client, down)
+    for kind, sent in ((method.down, down), (method.up, update.payload)):
+        kind.from_tensors(sent.to_tensors(), client.task)
     changed = replace(client, memory=update.memory)
     evaluate(client, calls.predictors(method, changed, down), method.predicts)
 

@@ -163,6 +163,16 @@ def says(task):
     from pbfl_flwr.errors import PbflError
     raise PbflError("I want colours")
 value = 3
+def head_of_another(task):
+    net = Net(task)
+    del net.head
+    net.layers = nn.Sequential(net.hidden, nn.Linear(task.feature_dim, task.num_classes))
+    net.head = net.layers[1]
+    return net
+def head_in_another(task):
+    net = Net(task)
+    net.layers = nn.Sequential(net.hidden, net.head)
+    return net
 """
 
 
@@ -179,6 +189,7 @@ def external(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_external_model_by_module_and_function(external: str) -> None:
     spec = f"cnn4,{external}:build"
     check_models(spec, TASK, [f"{external}:build"])
+    check_models(f"{external}:head_in_another", TASK, [f"{external}:head_in_another"])
     name = architecture_of(spec, 1, [f"{external}:build"])
     model = build_model(name, TASK, seed=4)
     again = build_model(name, TASK, seed=4)
@@ -196,6 +207,10 @@ def test_external_model_by_module_and_function(external: str) -> None:
         ("{}:without_features", r"has no method features\(x\) that returns \(B, 24\)"),
         ("{}:without_head", r"has no submodule head that maps \(B, 24\) to \(B, 10\)"),
         ("{}:head_is_a_method", r"no submodule head .* a method does not count"),
+        (
+            "{}:head_of_another",
+            r"a tensor of head was registered as 'layers.1.weight' before; methods find the",
+        ),
         ("{}:nothing", r"nothing \(\w+.py:\d+\) returned None; must return a Module"),
         ("{}:raises", r": raises\(task\) raised ValueError: not enough .* \(somebodys_nets\.py:29\)$"),
         ("{}:raises_in_torch", r": raises_in_torch\(task\) raised TypeError: .* \(somebodys_nets\.py:30\)$"),

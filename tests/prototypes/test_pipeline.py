@@ -174,7 +174,7 @@ def summed(sent: dict[int, Prototypes]) -> np.ndarray:
         ({"aggregation": "mean"}, None),
         ({"aggregation": "aps-mean"}, None),
         ({"aggregation": "ppa"}, lambda sent: 4 / sum(N[i] for i in sent)),
-        ({"aggregation": "ppa", "total_examples": 60}, lambda sent: 4 / (20 * len(sent))),
+        ({"aggregation": "ppa", "total_examples": 64}, lambda sent: 4 / (64 * len(sent) / 3)),
         ({"aggregation": "aps-sum"}, lambda sent: 1.0),
         ({"aggregation": "aps-sum", "aps_scale": 0.5}, lambda sent: 3 / len(sent)),
     ],
@@ -301,6 +301,13 @@ def test_warns_of_settings_without_effect() -> None:
     assert method("fedproto", aggregation="trimmed-mean", trim_share=0.1).warnings(5) == []
     assert method("tinyproto", aps_scale=0.5, cps_scheme="block", cps_dim=2).warnings(5) == []
     assert method("fedtgp").warnings(5) == method("protonorm").warnings(5) == []
+
+
+def test_warns_of_sums_in_float16() -> None:
+    (message,) = method("fedproto", aggregation="aps-sum", wire_dtype="float16").warnings(5)
+    assert message.startswith("wire-dtype = 'float16' ends at 65504, and the rows of aggregation = 'aps-sum'")
+    assert method("fedproto", aggregation="aps-sum", wire_dtype="bfloat16").warnings(5) == []
+    assert method("fedproto", wire_dtype="float16").warnings(5) == []
 
 
 def test_warns_of_upscaling_prototypes_that_are_not_normalised() -> None:

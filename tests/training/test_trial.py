@@ -57,6 +57,17 @@ def test_a_head_that_changes_features_only_in_training_is_refused(method: str) -
     try_step("mlp", build_method(settings), client_of(model, 0))
 
 
+def test_weights_that_cannot_travel_are_refused() -> None:
+    model = build_model("mlp", TASK, 0)
+    model.places = nn.Parameter(torch.arange(3), requires_grad=False)
+    settings = parse({"method": "fedavg", "models": "mlp"}, SECTIONS)
+    with pytest.raises(
+        PbflError, match=r"^model 'mlp', a step of method 'fedavg' .*'w.places' is torch.int64, exp"
+    ):
+        try_step("mlp", build_method(settings), client_of(model, 0))
+    try_step("mlp", build_method(SETTINGS), client_of(model, 0))
+
+
 def test_what_keeps_no_count_of_changes_is_not_refused() -> None:
     """A scripted head takes no hooks, and tensors of inference mode have no versions."""
     model = build_model("mlp", TASK, 0)

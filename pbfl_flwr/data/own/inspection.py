@@ -201,9 +201,12 @@ def _warnings(
         if float(largest.max()) > LARGE:
             place = int(largest.argmax())
             which = f"column '{pool.columns[place]}'" if pool.columns else f"value {place} of an input"
+            digits = (
+                "" if float(largest.max()) < 2**24 else ", before they become float32, which has seven digits"
+            )
             warnings.append(
                 f"features are not normalised, and {which} goes up to {float(largest.max()):g}; scale them in the "
-                "same way on all devices"
+                f"same way on all devices{digits}"
             )
         if constant := int((low == high).sum()):
             warnings.append(f"{constant} of {low.size} values of an input are the same in every sample")

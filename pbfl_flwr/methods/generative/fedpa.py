@@ -104,8 +104,9 @@ def diversity(features: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
     d_ε is the mean squared, d_h the mean absolute difference of a pair; pairs with the same label count as zero.
     """
     apart = (labels.unsqueeze(0) != labels.unsqueeze(1)).to(features.dtype)  # (B, B)
-    noises = (noise.unsqueeze(0) - noise.unsqueeze(1)).square().mean(2)
-    distances = (features.unsqueeze(0) - features.unsqueeze(1)).abs().mean(2)
+    lengths = torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist")
+    noises = lengths.square() / noise.shape[1]
+    distances = torch.cdist(features, features, p=1) / features.shape[1]
     return (-(noises * distances * apart)).mean().exp()
 
 

@@ -209,6 +209,7 @@ def test_an_interrupted_strategy_makes_the_remaining_rounds(tmp_path: Path) -> N
 
 
 NAN = torch.tensor([[0.0] * 3, [float("nan")] * 3])
+IDS = torch.tensor([[0, 1, 1], [1, 2, 0]])
 
 
 @pytest.mark.parametrize(
@@ -226,10 +227,14 @@ NAN = torch.tensor([[0.0] * 3, [float("nan")] * 3])
         ({"inputs": NAN}, "inputs of train hold numbers that are not finite"),
         ({"inputs": torch.zeros(2, 4)}, r"inputs of test have shape \(3,\), those of train \(4,\)"),
         (
-            {"vocabulary_size": 2, "inputs": torch.tensor([[0, 1, 1], [1, 2, 0]])},
+            {"vocabulary_size": 2, "inputs": IDS},
             "range from 0 to 2: must be 0",
         ),
         ({"vocabulary_size": 2}, "token ids of train are torch.float32: must be torch.int32 or"),
+        (
+            {"vocabulary_size": 4, "inputs": IDS, "test": IDS, "scale": None},
+            "scale is NoneType: must be a torch.Tensor of torch.float32",
+        ),
         ({"inputs": torch.tensor(1.0)}, "inputs of train are a single number"),
         ({"label_names": ("a",)}, "label_names has 1 names: must be one for each of 2 classes"),
         ({"scale": torch.ones(2)}, r"scale has shape \(2,\): must be \(3,\) for inputs of shape \(3,\)"),
@@ -248,7 +253,7 @@ def test_rejects_invalid_data_of_the_app_before_training(
     change: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     def my_data(settings: Settings, client: int) -> ClientData:
-        good = Shard(torch.zeros(2, 3), torch.tensor([0, 1]))
+        good = Shard(change.get("test", torch.zeros(2, 3)), torch.tensor([0, 1]))
         names = change.get("label_names", ("a", "b"))
         train = Shard(change.get("inputs", good.inputs), change.get("labels", good.labels))
         size = change.get("vocabulary_size", 0)
