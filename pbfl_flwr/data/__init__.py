@@ -94,7 +94,7 @@ class LoadedData:
             return False
         if fingerprint is None or is_external(settings.dataset):
             return True
-        return self.pool(settings).has_fingerprint(fingerprint)
+        return self.pool(settings).fingerprint == fingerprint
 
     def client(self, settings: DataSettings, num_clients: int, client: int) -> ClientData:
         """Return one client's data.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # listing the datasets must not import torch
 
 Rows = NDArray[np.int64]
 MAX_NATURAL_ID = 64  # characters
-FINGERPRINT_DIGITS, OLDER_DIGITS = 32, 16  # of runs made now, and before owners and most inputs were hashed
+FINGERPRINT_DIGITS = 32
 ROWS_AT_ONCE = 1024  # of a memory map
 
 
@@ -77,16 +77,6 @@ class Pool:
             digest.update(np.ascontiguousarray(self.inputs[first : first + ROWS_AT_ONCE]).data)
         return digest.hexdigest()[:FINGERPRINT_DIGITS]
 
-    def has_fingerprint(self, recorded: str) -> bool:
-        """Whether a run recorded this one; an older run's is of the class names, all labels and a few inputs."""
-        if len(recorded) != OLDER_DIGITS:
-            return recorded == self.fingerprint
-        some = self.inputs[:: max(1, len(self.labels) // 256)]
-        digest = hashlib.sha256(f"{self.inputs.dtype} {self.inputs.shape} {self.label_names}".encode())
-        digest.update(np.ascontiguousarray(self.labels).data)
-        digest.update(np.ascontiguousarray(some).data)
-        return digest.hexdigest()[:OLDER_DIGITS] == recorded
-
     def affine(self) -> tuple[Tensor, Tensor]:
         """Return (scale, shift), float32 (C, 1, 1, ...); x * scale + shift is the model's input.
 
@@ -100,9 +90,8 @@ class Pool:
 
 
 def same_samples(one: str | None, other: str | None) -> bool:
-    """Whether two recorded fingerprints are of the same data, as far as they tell: an old one beside a new, nothing."""
-    known = one is not None and other is not None and len(one) == len(other)
-    return not known or one == other
+    """Whether two runs' fingerprints are of the same data, as far as they tell; None if a run recorded none."""
+    return one is None or other is None or one == other
 
 
 @dataclass(frozen=True, eq=False)

@@ -209,13 +209,6 @@ def test_other_samples_have_another_fingerprint() -> None:
     ]
     assert len({other.fingerprint for other in (pool, *others)}) == 12
     assert replace(pool, inputs=inputs.copy()).fingerprint == pool.fingerprint
-    known = [pool.has_fingerprint(other.fingerprint) for other in (pool, *others)]
-    assert known == [True, *(False for _ in others)]
-    old = [
-        each.has_fingerprint("00dfebb4b6aa8d93") for each in (pool, *others[:6])
-    ]  # before owners were part of it
-    assert old == [True] * 7
-    assert not any(each.has_fingerprint("00dfebb4b6aa8d93") for each in others[6:])
 
 
 def test_survives_any_flipped_byte(tmp_path: Path) -> None:
