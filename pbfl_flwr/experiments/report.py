@@ -71,11 +71,10 @@ def write(
     write_atomically(out, page(groups, sections, asked).encode())
     folder = out.with_name(f"{out.stem}-pictures")
     for picture in [picture for section in sections for picture in section.pictures]:
-        for name, draw in (("png", style.png), ("svg", style.svg), ("pdf", style.pdf)):
-            if name in formats:
-                written.append(folder / f"{picture.name}.{name}")
-                drawn = draw(picture)
-                write_atomically(written[-1], drawn.encode() if isinstance(drawn, str) else drawn)
+        for kind in style.KINDS:
+            if kind in formats:
+                written.append(folder / f"{picture.name}.{kind}")
+                write_atomically(written[-1], style.file_of(picture, kind))
     return written
 
 
@@ -108,7 +107,7 @@ def page(groups: Sequence[RunGroup], sections: Sequence[Any], asked: Asked = EVE
         sheets=sheets,
         clients=client_sheet(groups),
         sections=sections,
-        image=lambda picture: base64.b64encode(style.svg(picture).encode()).decode(),
+        image=lambda picture: base64.b64encode(style.file_of(picture, "svg")).decode(),
         style=Markup(_source("report.css")),  # a file of the package, so not escaped
         configuration=configuration_sheet(groups),
         versions=version_sheet(groups),

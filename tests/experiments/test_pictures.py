@@ -95,14 +95,14 @@ def test_pictures_are_svg_png_or_pdf_files(drawn: list[pictures.Section]) -> Non
     pictures_drawn = [picture for section in drawn for picture in section.pictures]
     assert len({picture.name for picture in pictures_drawn}) == len(pictures_drawn)
     for picture in pictures_drawn:
-        assert ET.fromstring(style.svg(picture)).attrib["viewBox"]
-    assert style.png(pictures_drawn[0]).startswith(b"\x89PNG")
-    assert style.pdf(pictures_drawn[0]).startswith(b"%PDF")
+        assert ET.fromstring(style.file_of(picture, "svg")).attrib["viewBox"]
+    assert style.file_of(pictures_drawn[0], "png").startswith(b"\x89PNG")
+    assert style.file_of(pictures_drawn[0], "pdf").startswith(b"%PDF")
 
 
 def test_names_are_words_whatever_they_hold(hostile_run: Path) -> None:
     (section, *_) = pictures.draw(results.load([hostile_run]))
-    root = ET.fromstring(style.svg(section.pictures[0]))
+    root = ET.fromstring(style.file_of(section.pictures[0], "svg"))
     assert any("$\\frac{<img" in (element.text or "") for element in root.iter())
 
 

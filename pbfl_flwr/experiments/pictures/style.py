@@ -24,7 +24,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
 SEQUENTIAL, DIVERGING = "cividis", "PuOr"
 WIDTH = 4.2  # inches: 403 CSS pixels, so that 9 points stay readable on a phone
-PNG_DPI = 220
 MOST_TICKS = 12
 T = TypeVar("T")
 
@@ -52,6 +51,13 @@ RC: dict[Any, Any] = {
     "text.parse_math": False,  # "$" in names is literal
     "svg.fonttype": "none",  # text is written as text: accessible and searchable
     "svg.hashsalt": "pbfl",  # makes output reproducible
+    "pdf.fonttype": 42,  # fonts embedded as text
+}
+# Of files, without the date and version that their writers add.
+KINDS: dict[str, dict[str, Any]] = {
+    "png": {"dpi": 220, "metadata": {"Software": None}},
+    "svg": {"metadata": {"Date": None, "Creator": None}},
+    "pdf": {"metadata": {"CreationDate": None, "Creator": None, "Producer": None}},
 }
 
 
@@ -226,27 +232,9 @@ def titled_picture(name: str, title: str, caption: str, figure: Figure) -> Pictu
     return Picture(name, title, caption, figure)
 
 
-def svg(picture: Picture) -> str:
-    """Return the picture as an SVG file."""
-    text = io.StringIO()
-    with rc_context(RC):
-        picture.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return text.getvalue()
-
-
-def pdf(picture: Picture) -> bytes:
-    """Return the picture as a PDF file, with its fonts embedded as text."""
-    data = io.BytesIO()
-    with rc_context({**RC, "pdf.fonttype": 42}):
-        picture.figure.savefig(
-            data, format="pdf", metadata={"CreationDate": None, "Creator": None, "Producer": None}
-        )
-    return data.getvalue()
-
-
-def png(picture: Picture) -> bytes:
-    """Return the picture as a PNG file."""
+def file_of(picture: Picture, kind: str) -> bytes:
+    """Return the picture as a file of one of KINDS."""
     data = io.BytesIO()
     with rc_context(RC):
-        picture.figure.savefig(data, format="png", dpi=PNG_DPI, metadata={"Software": None})
+        picture.figure.savefig(data, format=kind, **KINDS[kind])
     return data.getvalue()
