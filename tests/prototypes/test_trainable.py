@@ -130,7 +130,7 @@ def test_training_without_uploads_changes_nothing():
 def test_both_readings_of_tinyproto_ft_on_the_published_cifar10_partition():
     # what a class's mean is multiplied by: μ·n_j for μ·|N_j| with -FP's μ, μ·n_j/|N_j| for -FT's own
     labels = np.repeat(np.arange(10), 6000)
-    deal = dirichlet_indices(labels, 20, 0.1, 1, RandomState(1))
+    deal = dirichlet_indices(labels, 20, 0.1, 1, RandomState(1), 10)
     counts = [torch.from_numpy(np.bincount(labels[rows], minlength=10)) for rows in deal.rows]
     uploads = [Prototypes(n[:, None].float(), n > 0) for n in counts]  # every mean is 1
     for scale, summed, expected in ((0.00015, True, [0.9, 0.9, 0.9]), (0.001, False, [0.43, 0.63, 1.0])):

@@ -39,7 +39,7 @@ def dirichlet_indices(
     alpha: float,
     min_samples: int,
     rng: RandomState,
-    num_classes: int | None = None,
+    num_classes: int,
 ) -> Assignment:
     """Distribute every class by its own Dirichlet(alpha) draw, excluding clients that hold N/M samples or more.
 
@@ -48,7 +48,7 @@ def dirichlet_indices(
     complete. Where the shares of all clients below N/M underflow (the references divide by zero), the
     whole class goes to the smallest client: the limit of alpha -> 0.
     """
-    total, num_classes = len(labels), _num_classes(labels, num_classes)
+    total = len(labels)
     for _ in range(MAX_TRIES):
         notes: list[str] = []
         hands: list[list[Rows]] = [[] for _ in range(num_clients)]
@@ -80,7 +80,7 @@ def pathological_indices(
     classes_per_client: int,
     min_samples: int,
     rng: RandomState,
-    num_classes: int | None = None,
+    num_classes: int,
     shuffle: Random | None = None,
 ) -> Assignment:
     """Give every client ``classes_per_client`` classes C, as consecutive slices of each class's unshuffled rows.
@@ -90,7 +90,6 @@ def pathological_indices(
     shuffles these numbers among them. Neighbours therefore hold the same classes. Where that range is empty, e.g. with
     fewer samples than clients (the references raise there), equal parts are used.
     """
-    num_classes = _num_classes(labels, num_classes)
     vacancies = np.full(num_clients, classes_per_client)
     hands: list[list[Rows]] = [[np.empty(0, dtype=np.int64)] for _ in range(num_clients)]
     left_out: list[int] = []
@@ -160,10 +159,6 @@ def repair(deal: Assignment, labels: NDArray[Any], min_samples: int) -> Assignme
                 f"{donor}"
             )
     return Assignment(tuple(hands), tuple(notes))
-
-
-def _num_classes(labels: NDArray[Any], num_classes: int | None) -> int:
-    return num_classes if num_classes is not None else int(labels.max()) + 1
 
 
 def split_share(rows: Rows, train_share: float, rng: RandomState) -> Split:

@@ -72,14 +72,16 @@ def table(deal, labels, num_classes):
 def test_dirichlet_gives_the_published_number_of_classes(counts, clients, alpha, classes, smallest):
     labels = labels_of(counts)
     for least in (1, 40) if smallest else (1,):
-        dealt = table(dirichlet_indices(labels, clients, alpha, least, RandomState(1)), labels, len(counts))
+        dealt = table(
+            dirichlet_indices(labels, clients, alpha, least, RandomState(1), len(counts)), labels, len(counts)
+        )
         assert (dealt > 0).sum() == classes
         assert smallest in (None, dealt.sum(axis=1).min())
 
 
 def test_dirichlet_gives_the_counts_that_protonorm_released():
     labels = labels_of(CIFAR10)
-    dealt = table(dirichlet_indices(labels, 20, 0.1, 1, RandomState(1)), labels, 10).tolist()
+    dealt = table(dirichlet_indices(labels, 20, 0.1, 1, RandomState(1), 10), labels, 10).tolist()
     # test_args.json, clients 0, 3, 12 and 19
     assert dealt[0] == [0, 9, 0, 668, 476, 287, 5, 167, 0, 9]
     assert dealt[3] == [0, 402, 12, 7, 0, 0, 1, 0, 1, 1657]
@@ -99,7 +101,7 @@ def test_a_class_whose_shares_underflow_goes_to_the_smallest_client():
 def test_a_client_with_exactly_an_equal_part_gets_no_more():
     # with so small an alpha a class goes to one client, in half of the draws to the same one as the class before
     for seed in range(10):
-        deal = dirichlet_indices(labels_of([10, 10]), 2, 0.01, 0, RandomState(seed))
+        deal = dirichlet_indices(labels_of([10, 10]), 2, 0.01, 0, RandomState(seed), 2)
         assert [len(rows) for rows in deal.rows] == [10, 10]
 
 
@@ -107,8 +109,8 @@ def test_redrawing_follows_the_smallest_size_that_is_asked_for():
     # AG News, 4 x 31,900: the first draw has a client of 23 samples; 40 needs 12 tries and gives other counts. FedTGP's
     # cost of .063 M = (ΣK_i + 20·4)·500 fits the first.
     labels = labels_of([31_900] * 4)
-    first = table(dirichlet_indices(labels, 20, 0.1, 1, RandomState(1)), labels, 4)
-    later = table(dirichlet_indices(labels, 20, 0.1, 40, RandomState(1)), labels, 4)
+    first = table(dirichlet_indices(labels, 20, 0.1, 1, RandomState(1), 4), labels, 4)
+    later = table(dirichlet_indices(labels, 20, 0.1, 40, RandomState(1), 4), labels, 4)
     assert ((first > 0).sum(), first.sum(axis=1).min()) == (46, 23)
     assert (later > 0).sum() == 45
     assert later.sum(axis=1).min() >= 40
@@ -131,7 +133,7 @@ def test_dirichlet_is_the_reference_loop_row_by_row():
         smallest = min(len(h) for h in held)
     expected_split = train_test_split(np.array(held[0]), train_size=0.75, shuffle=True)
     rng = RandomState(1)
-    deal = dirichlet_indices(labels, 6, 0.5, least, rng)
+    deal = dirichlet_indices(labels, 6, 0.5, least, rng, 5)
     assert [rows.tolist() for rows in deal.rows] == held
     # and the generator stands where the references' generator stands
     split = train_test_split(deal.rows[0], train_size=0.75, shuffle=True, random_state=rng)
@@ -173,13 +175,13 @@ def test_pathological_is_the_reference_loop(shuffled):
             start += size
             wanted[client] -= 1
     shuffle = random.Random(1) if shuffled else None
-    deal = pathological_indices(labels, 6, 2, 10, RandomState(1), shuffle=shuffle)
+    deal = pathological_indices(labels, 6, 2, 10, RandomState(1), 4, shuffle)
     assert [rows.tolist() for rows in deal.rows] == expected
 
 
 def test_pathological_says_which_classes_are_left_out():
     # 3 clients, 2 of 10 classes each: ceil(.6) = 1 client a class, so 6 classes are dealt and 4 are left.
-    deal = pathological_indices(labels_of([5] * 10), 3, 2, 1, RandomState(1))
+    deal = pathological_indices(labels_of([5] * 10), 3, 2, 1, RandomState(1), 10)
     assert sum(len(rows) for rows in deal.rows) == 30
     assert "[6, 7, 8, 9]" in deal.notes[0]
 
