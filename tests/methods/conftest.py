@@ -28,11 +28,6 @@ def task():
 
 
 @pytest.fixture
-def make_settings():
-    return settings_of
-
-
-@pytest.fixture
 def make_method():
     """Return a method by name: ``make_method("fml", own={"alpha": 1.0}, protocol="htfl")``."""
     return lambda method, **keys: build_method(settings_of(method, **keys))
