@@ -25,7 +25,7 @@ def flowers102(settings: DataSettings) -> Pool:
 
     folder = data_root(settings) / "flowers-102"
     needed = [folder / name for name in ("jpg", "imagelabels.mat", "setid.mat")]
-    names = tuple(getattr(datasets.Flowers102, "classes", ())) or tuple(str(k) for k in range(102))
+    names = tuple(datasets.Flowers102.classes)
     return _load(settings, datasets.Flowers102, ("train", "val", "test"), folder, needed, 64, names)
 
 
