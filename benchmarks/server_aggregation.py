@@ -33,7 +33,7 @@ from pbfl_flwr.flower.server.replies import ReplyRules, read
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes
-from pbfl_flwr.payloads.plausibility import NO_LIMITS
+from pbfl_flwr.payloads.plausibility import Plausibility
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
 
@@ -82,7 +82,7 @@ def measure(rule: str, number: int, repeats: int) -> dict[str, Any]:
     )
     method = build_method(settings)
     state = method.init(TASK, 0)
-    rules = replace(ReplyRules.of(settings, method, TASK), plausibility=NO_LIMITS)
+    rules = replace(ReplyRules.of(settings, method, TASK), plausibility=Plausibility())
     phase, answers = replies(rule, number)
     gc.collect()
     before, grown = resident_mb(), 0.0

@@ -77,9 +77,6 @@ class Plausibility:
         return self.ratio * max(LEAST, median) if median else LARGEST
 
 
-NO_LIMITS = Plausibility()
-
-
 def _positive(sizes: Iterable[float]) -> list[float]:
     return [size for size in sizes if size > 0]
 
