@@ -256,7 +256,7 @@ class ClientRecord(Record):
         architecture, parameters: its network, and the number of (body, head) parameters.
         device: on which it trains.
         num_train, num_test, num_validation: numbers of samples; its reports may not count more.
-        code_version: version of pbfl-flwr that it runs; empty if an older one did not send it.
+        code_version: version of pbfl-flwr that it runs; empty if it sent none.
         weights: hash of its body's pretrained initial weights; empty if there are none.
         key: hash of its node's public key, of which Flower's server has proof; empty in a simulation.
         natural_id: of the person or device whose samples a simulated client has; empty if they have none.

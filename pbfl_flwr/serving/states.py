@@ -116,14 +116,14 @@ def read_state(file: Path) -> SavedModel:
     """Read a client's state file.
 
     Raises:
-        PbflError: if it is damaged, or lacks the card (e.g. from an older version).
+        PbflError: if it is damaged, or lacks the card.
     """
     tensors, metadata = load_tensors(file)
     if not metadata.get("card"):
         raise PbflError(
-            f"{file} does not describe its model's inputs: it is no client state, is from an older version, from a "
-            "method whose clients predict with two networks (fedmrl), or from an app whose data lacks class names or "
-            "normalisation by channel, or exceeds the limits of a card"
+            f"{file} does not describe its model's inputs: it is no client state, or is from a method whose "
+            "clients predict with two networks (fedmrl), or from an app whose data lacks class names or normalisation "
+            "by channel, or exceeds the limits of a card"
         )
     try:
         card = Card.model_validate_json(metadata["card"])

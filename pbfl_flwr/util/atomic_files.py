@@ -18,7 +18,7 @@ from typing import BinaryIO
 from pbfl_flwr.errors import PbflError
 
 NODE = "node-"  # prefix of a state directory made by pbfl deploy local; the device's number follows
-SCHEMA = "2"  # version of the files with tensors; 1 had another checksum
+SCHEMA = "2"  # version of the files with tensors
 
 
 class DamagedState(PbflError):

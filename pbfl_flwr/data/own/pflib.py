@@ -133,7 +133,7 @@ def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
     if pool.vocabulary_size:
         raise PbflError("PFLlib folders cannot be written for texts; must be a dataset of numbers or images")
     if any((path / name).exists() for name in ("config.json", *PARTS)):
-        raise PbflError(f"{path} already holds a dataset; export-path must be a new folder")
+        raise PbflError(f"{path} already holds a dataset; must be a new folder")
     make_directory(path)
     for part in PARTS:
         make_directory(path / part)
