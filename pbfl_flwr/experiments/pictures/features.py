@@ -87,7 +87,7 @@ def _prototype_plane(run: FinishedRun, label: str) -> Picture:
     means = [saved_class_means(state) for _, state in client_states(run)]
     points = torch.cat([values[present] for values, present in means])
     labels = torch.cat([present.nonzero().flatten() for _, present in means])
-    near = max(_reach([points]), 1.2 * float((scale * prototypes.values).norm(dim=1).max()))
+    near = max(_reach(points), 1.2 * float((scale * prototypes.values).norm(dim=1).max()))
     inside = points.norm(dim=1) <= near
     _points(axes, points[inside], labels[inside], run.about.label_names, size=16)
     title = f"Prototypes in the plane of features: {label}"
@@ -161,7 +161,7 @@ def _plane(figure: Figure, axes: Axes, xlabel: str, ylabel: str, names: Sequence
     legend_below(figure, axes, [shortened(name) for name in names], marker_scale=2.5)
 
 
-def _reach(points: Sequence[Tensor]) -> float:
+def _reach(points: Tensor) -> float:
     """Return a radius that contains nearly all points (n, 2), so that outliers do not determine the scale."""
-    radii = torch.linalg.vector_norm(torch.cat(list(points)).double(), dim=1)
+    radii = torch.linalg.vector_norm(points.double(), dim=1)
     return 2.5 * float(radii.median()) + 1e-6
