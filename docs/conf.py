@@ -14,6 +14,7 @@ autodoc_typehints = "description"
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
+smartquotes = False  # keys and options begin with hyphens
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]

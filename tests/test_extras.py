@@ -16,9 +16,11 @@ from PIL import Image
 
 from pbfl_flwr.cli.common import engine_for
 from pbfl_flwr.config import Settings, parse
-from pbfl_flwr.data import load_pool
+from pbfl_flwr.data import LoadedData, load_pool
 from pbfl_flwr.data.own.columns import column_names
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.plan.configuration import preflight
+from pbfl_flwr.flower.api import Resources
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.registry import ARCHITECTURES, base_and_sizes
@@ -84,6 +86,10 @@ def keys(**values: Any) -> Settings:
     return parse({"num-clients": 2, **values}, SECTIONS)
 
 
+def before_a_run(**values: Any) -> object:
+    return preflight(keys(**values), Resources(), LoadedData())
+
+
 def cases() -> Iterator[Any]:
     """Yield what is done in a folder, the modules that are missing, the start of its line, and the extra."""
     for name in OF_TORCHVISION:
@@ -104,6 +110,10 @@ def cases() -> Iterator[Any]:
         "parquet",
     )
     yield lambda _: build_method(keys(method="gfpl")), ["sklearn"], "method = 'gfpl'", "experiments"
+    fesem, mlp = keys(method="fesem", models="mlp"), task_of("mlp", 8, (1, 16, 16))
+    yield lambda _: build_method(fesem).check(mlp, ["mlp"]), ["sklearn"], "method = 'fesem'", "experiments"
+    yield lambda _: before_a_run(auc=True), ["sklearn"], "auc = true", "experiments"
+    yield lambda _: before_a_run(**{"dp-noise": 1.0, "dp-clip": 1.0}), ["scipy"], "dp-noise", "privacy"
     yield lambda _: areas(*arrays), ["sklearn"], "auc = true", "experiments"
     yield lambda _: epsilon_of(1.0, 1, 1e-5), ["scipy"], "dp-noise", "privacy"
     yield lambda _: gaussian(1, 1), ["scipy"], "dp-noise", "privacy"

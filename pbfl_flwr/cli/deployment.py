@@ -212,7 +212,7 @@ def app(
     if own:
         with writing(out):
             own_app(source, out)
-        say(screen(), f"try it with python -m pytest {out}, run it with flwr run {out}")
+        say(screen(), f"run it with flwr run {out}, try it with python -m pytest {out} (needs pytest)")
         return
     with writing(out):
         slim(source, out)

@@ -175,7 +175,6 @@ class FeSEM(Method[Centres, Weights, Weights]):
         k-means runs on N coordinates with the same pairwise distances, computed from the inner products, so that its
         cost does not depend on the size of the network.
         """
-        require("method = 'fesem'", "sklearn")
         from sklearn.cluster import KMeans
 
         N = len(uploads)
@@ -204,7 +203,8 @@ class FeSEM(Method[Centres, Weights, Weights]):
         return {f"centre-{k}.clients": float(size) for k, size in enumerate(state.sizes().tolist())}
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """Check that all clients have the server's architecture."""
+        """Check that all clients have the server's architecture, and that scikit-learn is there."""
+        require("method = 'fesem'", "sklearn")
         super().check(task, [self.architecture, *architectures])
 
     def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:

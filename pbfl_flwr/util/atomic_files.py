@@ -68,9 +68,8 @@ def write_atomically(
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise UnsavedState(
-            f"{path} cannot be written ({error.strerror}); its previous content is kept"
-        ) from None
+        kept = "; its previous content is kept" if os.path.lexists(path) else ""
+        raise UnsavedState(f"{path} cannot be written ({error.strerror}){kept}") from None
     if not flushed:
         return
     try:

@@ -68,18 +68,19 @@ def test_interrupt_while_reading_does_not_pass_for_a_damaged_file(
 ) -> None:
     """A library that drops the exception of a signal's handler would cost the client a round."""
 
+    class Interrupted(BaseException):
+        """As KeyboardInterrupt, which would end all tests where it escapes."""
+
     def interrupt(number: int, frame: object) -> None:
         interrupts.append(number)
-        raise KeyboardInterrupt
+        raise Interrupted
 
     client.save(replace(STATE, model={f"weight-{number}": torch.ones(2) for number in range(300)}))
     interrupts: list[int] = []
     before = signal.signal(signal.SIGPROF, interrupt)
     try:
         for attempt in range(100):
-            with suppress(
-                KeyboardInterrupt
-            ):  # which may also fall into what ignores it, such as a callback of gc
+            with suppress(Interrupted):  # which may also fall into what ignores it, such as a callback of gc
                 signal.setitimer(signal.ITIMER_PROF, 1e-3 + attempt * 1e-4)
                 while len(interrupts) == attempt:
                     loaded(client)

@@ -27,6 +27,7 @@ from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.early_stopping import check_patience
 from pbfl_flwr.sinks import check as check_sinks
 from pbfl_flwr.util.atomic_files import make_directory
+from pbfl_flwr.util.extras import require
 from pbfl_flwr.util.user_code import code_in, is_external
 
 if TYPE_CHECKING:  # imports torch, which commands that only read do not need
@@ -171,6 +172,10 @@ def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> C
     run = settings.run
     check_patience(run.patience, run.patience_on, validated=settings.data.validation_share > 0)
     configured_mods(settings)
+    if settings.evaluation.auc:
+        require("auc = true", "sklearn")
+    if settings.privacy.dp_noise:
+        require("dp-noise", "scipy")
     partition = loaded.partition(settings.data, clients)
     pool = loaded.pool(settings.data)
     task = pool.task(settings.models.feature_dim)
