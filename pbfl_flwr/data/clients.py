@@ -170,9 +170,7 @@ class ClientData:
         if self.vocabulary_size:
             return batch_inputs
         device = batch_inputs.device
-        # float64 and int64 may hold more digits than float32, which a shift brings into its range.
-        wide = batch_inputs.double() if batch_inputs.element_size() == 8 else batch_inputs.float()
-        return (wide * self.scale.to(device) + self.shift.to(device)).float()
+        return batch_inputs.float() * self.scale.to(device) + self.shift.to(device)
 
 
 def materialise(

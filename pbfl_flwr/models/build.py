@@ -87,11 +87,12 @@ def _build_external(spec: str, task: Task) -> SplitModel:
         )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = {id(tensor): name for name, tensor in tensors.items()}
-    of_head = [names[id(tensor)] for tensor in (*head.parameters(), *head.buffers())]
+    of_head = [names.get(id(tensor), "") for tensor in (*head.parameters(), *head.buffers())]
     if other := [name for name in of_head if not name.startswith(HEAD_PREFIX)]:
+        found = f"named '{other[0]}'" if other[0] else "not registered"
         raise PbflError(
-            f"model '{spec}': a tensor of head was registered as '{other[0]}' before; methods find the classifier "
-            "by the name prefix 'head.', so head must be set before the module that contains or shares it"
+            f"model '{spec}': a weight of head is {found}, but methods find the classifier by the name prefix 'head.': "
+            "set self.head itself, before any module that contains or shares it, not as a property or by a wrapper"
         )
     if lazy := [name for name, tensor in tensors.items() if is_lazy(tensor)]:
         raise PbflError(

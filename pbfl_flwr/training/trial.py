@@ -16,6 +16,7 @@ from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError, QuotesData, format_exception, pass_on_exit
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.models.dry_forward import CHANGES_ITS_INPUT
+from pbfl_flwr.payloads import separate
 from pbfl_flwr.training.evaluation import evaluate
 from pbfl_flwr.util.user_code import describe_user_error, is_external
 
@@ -60,7 +61,7 @@ def _step(method: Method[Any, Any, Any], client: Client) -> None:
     evaluate(client, calls.predictors(method, client, down), method.predicts)
     update = calls.local_update(method, client, down)
     for kind, sent in ((method.down, down), (method.up, update.payload)):
-        kind.from_tensors(sent.to_tensors(), client.task)
+        kind.from_tensors(separate(sent.to_tensors()), client.task)
     changed = replace(client, memory=update.memory)
     evaluate(client, calls.predictors(method, changed, down), method.predicts)
 

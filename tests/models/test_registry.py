@@ -169,6 +169,18 @@ def head_of_another(task):
     net.layers = nn.Sequential(net.hidden, nn.Linear(task.feature_dim, task.num_classes))
     net.head = net.layers[1]
     return net
+def head_is_a_property(task):
+    class Adapter(nn.Module):
+        head = property(lambda self: self.fc)
+        features = Net.features
+    net = Adapter()
+    net.hidden, net.fc = nn.Linear(256, task.feature_dim), nn.Linear(task.feature_dim, task.num_classes)
+    return net
+def head_is_unregistered(task):
+    net = Net(task)
+    del net.head
+    net.__dict__["head"] = nn.Linear(task.feature_dim, task.num_classes)
+    return net
 def head_in_another(task):
     net = Net(task)
     net.layers = nn.Sequential(net.hidden, net.head)
@@ -207,9 +219,14 @@ def test_external_model_by_module_and_function(external: str) -> None:
         ("{}:without_features", r"has no method features\(x\) that returns \(B, 24\)"),
         ("{}:without_head", r"has no submodule head that maps \(B, 24\) to \(B, 10\)"),
         ("{}:head_is_a_method", r"no submodule head .* a method does not count"),
+        ("{}:head_of_another", r"a weight of head is named 'layers.1.weight', but methods find"),
         (
-            "{}:head_of_another",
-            r"a tensor of head was registered as 'layers.1.weight' before; methods find the",
+            "{}:head_is_a_property",
+            r"a weight of head is named 'fc.weight', but methods find the classifier by",
+        ),
+        (
+            "{}:head_is_unregistered",
+            r"a weight of head is not registered, but methods find the classifier by",
         ),
         ("{}:nothing", r"nothing \(\w+.py:\d+\) returned None; must return a Module"),
         ("{}:raises", r": raises\(task\) raised ValueError: not enough .* \(somebodys_nets\.py:29\)$"),

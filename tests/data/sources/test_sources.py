@@ -10,7 +10,7 @@ from scipy.io import savemat
 from torchvision import datasets
 
 from pbfl_flwr.config import DataSettings
-from pbfl_flwr.data import DATASETS, ClientData, Shard, check_data, client_data, load_pool
+from pbfl_flwr.data import DATASETS, check_data, client_data, load_pool
 from pbfl_flwr.data.sources import idx_files
 from pbfl_flwr.errors import PbflError
 
@@ -33,15 +33,6 @@ def test_images_are_fed_between_minus_one_and_one():
     assert torch.allclose(fed, expected, atol=1e-6)
     assert (fed.min().item(), fed.max().item()) == (-1, 1)
     assert data.scale.shape == (1, 1, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-def test_a_shift_keeps_the_digits_of_wide_numbers(dtype: torch.dtype) -> None:
-    """As of seconds since 1970, of which float32 keeps every 128th."""
-    shard = Shard(1_700_000_000 + torch.tensor([[0], [20], [50]], dtype=dtype), torch.tensor([0, 1, 1]))
-    data = ClientData(shard, shard, 2, ("a", "b"), torch.ones(1), torch.full((1,), -1.7e9))
-    fed = data.prepare(shard.inputs)
-    assert (fed.dtype, fed.flatten().tolist()) == (torch.float32, [0, 20, 50])
 
 
 def test_spiral_arms_are_told_apart_by_the_nearest_angle():
