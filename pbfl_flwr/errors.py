@@ -13,6 +13,7 @@ FEW = 5  # names listed in a message before "and N more"
 OUT_OF_MEMORY_HINT = (
     "lower batch-size or eval-batch-size, or have fewer clients share a GPU (--gpus-per-client)"
 )
+NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "can't start new thread")  # of torch, of Python
 # What may not pass from foreign text to a terminal, a log or a file: ANSI escape sequences, control characters, marks
 # that change the direction of text or take no room, tags, halves of surrogate pairs (which cannot be encoded).
 UNPRINTABLE = re.compile(
@@ -90,6 +91,8 @@ def format_exception(error: BaseException, *, text: bool = True) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     message = type(error).__name__ + f": {' '.join(printable(str(error)).split())}" * text
     advice = f"; {OUT_OF_MEMORY_HINT}" if is_out_of_memory(error) else ""
+    if isinstance(error, MemoryError) or any(each in str(error) for each in NO_MEMORY):
+        advice = "; this machine, or the limit of this process, has too little memory"
     return f"{message[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno}){advice}"
 
 

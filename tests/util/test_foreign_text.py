@@ -5,10 +5,11 @@ import io
 import unicodedata
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pbfl_flwr.errors import printable
+from pbfl_flwr.errors import format_exception, printable
 from pbfl_flwr.sinks import steps
 from pbfl_flwr.util.csv_text import csv_text
 from tests.small_runs import entry, rounds_of
@@ -89,3 +90,12 @@ def test_every_sink_takes_the_name_of_every_metric(metrics: dict[str, float]) ->
             assert len(rest) == 1
             assert rest[0].strip(".")
             assert all(character.isalnum() or character in "_. -" for character in rest[0])
+
+
+def test_too_little_memory_is_said_to_be_of_this_machine() -> None:
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(2**60)
+    for error in (of_torch.value, MemoryError()):
+        assert format_exception(error).endswith(
+            "; this machine, or the limit of this process, has too little memory"
+        )

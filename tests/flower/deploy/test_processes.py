@@ -80,6 +80,33 @@ def test_watchdog_ignores_sigterm_and_leaves_ended_groups_alone() -> None:
             process.wait()
 
 
+def test_watchdog_ends_the_server_before_the_clients() -> None:
+    """Else the server completes its round without the clients that have ended."""
+    slow = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit()))"
+    server = subprocess.Popen(
+        [*SLEEP[:2], f"{slow}; print(flush=True); {SLEEP[2]}"], stdout=-1, start_new_session=True
+    )
+    client = subprocess.Popen(SLEEP, start_new_session=True)
+    assert server.stdout is not None
+    server.stdout.readline()
+    order: list[int] = []
+    waiting = [
+        threading.Thread(target=lambda each=each: order.append((each.wait(), each.pid)[1]))
+        for each in (server, client)
+    ]
+    for thread in waiting:
+        thread.start()
+    subprocess.run(
+        [sys.executable, "-I", watchdog.__file__],
+        input=f"{server.pid}\n{client.pid}\n",
+        text=True,
+        timeout=30,
+    )
+    for thread in waiting:
+        thread.join(30)
+    assert order == [server.pid, client.pid]
+
+
 def test_processes_end_without_their_watchdog(tmp_path: Path) -> None:
     """Also the last word to it, which nobody reads."""
     processes = Processes()
