@@ -3,6 +3,7 @@
 import csv
 import io
 import unicodedata
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -92,10 +93,9 @@ def test_every_sink_takes_the_name_of_every_metric(metrics: dict[str, float]) ->
             assert all(character.isalnum() or character in "_. -" for character in rest[0])
 
 
-def test_too_little_memory_is_said_to_be_of_this_machine() -> None:
-    with pytest.raises(RuntimeError) as of_torch:
-        torch.empty(2**60)
-    for error in (of_torch.value, MemoryError()):
-        assert format_exception(error).endswith(
-            "; this machine, or the limit of this process, has too little memory"
-        )
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60), lambda: bytearray(2**60)])
+def test_too_little_memory_is_said_to_be_of_this_machine(allocate: Callable[[], object]) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate()
+    said = format_exception(caught.value)
+    assert said.endswith("; this machine, or the limit of this process, has too little memory")
