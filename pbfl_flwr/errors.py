@@ -92,7 +92,7 @@ def format_exception(error: BaseException, *, text: bool = True) -> str:
     message = type(error).__name__ + f": {' '.join(printable(str(error)).split())}" * text
     advice = f"; {OUT_OF_MEMORY_HINT}" if is_out_of_memory(error) else ""
     if isinstance(error, MemoryError) or any(each in str(error) for each in NO_MEMORY):
-        advice = "; this machine, or the limit of this process, has too little memory"
+        advice = "; this machine has too little memory, or this process a limit on memory or threads"
     return f"{message[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno}){advice}"
 
 

@@ -98,4 +98,4 @@ def test_too_little_memory_is_said_to_be_of_this_machine(allocate: Callable[[], 
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         allocate()
     said = format_exception(caught.value)
-    assert said.endswith("; this machine, or the limit of this process, has too little memory")
+    assert said.endswith("; this machine has too little memory, or this process a limit on memory or threads")

@@ -80,11 +80,16 @@ class ManagedSuperLink(ABC):
             for name in ("home", "empty", "ray"):
                 (self._scratch / name).mkdir()
             self._prepare()
-            if not any(self._start() for _ in range(ATTEMPTS)):
+            address = next(filter(None, (self._start() for _ in range(ATTEMPTS))), None)
+            if address is None:
                 raise PbflError(
                     f"Flower's SuperLink did not start; the last lines of {self.log}:\n{self.tail()}"
                 )
             self._complete()
+            # The last one, so that it ends first, with the ServerApp: else that would complete a round without the
+            # SuperNodes that have ended.
+            trust = ["--root-certificates", str(self.ca)] if self.ca else ["--insecure"]
+            self._superexec = self._spawn("flower-superexec", *trust, "--runtime-api-address", address)
             undo.pop_all()  # from now on __exit__ is called by the caller's with statement
         return self
 
@@ -147,8 +152,8 @@ class ManagedSuperLink(ABC):
         """Certificate of the authority that signed the SuperLink's certificate; None without TLS."""
         return None
 
-    def _start(self) -> bool:
-        """Start the SuperLink and wait until it is healthy; False if it ended or was not ready in time."""
+    def _start(self) -> str | None:
+        """Start the SuperLink, wait until it is healthy and return its address; None if it ended or was not in time."""
         port = free_port()
         address = f"127.0.0.1:{port}"
         config = self._scratch / "home" / "config.toml"
@@ -159,13 +164,11 @@ class ManagedSuperLink(ABC):
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self._superlink.poll() is None:
             if healthy(port, self.ca):
-                trust = ["--root-certificates", str(self.ca)] if self.ca else ["--insecure"]
-                self._superexec = self._spawn("flower-superexec", *trust, "--runtime-api-address", address)
-                return True
+                return address
             time.sleep(0.1)
         if self._processes is not None:
             self._processes.end()
-        return False
+        return None
 
     def _run(self, app: Path, config: Mapping[str, Scalar], *more: str) -> str:
         """Submit the app, follow the run's log and return Flower's run id.

@@ -48,7 +48,7 @@ def main() -> None:
             groups.append(group)
         elif -group in groups:
             groups.remove(-group)
-    for group in groups:  # the server first: else it would complete a round without the clients that end
+    for group in reversed(groups):
         end_group(group)
     for directory in sys.argv[1:]:
         shutil.rmtree(directory, ignore_errors=True)

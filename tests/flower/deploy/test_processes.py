@@ -15,6 +15,7 @@ import pytest
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy import processes, watchdog
 from pbfl_flwr.flower.deploy.processes import Processes
+from pbfl_flwr.flower.deploy.superlink import ManagedSuperLink
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="has no process groups")
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -80,8 +81,33 @@ def test_watchdog_ignores_sigterm_and_leaves_ended_groups_alone() -> None:
             process.wait()
 
 
-def test_watchdog_ends_the_server_before_the_clients() -> None:
-    """Else the server completes its round without the clients that have ended."""
+def test_the_process_that_serves_rounds_is_started_last(tmp_path: Path) -> None:
+    """And ended first: else it completes its round without the clients that have ended."""
+    started: list[str] = []
+
+    class Link(ManagedSuperLink):
+        def _options(self, address: str) -> list[str]:
+            return []
+
+        def _start(self) -> str:
+            started.append("superlink")
+            return "127.0.0.1:1"
+
+        def _complete(self) -> None:
+            started.append("supernodes")
+
+        def _spawn(self, name: str, *arguments: str, **_: Any) -> Any:
+            started.append(f"{name} {' '.join(arguments)}")
+
+    with Link(tmp_path):
+        assert started == [
+            "superlink",
+            "supernodes",
+            "flower-superexec --insecure --runtime-api-address 127.0.0.1:1",
+        ]
+
+
+def test_watchdog_ends_the_last_one_first() -> None:
     slow = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit()))"
     server = subprocess.Popen(
         [*SLEEP[:2], f"{slow}; print(flush=True); {SLEEP[2]}"], stdout=-1, start_new_session=True
@@ -98,7 +124,7 @@ def test_watchdog_ends_the_server_before_the_clients() -> None:
         thread.start()
     subprocess.run(
         [sys.executable, "-I", watchdog.__file__],
-        input=f"{server.pid}\n{client.pid}\n",
+        input=f"{client.pid}\n{server.pid}\n",
         text=True,
         timeout=30,
     )
