@@ -134,7 +134,14 @@ def _natural(pool: Pool, total: int, settings: DataSettings, num_clients: int) -
     notes = (
         (f"the first {num_clients} of {len(owners)} natural clients",) if num_clients < len(owners) else ()
     )
-    return Assignment(tuple(np.flatnonzero(owner == who) for who in owners[:num_clients]), notes)
+    return Assignment(tuple(_rows_of(owner, owners[:num_clients])), notes)
+
+
+def _rows_of(owner: Rows, owners: NDArray[np.int64]) -> list[Rows]:
+    """Return the rows of each of these owners, ascending; one sort, since there may be thousands of them."""
+    order = np.argsort(owner, kind="stable")
+    begins, ends = (np.searchsorted(owner, owners, side, sorter=order) for side in ("left", "right"))
+    return [order[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
 def _official_tests(pool: Pool, train: tuple[Rows, ...], rng: RandomState) -> tuple[Split, ...]:
@@ -154,7 +161,8 @@ def _official_tests(pool: Pool, train: tuple[Rows, ...], rng: RandomState) -> tu
 def _own_tests(
     owner: Rows, num_train: int, train: tuple[Rows, ...], settings: DataSettings
 ) -> tuple[Split, ...]:
-    tests = [num_train + np.flatnonzero(owner[num_train:] == owner[rows[0]]) for rows in train]
+    owners = np.array([owner[rows[0]] for rows in train])
+    tests = [num_train + rows for rows in _rows_of(owner[num_train:], owners)]
     if not sum(map(len, tests)):
         raise PbflError(
             f"test-split = official: no sample of the official test part of dataset '{settings.dataset}' belongs "
@@ -169,14 +177,12 @@ def _as_in_files(pool: Pool, owner: Rows, in_train: NDArray[np.bool_], num_clien
         raise PbflError(
             f"num-clients = {num_clients}: the dataset's files hold {available} clients, no more are allowed"
         )
-    splits = []
-    for client in range(num_clients):
-        mine = owner == client
-        splits.append(Split(np.flatnonzero(mine & in_train), np.flatnonzero(mine & ~in_train)))
+    clients = _rows_of(owner, np.arange(num_clients))
+    splits = tuple(Split(rows[in_train[rows]], rows[~in_train[rows]]) for rows in clients)
     notes = ["clients and splits come from the files; partition settings do not apply"]
     if num_clients < available:
         notes.append(f"the first {num_clients} of {available} clients")
-    return Partition(tuple(splits), _counts(pool, splits), (*notes, *pool.notes))
+    return Partition(splits, _counts(pool, splits), (*notes, *pool.notes))
 
 
 def _finish(
@@ -205,7 +211,7 @@ def _named(partition: Partition, pool: Pool) -> Partition:
     return replace(partition, natural_ids=names)
 
 
-def _counts(pool: Pool, splits: list[Split] | tuple[Split, ...]) -> NDArray[np.int64]:
+def _counts(pool: Pool, splits: tuple[Split, ...]) -> NDArray[np.int64]:
     client_labels = [pool.labels[np.concatenate([split.train, split.test])] for split in splits]
     return np.stack([np.bincount(labels, minlength=pool.num_classes) for labels in client_labels]).astype(
         np.int64
