@@ -52,8 +52,11 @@ class Follower:
             about = self._run.record()
             self._predictor, self._num_clients = about.primary_predictor, len(about.clients)
             self._say(introduction(about))
-        for line in self._new_lines():
-            self._round(RoundRecord.from_json(line, self._file))
+        if lines := self._new_lines():
+            # Read anew: when a run is resumed for more rounds, the record has their old number until the server begins.
+            rounds = self._num_rounds or self._run.record().last_round
+            for line in lines:
+                self._round(RoundRecord.from_json(line, self._file), rounds)
         if (waiting := self._run.waiting()) != self._waiting:
             self._waiting = waiting
             if waiting:
@@ -74,12 +77,10 @@ class Follower:
         self._seen.update(lines)
         return lines
 
-    def _round(self, record: RoundRecord) -> None:
+    def _round(self, record: RoundRecord, rounds: int) -> None:
         self._seconds.append(record.seconds.total)
         if record.joined:
             self._num_clients = len(self._run.record().clients)
-        # Read anew: when a run is resumed for more rounds, the record has their old number until the server begins.
-        rounds = self._num_rounds or self._run.record().last_round
         left = pace(self._seconds) * (rounds - record.round)
         self._say(
             f"{round_line(record, rounds, self._predictor, self._num_clients)}  left {clock(left)}",
