@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from pbfl_flwr.config import PREDICTOR_NAME, PROTECTIONS, STAGES, Group, Scalar, Settings, parse
-from pbfl_flwr.config.keys import Protocol
+from pbfl_flwr.config import PREDICTOR_NAME, PROTECTIONS, PROTOCOLS, STAGES, Group, Settings, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.user_code import is_external
 
@@ -205,32 +204,25 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
     Raises:
         PbflError: naming the settings that it does not support.
     """
-    values, defaults = settings.as_dict(), _defaults(settings.run.method, settings.run.protocol)
+    values, run = settings.as_dict(), settings.run
+    defaults = parse({"method": run.method, "protocol": run.protocol}).as_dict()
     unused = [key for key in STAGES if key not in method.uses and values[key] != defaults[key]]
     if unused:
         raise PbflError(
             "\n".join(
-                f"{key} = {values[key]!r}: method '{settings.run.method}' has no such stage; must be "
+                f"{key} = {values[key]!r}: method '{run.method}' has no such stage; must be "
                 f"{defaults[key]!r}, the default"
                 for key in unused
             )
         )
-    asked = [key for key in PROTECTIONS if key not in method.uses and _protects(settings, key, values[key])]
-    if asked:
+    # Above its default under every protocol, a value asks for protection.
+    most = {key: max(map(float, PROTOCOLS.get(key, {"": defaults[key]}).values())) for key in PROTECTIONS}
+    others = [key for key in PROTECTIONS if key not in method.uses and values[key] != "auto"]
+    if asked := [key for key in others if float(values[key]) > most[key]]:
         raise PbflError(
-            f"{', '.join(f'{key} = {values[key]!r}' for key in asked)}: method '{settings.run.method}' sends "
+            f"{', '.join(f'{key} = {values[key]!r}' for key in asked)}: method '{run.method}' sends "
             f"{method.up.__name__}, which these settings cannot protect; they apply to {', '.join(using(asked[0]))}"
         )
-
-
-def _defaults(method: str, protocol: str) -> Mapping[str, Scalar]:
-    return parse({"method": method, "protocol": protocol}).as_dict()
-
-
-def _protects(settings: Settings, key: str, value: Scalar) -> bool:
-    """Whether a value of one of PROTECTIONS, which are numbers, is above its default under every protocol."""
-    defaults = (_defaults(settings.run.method, protocol)[key] for protocol in get_args(Protocol))
-    return value != "auto" and float(value) > max(map(float, defaults))
 
 
 def using(key: str) -> list[str]:
