@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Result, Strategy
 
 from pbfl_flwr import calls, seeds
 from pbfl_flwr.config import Settings, changed
@@ -35,7 +35,7 @@ from pbfl_flwr.data import LoadedData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.traffic import NO_BYTES
-from pbfl_flwr.flower.server import hooks, inflation, recorder, rounds, stopping
+from pbfl_flwr.flower.server import inflation, recorder, results, rounds, stopping
 from pbfl_flwr.flower.server.grid import polling
 from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.phase import Kind, Phase, RoundPlan, phase_of, plan_of
@@ -60,7 +60,7 @@ MAX_REPEATS = 3  # of one round, because nodes became unreachable during it
 REPEATED = "round repeated because too many nodes were unreachable"
 
 
-class MethodStrategy(hooks.Hooks):
+class MethodStrategy(Strategy):
     """One method of METHODS as a Flower strategy.
 
     Args:
@@ -89,6 +89,7 @@ class MethodStrategy(hooks.Hooks):
         self._recorder = recorder_of(self.directory, loaded or LoadedData())
         self._participations: dict[int, int] = {}  # client -> rounds trained in, as last reported
         self._reported: dict[int, int] = {}  # client -> the round of that report
+        self._phase: Phase | None = None  # of configure_train, for aggregate_train
         self._digest = (
             ""  # of the last checkpoint's state; the first state is made anew, on another CPU with other bits
         )
@@ -261,9 +262,9 @@ class MethodStrategy(hooks.Hooks):
                     log(INFO, "nothing to do: %s of %s rounds are finished", self.done, self._last_round)
                 while self.done < self._last_round:
                     record = self._commit(self._round(grid, self.done + 1))
-                    hooks.add_to(result, record, self.next_arrays())
+                    results.add_to(result, record, self._next_arrays())
                     if evaluate_fn is not None:
-                        hooks.add_metrics(result, self.done, evaluate_fn(self.done, result.arrays))
+                        results.add_metrics(result, self.done, evaluate_fn(self.done, result.arrays))
                 if self._last_round < self.schedule.num_rounds:
                     written.end_early(self.done)
                 ending = "finished"
@@ -449,23 +450,45 @@ class MethodStrategy(hooks.Hooks):
         """Return what the first client would be sent in the next round."""
         return calls.broadcast(self.method, state, min(self._clients.roster.clients))
 
-    # For Flower's hooks --------------------------------------------------------------------------------------
-
-    def next_phase(self, grid: Grid, number: int) -> Phase:
-        """Return the messages of a round."""
-        if self.membership is None:
-            self.prepare(grid)
-        return self._messages(self._plan(grid, number), self.state)
-
-    def close_phase(self, phase: Phase, messages: list[Message]) -> RoundRecord:
-        """Read and check the replies, aggregate, and commit the round."""
-        replies = self._read(phase, messages, self.state)
-        stopping.check_replies(replies, self._clients.roster, self.settings)
-        return self._commit(self._finished(replies, phase.started))
-
-    def next_arrays(self) -> ArrayRecord:
+    def _next_arrays(self) -> ArrayRecord:
         """Return the next broadcast to the first client as bytes."""
         return wire.encode(self._broadcast(self.state))
+
+    # Flower's hooks, for a loop other than start -----------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return training messages for the sampled clients and evaluation messages for (some of) the others."""
+        if self.membership is None:
+            self.prepare(grid)
+        self._phase = self._messages(self._plan(grid, server_round), self.state)
+        return [message for message, _ in self._phase.messages]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Drop and log invalid replies, aggregate the rest, and commit the round.
+
+        Raises:
+            RunEnded: see :meth:`start`; nothing has changed then.
+        """
+        if self._phase is None:
+            raise RuntimeError("configure_train comes first")
+        received = self._read(self._phase, list(replies), self.state)
+        stopping.check_replies(received, self._clients.roster, self.settings)
+        record = self._commit(self._finished(received, self._phase.started))
+        return self._next_arrays(), results.train_metrics(record)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return no messages: clients are scored in the training phase."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return None, since nobody is asked."""
+        return None
 
 
 def digest_of(state: Serializable) -> str:
