@@ -322,9 +322,19 @@ def no_upload_crashes_the_server(seen: Played, directory: Path) -> None:
         assert all(bool(torch.isfinite(t).all()) for t in upload.to_tensors().values()), sorted(mutant)
         if aggregated < 6:
             aggregated += 1
-            state = method.aggregate(last.state, {**last.uploads, victim: upload}, last.round_info)
-            method.report(state)
-            method.broadcast(state, 0).scalars()
+            try:
+                state = method.aggregate(last.state, {**last.uploads, victim: upload}, last.round_info)
+                method.report(state)
+                method.broadcast(state, 0).scalars()
+            except Exception as error:
+                both = tensors.keys() & mutant.keys()
+                changed = [
+                    name for name in both if not same_tensors({name: tensors[name]}, {name: mutant[name]})
+                ]
+                what = ", ".join([*changed, *(tensors.keys() ^ mutant.keys())])
+                raise AssertionError(
+                    f"validate() accepts an upload with another '{what}', at which the server raises {error!r}"
+                ) from error
 
 
 def _mutated(tensors: Mapping[str, Tensor], rng: random.Random) -> dict[str, Tensor]:

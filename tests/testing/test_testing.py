@@ -1,5 +1,6 @@
 """What pbfl_flwr.testing finds: its checks fail where a method does what it may not."""
 
+import importlib
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from pbfl_flwr.config import Settings, key_of
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.method import Client, Round, Update
+from pbfl_flwr.method import Client, Method, Round, Update
 from pbfl_flwr.methods.feddistill import FedDistill
 from pbfl_flwr.methods.fedproto import build as fedproto
 from pbfl_flwr.payloads import Logits, RejectedPayload, Weights
@@ -76,6 +77,16 @@ def test_an_example_does_what_every_method_must_do(monkeypatch: pytest.MonkeyPat
     after = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(after, torch.rand(1))  # the user's generator is left as it was
+
+
+def test_a_server_that_an_upload_crashes_is_told_what_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    feddyn = importlib.import_module("feddyn")
+    monkeypatch.setattr(feddyn.FedDyn, "validate", Method.validate)  # which accepts all
+    with pytest.raises(
+        AssertionError, match=r"^validate\(\) accepts an upload with another 'w\..* raises \w+Error"
+    ):
+        check_method("feddyn:build")
 
 
 def test_a_method_gets_the_keys_that_it_cannot_do_without() -> None:
