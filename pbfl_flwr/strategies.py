@@ -65,6 +65,12 @@ def configure(method: str, **keys: Scalar) -> Settings:
     return parse({"method": method, **{name: keys[key] for key, name in names.items()}}, SECTIONS)
 
 
+def _placed(method: str, directory: Path | None, keys: dict[str, Scalar]) -> Settings:
+    """Return settings whose clients keep their states in the run's directory, unless a key names another one."""
+    place: dict[str, Scalar] = {"run_dir": str(Path(directory).absolute())} if directory else {}
+    return configure(method, **{**place, **keys})
+
+
 def _with_own_settings(method: str, values: dict[str, Scalar]) -> dict[str, Scalar]:
     """Return run-config keys with those that only the user's method has as ``method-settings``."""
     text = str(values.get("method-settings", ""))
@@ -93,7 +99,7 @@ class NamedStrategy(MethodStrategy):
 
     Args:
         num_clients: M.
-        directory: where the run is written; None keeps everything in memory.
+        directory: where the run is written, by simulated clients too; None keeps in memory what is the server's.
         keys: any other run-config key, with underscores: ``regularizer_weight`` (λ), ``aggregation``, ``cps_dim`` (s),
             ``cpkd``, ``learning_rate``, ... as in :func:`configure`.
 
@@ -107,7 +113,9 @@ class NamedStrategy(MethodStrategy):
     method_name: ClassVar[str]
 
     def __init__(self, *, num_clients: int, directory: Path | None = None, **keys: Scalar) -> None:
-        super().__init__(configure(self.method_name, num_clients=num_clients, **keys), directory)
+        super().__init__(
+            _placed(self.method_name, directory, {"num_clients": num_clients, **keys}), directory
+        )
 
 
 class FedProto(NamedStrategy):
@@ -257,10 +265,10 @@ def strategy_of(
     Args:
         method: its name in METHODS, as ``pbfl list methods`` prints it, or ``my_package.module:build``.
         num_clients: M.
-        directory: where the run is written; None keeps everything in memory.
+        directory: as in :class:`NamedStrategy`.
         keys: any other run-config key, as in :func:`configure`.
 
     Raises:
         PbflError: as :func:`configure`.
     """
-    return MethodStrategy(configure(method, num_clients=num_clients, **keys), directory)
+    return MethodStrategy(_placed(method, directory, {"num_clients": num_clients, **keys}), directory)

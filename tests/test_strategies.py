@@ -8,26 +8,30 @@ import pytest
 
 from pbfl_flwr.config import GROUPS
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.artefacts import client_states
+from pbfl_flwr.experiments.results import FinishedRun
+from pbfl_flwr.flower.api import federate_app
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.strategies import GFPL, FedCPD, FedProto, FedTGP, ProtoNorm, TinyProto, strategy_of
 from tests.flower.inprocess import NUM_CLIENTS, InProcessGrid, tiny_data
 
+COMMON: dict[str, Any] = {"models": "cnn4", "feature_dim": 20, "num_server_rounds": 2}
+
 
 def strategies(directory: Path) -> list[MethodStrategy]:
-    common: dict[str, Any] = {"models": "cnn4", "feature_dim": 20, "num_server_rounds": 2}
     where = str(directory / "state")
     return [
         FedProto(
-            num_clients=NUM_CLIENTS, cps_dim=5, aggregation="ppa", cpkd="sample", state_dir=where, **common
+            num_clients=NUM_CLIENTS, cps_dim=5, aggregation="ppa", cpkd="sample", state_dir=where, **COMMON
         ),
-        FedTGP(num_clients=NUM_CLIENTS, server_epochs=2, state_dir=where, **common),
-        TinyProto(num_clients=NUM_CLIENTS, base="fedtgp", cps_dim=4, state_dir=where, **common),
-        ProtoNorm(num_clients=NUM_CLIENTS, upscale=10.0, alignment="simplex", state_dir=where, **common),
-        GFPL(num_clients=NUM_CLIENTS, components=2, start=1, interval=1, state_dir=where, **common),
-        FedCPD(num_clients=NUM_CLIENTS, align_weight=0.5, base="fedavg", state_dir=where, **common),
-        strategy_of("fedgh", num_clients=NUM_CLIENTS, server_epochs=2, state_dir=where, **common),
+        FedTGP(num_clients=NUM_CLIENTS, server_epochs=2, state_dir=where, **COMMON),
+        TinyProto(num_clients=NUM_CLIENTS, base="fedtgp", cps_dim=4, state_dir=where, **COMMON),
+        ProtoNorm(num_clients=NUM_CLIENTS, upscale=10.0, alignment="simplex", state_dir=where, **COMMON),
+        GFPL(num_clients=NUM_CLIENTS, components=2, start=1, interval=1, state_dir=where, **COMMON),
+        FedCPD(num_clients=NUM_CLIENTS, align_weight=0.5, base="fedavg", state_dir=where, **COMMON),
+        strategy_of("fedgh", num_clients=NUM_CLIENTS, server_epochs=2, state_dir=where, **COMMON),
     ]
 
 
@@ -41,6 +45,22 @@ def test_strategies_run_in_another_app(number: int, tmp_path: Path) -> None:
     assert sorted(result.train_metrics_clientapp) == [1, 2]
     assert result.arrays  # the global prototypes, encoded
     assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.parametrize("keys", [{}, {"state_dir": "elsewhere"}])
+def test_clients_keep_their_states_in_the_directory_of_the_run_unless_a_key_names_another(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+    keys = {key: str(tmp_path / place) for key, place in keys.items()}
+    strategy = FedProto(num_clients=NUM_CLIENTS, directory=tmp_path / "run", **keys, **COMMON)
+    federate_app(strategy, make_client_app(tiny_data, strategy.settings))
+    states = Path(keys.get("state_dir", tmp_path / "run" / "clients")) / strategy.experiment
+    assert len([*states.glob("client-*.safetensors")]) == NUM_CLIENTS
+    assert [client for client, _ in client_states(FinishedRun.load(tmp_path / "run"))] == [
+        *range(NUM_CLIENTS)
+    ]
+    assert not (tmp_path / "home" / "runs").exists()
 
 
 def test_keywords_reach_the_method(tmp_path: Path) -> None:
