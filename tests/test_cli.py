@@ -437,7 +437,7 @@ def test_between_two_runs_a_signal_is_an_interruption(
     assert capsys.readouterr().out == f"cleaned up\n{INTERRUPTED_NOTE}\n"
 
 
-@pytest.mark.parametrize("words", ["list keys --markdown", "show run --format csv", "watch run --once"])
+@pytest.mark.parametrize("words", ["list keys", "show run --format csv", "watch run --once"])
 def test_what_nobody_reads_is_no_error(words: str, tmp_path: Path) -> None:
     write_run(tmp_path / "run", [entry(1, 0.5, 0.25)])
     assert unread(*words.split()) == (0, "")
@@ -539,7 +539,7 @@ def test_many_runs_are_a_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
-@pytest.mark.parametrize("words", [["--help"], ["list", "keys", "--markdown"]])
+@pytest.mark.parametrize("words", [["--help"], ["list", "keys"]])
 def test_words_that_find_no_room_are_a_line(words: list[str]) -> None:
     assert without_room(*words) == (1, "error: a file or what is printed: No space left on device\n")
 

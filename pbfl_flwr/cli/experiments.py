@@ -261,18 +261,11 @@ def list_(
             "runs a directory.",
         ),
     ] = "",
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print all keys as a Markdown page; only with TOPIC keys.")
-    ] = False,
 ) -> None:
     """List methods, models, pretrained weights, datasets, presets, comparisons, reproductions, keys, or runs."""
     from pbfl_flwr.experiments import catalogue
 
-    if markdown and (topic != "keys" or word):
-        raise PbflError("--markdown: allowed only as pbfl list keys --markdown, without WORD")
-    if markdown:
-        document(catalogue.keys_page())
-    elif topic == "runs":
+    if topic == "runs":
         _list_runs(Path(word or "runs"))
     elif topic == "keys":
         catalogue.show_keys(word, screen())

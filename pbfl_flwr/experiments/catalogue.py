@@ -14,7 +14,6 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.console import print_hanging, say
 from pbfl_flwr.experiments.plan import comparison, reproduction
 from pbfl_flwr.experiments.plan.configuration import presets
-from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES, CLASSIFIER, FAMILIES
 from pbfl_flwr.util.paths import home, stored_weights
@@ -106,37 +105,6 @@ def show_keys(word: str, console: Console) -> None:
         for key in matching:
             say(console, f"  {key.name} = {key.default}", "bold")
             print_hanging(console, "", f"{key.meaning} [{key.allowed}]".lstrip(), 6)
-
-
-def keys_page() -> str:
-    """Return all keys as a Markdown page, which the site has."""
-    lines = [
-        "# All keys",
-        "",
-        "Every key of the run configuration, as printed by `pbfl list keys --markdown`. Keys can be set with",
-        "`--set KEY=VALUE`, in a preset and with `flwr run --run-config`. `auto` follows the method, the protocol or",
-        "the data.",
-    ]
-    for name, title, every in keys():
-        rows = tuple((f"`{key.name}`", f"`{key.default}`", _description_cell(key)) for key in every)
-        table = Sheet("", ("key", "default", "meaning [allowed values]"), rows, text_columns=3).markdown()
-        lines += ["", f"## {name}", "", title, "", *table.splitlines()[2:]]
-    return "\n".join(lines) + "\n"
-
-
-def rules_table() -> str:
-    """Return what each aggregation rule tells the server as a Markdown table, a part of docs/privacy.md."""
-    from pbfl_flwr.prototypes.rules import RULES, TELLS  # loads torch
-
-    lines = ["| `aggregation` | what a client sends | what it tells the server |", "|---|---|---|"]
-    lines += [f"| `{name}` | {' | '.join(TELLS[rule.sends])} |" for name, rule in RULES.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _description_cell(key: Key) -> str:
-    """Return a key's meaning and allowed values as Markdown, with "<" and "*" escaped."""
-    text = f"{key.meaning} [{key.allowed}]".lstrip()
-    return text.replace("<", "&lt;").replace("*", "\\*")
 
 
 def show_rows(topic: str, word: str, console: Console) -> None:
