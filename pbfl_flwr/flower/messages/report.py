@@ -185,7 +185,7 @@ class Report:
             number,
             by_class,
             _list(record, Part.GPU)[0] if Part.GPU in record else 0.0,
-            _areas(record, scored) if requested.areas and num_test else None,
+            _areas(record, scored) if requested.areas and num_test and scored else None,
             names,
         )
 

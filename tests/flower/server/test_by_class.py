@@ -128,3 +128,5 @@ def test_areas_are_recorded_as_means_weighted_by_samples(tmp_path: Path) -> None
     with pytest.raises(RejectedPayload, match="above 1"):
         with_areas(3, Areas(0.5, 1.5))
     assert Report.from_record(Report(9, 0).to_record(), Requested(areas=True)).areas is None
+    unscored = Report(9, 3, 1, {}, areas={}).to_record()  # no predictor is available yet
+    assert Report.from_record(unscored, Requested(areas=True)).areas is None
