@@ -11,9 +11,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from uuid import UUID
 
@@ -337,19 +338,34 @@ def worker_specs(resources: Resources, num_clients: int, log: Path) -> list[Work
     return [WorkerSpec(resources.cpus_per_client, gpus, log) for gpus in shares[:num_clients]]
 
 
+class _LogFile(logging.FileHandler):
+    """A log in a private file; lines that the disk does not take are lost, since a run ends for its results alone."""
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding="utf-8", opener=private_opener)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's name
+        """Do not print a traceback for every line."""
+
+    def close(self) -> None:
+        """Close the file, which tries once more to write."""
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def _logged_to(file: Path) -> Iterator[None]:
     """Write Flower's log to a file instead of the terminal."""
     logger = logging.getLogger("flwr")
     before = logger.handlers[:]
-    with open(file, "a", encoding="utf-8", opener=private_opener) as stream:
-        handler = logging.StreamHandler(stream)
-        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-        logger.handlers[:] = [handler]
-        try:
-            yield
-        finally:
-            logger.handlers[:] = before
+    handler = _LogFile(file)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logger.handlers[:] = [handler]
+    try:
+        yield
+    finally:
+        logger.handlers[:] = before
+        handler.close()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The simulation without Flower's engine: the grid, the workers, and the same results as any other."""
 
 import gc
+import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +72,16 @@ def test_gives_the_results_of_the_grid_of_the_tests(tmp_path: Path) -> None:
     assert [line.failures for line in lines] == [[], []]
     assert "round 2/2" in (tmp_path / "run" / "flower.log").read_text()
     assert not device.in_worker(), "it was one only for a while"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_log_that_finds_no_room_is_lost_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "private_opener", lambda name, flags: os.open("/dev/full", flags))
+    federate(tmp_path, KEYS, 3, Resources(workers=1))
+    assert RunDirectory(tmp_path).result()
+    assert capfd.readouterr().err == ""
 
 
 def test_zero_clients_stand_for_all_nodes_of_a_simulation(
