@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback
 from collections.abc import Iterator, Sequence
@@ -138,10 +139,13 @@ def reading(what: str) -> Iterator[None]:
     Raises:
         PbflError: instead of an OSError, or of a LookupError, TypeError, ValueError, AttributeError or ArithmeticError,
             e.g. for a missing key.
+        OSError: if a disk is full, which no reading can find.
     """
     try:
         yield
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # of what is written or printed meanwhile
+            raise
         raise PbflError(f"{error.filename or what} cannot be read ({error.strerror or error})") from error
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise PbflError(

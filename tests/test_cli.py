@@ -544,6 +544,26 @@ def test_words_that_find_no_room_are_a_line(words: list[str]) -> None:
     assert without_room(*words) == (1, "error: a file or what is printed: No space left on device\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("words", [["show"], ["show", "--format", "csv"], ["watch", "--once"]])
+def test_results_that_find_no_room_do_not_pass_for_a_run_that_cannot_be_read(
+    words: list[str], tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
+    assert without_room(*words, run) == (1, "error: a file or what is printed: No space left on device\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not remove a directory in use")
+def test_a_removed_current_directory_is_a_line(tmp_path: Path) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    command = f'rmdir ../gone; "{sys.executable}" -m pbfl_flwr.cli run'
+    done = subprocess.run(["sh", "-c", command], cwd=gone, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: the current directory was removed; must be one that exists\n",
+    )
+
+
 def test_a_path_that_the_system_refuses_is_a_line(tmp_path: Path) -> None:
     far = tmp_path / ("x" * 300)
     command = [sys.executable, "-m", "pbfl_flwr.cli", "check-data", str(far)]

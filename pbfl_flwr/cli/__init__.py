@@ -113,6 +113,10 @@ def main() -> None:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that cannot be encoded must not end the command
         sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # torch ends the process with a word about oneMKL
+        sys.exit("error: the current directory was removed; must be one that exists")
     if private_network.inside():
         private_network.bring_up()
     try:
