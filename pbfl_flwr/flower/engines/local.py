@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -345,7 +346,9 @@ class _LogFile(logging.FileHandler):
         return open(self.baseFilename, "a", encoding="utf-8", opener=private_opener)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's name
-        """Do not print a traceback for every line."""
+        """Print no traceback for every line that finds no room."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
 
     def close(self) -> None:
         """Close the file, which tries once more to write."""
