@@ -184,14 +184,26 @@ def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def check_content(content: RecordDict, max_bytes: int) -> None:
-    """Check, before parsing, that a reply holds nothing but a payload and a report, within the size limit.
+def check_records(content: RecordDict) -> None:
+    """Check that a reply holds nothing but a payload of one array and a report.
+
+    This comes before weighing, which takes as often as long as a reply names one record or array under several names.
 
     Raises:
-        RejectedPayload: naming another record, or the size.
+        RejectedPayload: naming another record, or the number of arrays.
     """
     if others := sorted(set(content) - {PAYLOAD, METRICS}):
         raise RejectedPayload(f"unexpected record '{others[0][:40]}'")
+    if (arrays := sum(len(record) for record in content.values() if isinstance(record, ArrayRecord))) > 1:
+        raise RejectedPayload(f"{arrays} arrays, expected one")
+
+
+def check_size(content: RecordDict, max_bytes: int) -> None:
+    """Check, before parsing, that a reply is within the size limit.
+
+    Raises:
+        RejectedPayload: naming the size.
+    """
     if (size := sum(record.count_bytes() for record in content.values())) > max_bytes:
         raise RejectedPayload(f"{size} bytes, must be at most {max_bytes} (max-upload-mb)")
 

@@ -1,8 +1,9 @@
 """Making replies of the bytes that devices sent, within bounds and each on its own.
 
 A SuperLink checks only the head of each object that a device sends. Flower's grid then makes messages of all that one
-pull brings: whatever one of them raises ends the run, and an array may name one chunk of bytes any number of times, so
-a few megabytes on the wire become gigabytes. Flower has no hook there, so its function is replaced.
+pull brings: whatever one of them raises ends the run, an array may name one chunk of bytes any number of times, and a
+number of one byte becomes one of eight or more, so a few megabytes on the wire become gigabytes. Flower has no hook
+there, so its function is replaced.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from pbfl_flwr.payloads import RejectedPayload
 GRID = "flwr.superlink.grid.http_grid"
 FUNCTION = inflate_object_from_contents.__name__  # the grid's module has it under this name
 _DIVIDER = b"\0"  # between an object's head and its body
+_GROWTH = 8  # how often larger a record is in memory: a number of one byte takes eight in a list
 
 
 def bound(max_bytes: int) -> None:
-    """Let Flower's grid of this process make messages with arrays of at most so many bytes.
+    """Let Flower's grid of this process make messages of at most so many bytes in memory.
 
     What cannot be made becomes an error of the client that sent it. A process that has not loaded the grid, as in a
     simulation, gets no replies of devices.
@@ -57,7 +59,7 @@ class _Bounded:
     def __call__(self, object_id: str, contents: dict[str, bytes]) -> Message:
         raw = contents[object_id]
         try:
-            if (size := _array_bytes(contents)) > self.max_bytes:
+            if (size := _bytes_in_memory(contents)) > self.max_bytes:
                 raise RejectedPayload(
                     f"{size} bytes in memory, must be at most {self.max_bytes} (max-upload-mb)"
                 )
@@ -71,15 +73,18 @@ class _Bounded:
         return message
 
 
-def _array_bytes(contents: Mapping[str, bytes]) -> int:
-    """Return the bytes of all arrays among these objects, where an array takes each chunk as often as it names it."""
-    total, sizes = 0, {each: len(content) - content.find(_DIVIDER) - 1 for each, content in contents.items()}
+def _bytes_in_memory(contents: Mapping[str, bytes]) -> int:
+    """Return what the arrays among these objects take, each chunk as often as it is named, or all others if more."""
+    arrays, others = 0, 0
+    sizes = {each: len(content) - content.find(_DIVIDER) - 1 for each, content in contents.items()}
     for content in contents.values():
         kind, children, _ = get_object_head_values_from_object_content(content)
         if kind == "Array":
             about: dict[str, Any] = json.loads(content.partition(_DIVIDER)[2])
-            total += sum(sizes[children[place]] for place in about["arraychunk_ids"])
-    return total
+            arrays += sum(sizes[children[place]] for place in about["arraychunk_ids"])
+        if kind != "ArrayChunk":
+            others += len(content)
+    return max(arrays, _GROWTH * others)
 
 
 def _metadata(raw: bytes) -> Metadata:

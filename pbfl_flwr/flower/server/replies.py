@@ -173,7 +173,7 @@ class _Intake:
         record = reply.content.get(wire.METRICS) if reply.has_content() else None
         if not isinstance(record, MetricRecord):
             raise RejectedPayload("its report is missing")
-        wire.check_content(reply.content, self.rules.max_bytes)
+        wire.check_size(reply.content, self.rules.max_bytes)
         report = Report.from_record(record, self.rules.requested)
         _check_declared(report, self.replies.phase.declared[client])
         upload: Upload | None = None
@@ -220,6 +220,8 @@ def _check_declared(report: Report, client: ClientRecord) -> None:
 def size_of(reply: Message) -> Bytes | Exception:
     """Return the size of a reply, or why it cannot be determined."""
     try:
+        if reply.has_content():
+            wire.check_records(reply.content)
         return weigh(reply)
     except Exception as error:  # trust boundary, as above
         return error

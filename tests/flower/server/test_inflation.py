@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 
 import pytest
-from flwr.app import Array, ConfigRecord, Error, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.app.message import make_message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import validate_object_content
@@ -13,9 +13,10 @@ from flwr.superlink.grid import http_grid
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.server import inflation
+from pbfl_flwr.flower.server import inflation, replies
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.payloads import RejectedPayload
 from tests.flower.inprocess import InProcessGrid, reply_of, scripted
 from tests.flower.test_trust import COMMON, TASK, table
 
@@ -99,6 +100,39 @@ def test_replies_larger_in_memory_than_allowed_are_not_made(monkeypatch: pytest.
     assert message.error.reason == (
         f"its reply cannot be read: {65 * 2**14} bytes in memory, must be at most {MAX_BYTES} (max-upload-mb)"
     )
+
+
+def test_numbers_count_as_large_as_they_are_in_memory() -> None:
+    def numbers(count: int) -> Objects:
+        record = MetricRecord({"n": [0] * count})
+        name = json.dumps({"m": record.object_id}).encode()
+        return with_content(
+            made("RecordDict", [record.object_id], name), {record.object_id: record.deflate()}
+        )
+
+    assert not pulled(numbers(MAX_BYTES // 16)).has_error()
+    assert "bytes in memory, must be at most" in str(pulled(numbers(MAX_BYTES // 8)).error.reason)
+
+
+@pytest.mark.parametrize(
+    ("records", "arrays", "reason"), [(9, 9, "unexpected record 'x0'"), (0, 9, "10 arrays, expected one")]
+)
+def test_what_has_many_names_is_refused_before_it_is_weighed(
+    records: int, arrays: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each name costs 75 bytes on the wire, and was weighed like an array of its own: records times arrays."""
+    chunk = made("ArrayChunk", [], b"x")
+    about = {"dtype": "uint8", "shape": [1], "stype": "x", "arraychunk_ids": [0]}
+    array = made("Array", [id_of(chunk)], json.dumps(about).encode())
+    names = json.dumps(dict.fromkeys(["s", *(f"x{i}" for i in range(arrays))], id_of(array)))
+    record = made("ArrayRecord", [id_of(array)], names.encode())
+    names = json.dumps(dict.fromkeys(["p", *(f"x{i}" for i in range(records))], id_of(record)))
+    message = pulled(with_content(made("RecordDict", [id_of(record)], names.encode()), record, array, chunk))
+    assert not message.has_error()
+    monkeypatch.setattr(replies, "weigh", lambda message: pytest.fail("it was weighed"))
+    error = replies.size_of(message)
+    assert isinstance(error, RejectedPayload)
+    assert str(error) == reason
 
 
 def array_with(**fields: object) -> Objects:
