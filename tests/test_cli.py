@@ -858,6 +858,13 @@ def test_resuming_writes_nowhere_else_because_the_run_says_so(tmp_path: Path) ->
     (within / "states").mkdir()
     (within / "states/e").symlink_to(elsewhere)
     assert refused("run", "--resume", within) == f"error: '{within / 'states/e'}' {must}"
+    (linked / "mlruns").symlink_to(elsewhere)
+    assert refused("run", "--resume", linked) == f"error: '{linked / 'mlruns'}' {must}"
+    (linked / "mlruns").unlink()
+    (linked / "mlruns/1/2/metrics").mkdir(parents=True)
+    (linked / "mlruns/1/2/metrics/trained").symlink_to(elsewhere / "made")
+    assert refused("run", "--resume", linked) == f"error: '{linked / 'mlruns/1/2/metrics/trained'}' {must}"
+    (linked / "mlruns/1/2/metrics/trained").unlink()
     (linked / "notes").symlink_to(elsewhere)  # nothing is written there
     assert pbfl("run", "--resume", linked, "--dry-run").exit_code == 0
     (linked / ".lock").unlink(missing_ok=True)

@@ -60,7 +60,7 @@ from pbfl_flwr.util.locks import Lock
 
 ERROR, WAITING, RESULT = "error.txt", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
-STATES, OF_SINKS = "clients", ("tensorboard", "wandb")  # folders
+STATES, OF_SINKS, MLRUNS = "clients", ("tensorboard", "wandb"), "mlruns"  # folders
 STAGED = ".round-"
 SERVER_LOCK = ".server.lock"
 # Bytes of the files that are read, by suffix: a line, run.json of 100,000 devices, histories of thousands of rounds.
@@ -258,9 +258,9 @@ class RunDirectory:
             states = Path(state_dir)
         with reading(str(self.path)):
             below = [*states.iterdir()] if states.is_dir() else []
-            links = [
-                each for each in (states, *below, *map(self.path.joinpath, OF_SINKS)) if each.is_symlink()
-            ]
+            sinks = map(self.path.joinpath, (*OF_SINKS, MLRUNS))
+            inside = (self.path / MLRUNS).rglob("*")  # MLflow goes on with the files that are there
+            links = [each for each in (states, *below, *sinks, *inside) if each.is_symlink()]
         if links:
             raise RunRefused(
                 f"'{links[0]}' is a link; must be a folder of the run itself, which writes there"
