@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from pbfl_flwr.config import MAX_CLASSES, DataSettings
 from pbfl_flwr.data.contract import Rows
@@ -54,7 +54,8 @@ def column_names(path: Path) -> tuple[str, ...]:
 
     Raises:
         PbflError: if the file cannot be read or is too large for this machine's memory, there are no or too many
-            columns, or a name is missing, repeated or a number, or pandas or pyarrow is not installed.
+            columns, a column holds lists, a name is missing, repeated or a number, or pandas or pyarrow is not
+            installed.
     """
     require(str(path), *["pyarrow"] * (path.suffix.lower() == ".parquet"), "pandas")
     with _readable(path):
@@ -62,9 +63,11 @@ def column_names(path: Path) -> tuple[str, ...]:
             import pyarrow.parquet as pq
 
             metadata = pq.read_metadata(path)
-            names = tuple(str(name) for name in metadata.schema.to_arrow_schema().names)
-            # A value takes up to 8 bytes in pyarrow's and pandas' tables each, and 4 as float32.
-            check_memory(20 * metadata.num_rows * len(names), path)
+            fields = metadata.schema.to_arrow_schema()
+            names = tuple(str(name) for name in fields.names)
+            if nested := next((str(field.name) for field in fields if field.type.num_fields), ""):
+                raise PbflError(f"{path}, column '{nested}' holds lists; must be numbers or names")
+            check_memory(_parquet_bytes(metadata), path)
         else:
             # A number takes at least two characters, 8 bytes in pandas' table, and 4 as float32.
             check_memory(6 * path.stat().st_size, path)
@@ -91,8 +94,14 @@ def read_table(path: Path, names: Sequence[str], texts: Collection[str]) -> pd.D
         if path.suffix.lower() == ".parquet":
             import pyarrow.parquet as pq
 
-            with pq.ParquetFile(path) as parquet:  # unlike read_table, it takes no folder name for a column
-                rows: pd.DataFrame = parquet.read().to_pandas(ignore_metadata=True)
+            # Texts as the file has them, each once: it may repeat a long one a million times in a few bytes. Unlike
+            # pyarrow's read_table, this takes no folder name for a column.
+            with pq.ParquetFile(path, read_dictionary=names) as parquet:
+                table = parquet.read()
+            check_memory(sum(map(_text_bytes, table.columns)), path)
+            rows: pd.DataFrame = table.cast(_without_dictionaries(table.schema)).to_pandas(
+                ignore_metadata=True
+            )
             return rows
         with path.open(encoding="utf-8-sig", newline="") as file, warnings.catch_warnings():
             warnings.simplefilter(
@@ -111,6 +120,36 @@ def read_table(path: Path, names: Sequence[str], texts: Collection[str]) -> pd.D
                 float_precision="round_trip",
                 low_memory=False,
             )
+
+
+def _parquet_bytes(metadata: Any) -> int:
+    """Return the memory that a Parquet file's values take, without texts: few bytes may stand for many values."""
+    # A value takes up to 8 bytes in pyarrow's and pandas' tables each, and 4 as float32; some have another length.
+    widths = [max(20, 3 * metadata.schema.column(place).length) for place in range(metadata.num_columns)]
+    return int(metadata.num_rows * sum(widths))
+
+
+def _text_bytes(column: Any) -> int:
+    """Return the bytes of a column's texts where every row has its own, 0 if they are not read as a dictionary."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_dictionary(column.type):
+        return 0
+    lengths = (
+        pc.sum(pc.take(pc.binary_length(chunk.dictionary).cast(pa.int64()), chunk.indices))
+        for chunk in column.chunks
+    )
+    return sum(length.as_py() or 0 for length in lengths)
+
+
+def _without_dictionaries(schema: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.schema(
+        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+        for field in schema
+    )
 
 
 def _read_header(file: TextIO) -> tuple[tuple[str, ...], str]:
@@ -133,6 +172,7 @@ def _readable(path: Path) -> Iterator[None]:
         ValueError,
         csv.Error,
         Warning,
+        MemoryError,
     ) as error:  # ValueError: parse errors of pandas and pyarrow
         raise PbflError(f"{path} is not a readable table: {' '.join(str(error).split())}") from error
 

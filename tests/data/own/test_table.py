@@ -158,7 +158,7 @@ def test_parquet_is_the_same_table(tmp_path: Path) -> None:
             "none": ([1, None, 2], "row 2, column 'x': the cell is empty"),
             "text": (["a", "b", "c"], "row 1, column 'x': 'a' is not a finite number"),
             "date": (np.array(["2020-01-01"] * 3, "datetime64[D]"), "column 'x': '2020-01-01"),
-            "list": ([[1], [2], [3]], "row 1, column 'x'"),
+            "list": ([[1], [2], [3]], "column 'x' holds lists; must be numbers or names"),
         }.values()
     ):
         file = tmp_path / f"{number}.parquet"
@@ -170,9 +170,9 @@ def test_parquet_is_the_same_table(tmp_path: Path) -> None:
         ([1, None, 2], "row 2, column 'client': the cell is empty; a client is expected"),
         ([1.0, 0.5, 2.0], "column 'client' holds 0.5, which is not a client"),
         ([b"u", b"\xff", b"u"], r"row 2, column 'client': b'\xff' is not UTF-8; a client is expected"),
-        ([[1], [2], [3]], "column 'client' holds lists; a client is expected"),
+        ([[1], [2], [3]], "column 'client' holds lists; must be numbers or names"),
     ):
-        columns = {"x": [1, 2, 3], "client": column, "label": [b"u", b"v", b"u"]}
+        columns = {"x.y": [1, 2, 3], "client": column, "label": [b"u", b"v", b"u"]}
         pq.write_table(pa.table(columns), tmp_path / "client.parquet")
         with pytest.raises(PbflError) as error:
             load_pool(settings(tmp_path / "client.parquet"))
@@ -180,6 +180,20 @@ def test_parquet_is_the_same_table(tmp_path: Path) -> None:
     (tmp_path / "noise.parquet").write_bytes(b"PAR1 no such thing")
     with pytest.raises(PbflError, match="is not a readable table"):
         load_pool(settings(tmp_path / "noise.parquet"))
+
+
+@pytest.mark.parametrize("column", ["label", "client", "x"])
+def test_parquet_of_a_few_bytes_is_not_read_as_terabytes(tmp_path: Path, column: str) -> None:
+    """It holds a text once, and that a million rows have it."""
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    count = 1_000_000
+    long = pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), ["w" * 10_000_000])
+    columns = {"a": np.zeros(count), "label": np.arange(count) % 2, column: long}
+    pq.write_table(pa.table(columns), file := tmp_path / "t.parquet", store_schema=False)
+    assert file.stat().st_size < 600_000
+    with pytest.raises(PbflError, match=r"t\.parquet holds 9,536,743 MiB, more than this machine's memory"):
+        load_pool(settings(file))
 
 
 def test_a_long_text_among_numbers_takes_its_own_room_alone(tmp_path: Path) -> None:
