@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from logging import INFO
 from queue import SimpleQueue
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import joblib
 from flwr.app import DEFAULT_TTL, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
@@ -30,6 +32,7 @@ BATCH_PAUSE = 0.15  # seconds between two batches; Flower's simulation forwards 
 PARTIAL_WAIT = 3.0  # seconds to wait for the rest of a partly received reply before polling for the others
 # Flower also reports these for a reply that another poll is fetching, or if the node's heartbeats are delayed.
 TRANSIENT_ERRORS = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
+CLIENT, CONNECTED = "_client", "_runtime_client"  # of Flower's grid on devices; the second connects first
 MIN_PHASE_PER_PAUSE = 10  # push in batches only if the last phase lasted this many times the pauses
 
 OnWait = Callable[[str], object]
@@ -235,8 +238,8 @@ class ConcurrentPulls:
     """Pulls replies of devices without letting a partly received reply block the others.
 
     A SuperLink delivers a reply once, as soon as its first bytes are there, and Flower's grid then blocks until the
-    rest arrives. So every pull runs in its own thread. A blocked thread delivers its replies later, and the next pull
-    fetches the other ones.
+    rest arrives. So every pull runs in its own thread and takes one reply, see :class:`_OneAtATime`. A blocked thread
+    delivers it later, and the next pull fetches the other ones.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -252,11 +255,14 @@ class ConcurrentPulls:
         Raises:
             Exception: whatever Flower's grid raised.
         """
-        # A daemon, so that a blocked pull does not delay the exit.
-        pull = threading.Thread(target=self._pull, args=(message_ids,), daemon=True)
-        self._pulls.append((pull, message_ids))
-        pull.start()
-        pull.join(PARTIAL_WAIT)
+        for _ in message_ids:
+            # A daemon, so that a blocked pull does not delay the exit.
+            pull = threading.Thread(target=self._pull, args=(message_ids,), daemon=True)
+            self._pulls.append((pull, message_ids))
+            pull.start()
+            pull.join(PARTIAL_WAIT)
+            if not getattr(getattr(self._grid, CLIENT, None), "kept", None):
+                break
         self._pulls = [(thread, ids) for thread, ids in self._pulls if thread.is_alive()]
         while not self._results.empty():
             result = self._results.get()
@@ -274,6 +280,38 @@ class ConcurrentPulls:
 
     def _pull(self, message_ids: list[str]) -> None:
         try:
+            client = getattr(self._grid, CONNECTED, None)
+            if client is not None and not isinstance(client, _OneAtATime):
+                setattr(self._grid, CLIENT, _OneAtATime(client))
             self._results.put(list(self._grid.pull_messages(message_ids)))
         except Exception as error:
             self._results.put(error)
+
+
+class _OneAtATime:
+    """What Flower's grid asks the SuperLink with, whose every answer then has one reply.
+
+    Flower's grid makes all replies of an answer, one after the other, before it returns any. A device that sends the
+    first half of a reply would hold back those that others have sent meanwhile, until the round is over.
+
+    Attributes:
+        kept: replies for the next answers.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client, self._lock = client, threading.Lock()
+        self.kept: deque[Any] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802, Flower's
+        """Return one reply; ask the SuperLink if none is kept."""
+        with self._lock:
+            if not self.kept:
+                pulled = self._client.PullMessages(request)
+                self.kept.extend(zip(pulled.messages_list, pulled.message_object_trees, strict=True))
+            one = [self.kept.popleft()] if self.kept else []
+        return PullAppMessagesResponse(
+            messages_list=[message for message, _ in one], message_object_trees=[tree for _, tree in one]
+        )

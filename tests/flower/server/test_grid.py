@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 from flwr.app import DEFAULT_TTL, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app.message import remove_content_from_message
 from flwr.common.constant import ErrorCode
+from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest, PullObjectResponse
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 from flwr.server.superlink.linkstate.utils import message_ttl_has_expired
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.run import Run
+from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from pbfl_flwr.flower.messages import wire
@@ -273,6 +280,59 @@ def test_partly_received_reply_blocks_neither_others_nor_the_deadline(clock: Clo
     grid.rest.set()
     late = eventually(lambda: watched.pull_messages(ids(asked[1], asked[0])), 2)
     assert senders(late) == [2, 1]
+
+
+class SuperLink:
+    """What Flower's own grid talks to: it hands out all replies at once, of which some are not yet whole."""
+
+    def __init__(self, replies: Iterable[Message], halves: set[int]) -> None:
+        self.replies, self.halves = {reply.metadata.reply_to_message_id: reply for reply in replies}, halves
+        self.objects: dict[str, bytes] = {}
+        self.asked = 0
+
+    def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802
+        self.asked += 1
+        whose = [self.replies.pop(each) for each in request.message_ids if each in self.replies]
+        for reply in whose:
+            whole = reply.metadata.src_node_id not in self.halves
+            for name, made in get_all_nested_objects(reply).items():
+                self.objects.setdefault(name, made.deflate() if whole else b"")
+            reply.metadata.__dict__["_message_id"] = reply.object_id
+        return PullAppMessagesResponse(
+            messages_list=[message_to_proto(remove_content_from_message(reply)) for reply in whose],
+            message_object_trees=map(get_object_tree, whose),
+        )
+
+    def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:  # noqa: N802
+        content = self.objects[request.object_id]
+        return PullObjectResponse(object_found=True, object_available=bool(content), object_content=content)
+
+    def ConfirmMessageReceived(self, request: ConfirmMessageReceivedRequest) -> None:  # noqa: N802
+        pass
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("half", [1, 2, 3])
+def test_whole_replies_do_not_wait_for_one_that_came_with_them(half: int) -> None:
+    """Otherwise whoever sends only half of a reply costs the others theirs."""
+    asked = questions(1, 2, 3)
+    for message in asked:
+        message.metadata.__dict__["_message_id"] = message.object_id
+    answers = [
+        Message(wire.content(report=Report(node, 1).to_record()), reply_to=message)
+        for node, message in enumerate(asked, 1)
+    ]
+    grid, superlink = HttpGrid(token="t"), SuperLink(answers, {half})
+    grid.set_run(Run.create_empty(7))
+    grid._client = superlink  # type: ignore[assignment]
+    watched = PollingGrid(grid, str)
+    whole = eventually(lambda: watched.pull_messages(ids(*asked)), 2)
+    assert sorted(senders(whole)) == [node for node in (1, 2, 3) if node != half]
+    assert superlink.asked <= 3
+    for reply in answers:
+        for name, made in get_all_nested_objects(reply).items():
+            superlink.objects[name] = made.deflate()
+    assert senders(eventually(lambda: watched.pull_messages(ids(*asked)), 1)) == [half]
 
 
 @pytest.mark.usefixtures("halves")
