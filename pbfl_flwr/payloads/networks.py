@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
@@ -195,10 +194,11 @@ class LowRank:
     def magnitudes(self) -> Magnitudes:
         """Return the size of every dense tensor and of every product of factors, and n_i."""
         sizes = {name: root_mean_square(tensor) for name, tensor in self.dense.items()}
-        for name, factors in self.factors.items():  # the norm of a product is that of its singular values
-            sizes[name] = float(torch.linalg.vector_norm(factors.sigma)) / math.sqrt(
-                max(1, math.prod(factors.shape))
-            )
+        for (
+            name,
+            factors,
+        ) in self.factors.items():  # its singular values are not enough: nothing makes u and v orthogonal
+            sizes[name] = root_mean_square(factors.product())
         return Magnitudes(tensors=sizes, samples=self.num_examples)
 
 

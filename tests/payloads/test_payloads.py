@@ -11,6 +11,7 @@ from torch import Tensor
 from pbfl_flwr.methods.gfpl.payload import Mixtures
 from pbfl_flwr.payloads import (
     MAX_COUNT,
+    Factors,
     LowRank,
     Nothing,
     Payload,
@@ -155,6 +156,14 @@ def test_lists_that_are_too_long_are_refused_in_a_short_line() -> None:
         with pytest.raises(RejectedPayload) as error:
             kind.from_tensors(tensors, TASK)
         assert len(str(error.value)) < 120
+
+
+def test_low_rank_weights_are_as_large_as_their_product() -> None:
+    """Also of factors that are no decomposition: with equal singular vectors one is far larger than its values say."""
+    one = torch.ones(8, 4)
+    factors = Factors(one, torch.full((4,), 0.5), one.T.contiguous())
+    upload = LowRank.from_tensors(LowRank({}, {"w": factors}, num_examples=3).to_tensors(), TASK)
+    assert upload.magnitudes().tensors == {"w": 2.0}
 
 
 def test_uploads_name_the_classes_that_they_contain() -> None:
