@@ -194,10 +194,8 @@ class LowRank:
     def magnitudes(self) -> Magnitudes:
         """Return the size of every dense tensor and of every product of factors, and n_i."""
         sizes = {name: root_mean_square(tensor) for name, tensor in self.dense.items()}
-        for (
-            name,
-            factors,
-        ) in self.factors.items():  # its singular values are not enough: nothing makes u and v orthogonal
+        for name, factors in self.factors.items():
+            # Their singular values are not enough: nothing makes u and v orthogonal.
             sizes[name] = root_mean_square(factors.product())
         return Magnitudes(tensors=sizes, samples=self.num_examples)
 
