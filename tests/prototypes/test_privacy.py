@@ -222,6 +222,12 @@ def test_the_client_counts_its_releases() -> None:
 # Configuration ----------------------------------------------------------------------------------------------
 
 NOISE: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 1.0}
+SEEN_TWICE_OR_NEVER: list[dict[str, Scalar]] = [
+    {"collect": "trajectory"},
+    {"collect": "last-epoch"},
+    {"drop-last": "always"},
+    {"drop-last": "always", "method": "fedgh"},
+]
 
 
 @pytest.mark.parametrize(
@@ -235,6 +241,10 @@ NOISE: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 1.0}
         ({**NOISE, "method": "tinyproto"}, "sends n_i exactly; set aps-scale to a number"),
         ({**NOISE, "dp-unit": "sample", "protocol": "htfl"}, "needs every sample exactly once"),
         ({"dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"}, "needs every sample exactly once"),
+        *(
+            ({"dp-clip": 1.0, "dp-unit": "sample", **alone}, "needs every sample exactly once")
+            for alone in SEEN_TWICE_OR_NEVER
+        ),
         ({**NOISE, "method": "fedavg"}, "dp-clip = 1.0, dp-noise = 1.0: method 'fedavg'"),
         ({"dp-clip": 1.0, "method": "gfpl"}, "dp-clip = 1.0: method 'gfpl' sends Mixtures"),
         (
