@@ -23,7 +23,7 @@ from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import masks, rules
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.regularizer import prototype_regularizer
-from pbfl_flwr.prototypes.trainable import train_prototypes
+from pbfl_flwr.prototypes.trainable import PrototypeGenerator, train_prototypes
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import federation, plain
 
@@ -353,6 +353,26 @@ def test_a_class_without_uploads_is_kept_or_dropped(stale: str) -> None:
     assert second.broadcast.present.tolist() == [True, True, kept, kept]
     assert second.ages.tolist() == ([0, 0, 1, 1] if kept else [0, 0, -1, -1])
     assert torch.equal(second.broadcast.values[2], first.broadcast.values[2] if kept else torch.zeros(8))
+
+
+@pytest.mark.parametrize("absent", ["exclude", "keep"])
+def test_what_fedtgp_makes_of_classes_that_nobody_ever_sent_is_sent_or_not(absent: str) -> None:
+    pipeline = method("fedtgp", fedtgp__absent=absent, fedtgp__server_epochs=2)
+    state = pipeline.aggregate(pipeline.init(TASK, 0), {0: uploads()[0]}, round_info())  # classes 0 and 1
+    down = pipeline.broadcast(state, 0)
+    assert state.trained is not None
+    network = PrototypeGenerator(4, 8)
+    network.load_state_dict(dict(state.trained))
+    outputs = network().detach()
+    assert bool((outputs.norm(dim=1) > 0.1).all())
+    sent = 4 if absent == "keep" else 2
+    assert down.present.tolist() == [label < sent for label in range(4)]
+    assert torch.equal(down.values[:sent], outputs[:sent])
+    assert bool((down.values[sent:] == 0).all())
+    assert state.ages.tolist() == [0, 0, -1, -1]
+    predicted = pipeline.predictors(client(), down)["global"](outputs, torch.zeros(4, 4)).argmax(1)
+    assert predicted[:sent].tolist() == [*range(sent)]
+    assert int(predicted.max()) < sent
 
 
 def test_local_predictions_are_of_own_classes_only() -> None:
