@@ -84,6 +84,15 @@ def test_a_round_and_its_gradient_follow_the_paper(fedl2g, make_client, form):
     assert update.metrics["loss.quiz"] == pytest.approx(float(judged.detach()), rel=1e-5)
 
 
+def test_the_gradient_of_a_clients_step_is_bounded(fedl2g, make_client):
+    method, client = fedl2g(), make_client(labels=LABELS, **TRAINING)  # one step on four samples
+    before = nn.utils.parameters_to_vector(client.model.parameters()).detach()
+    down = method.init(TASK, 3)
+    method.local_update(client, replace(down, values=1e4 * down.values))
+    step = nn.utils.parameters_to_vector(client.model.parameters()).detach() - before
+    assert float(step.norm()) == pytest.approx(0.1 * 100, rel=1e-4)
+
+
 def test_the_gradient_is_the_slope_of_the_quiz(make_client):
     """Against finite differences, in float64; the network and its buffers stay."""
     client = make_client(architecture="tests.methods.tiny_nets:normed")
@@ -116,6 +125,21 @@ def test_the_gradient_is_the_slope_of_the_quiz(make_client):
     assert gradient[3].tolist() == [0] * 6  # nobody has class 3
     for name, tensor in client.model.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_the_quiz_is_taken_in_training_mode_whatever_the_networks_mode(make_client):
+    """That is, BatchNorm by the batch; without a step (a rate of 0) it is the network's own loss."""
+    client = make_client(architecture="tests.methods.tiny_nets:normed")
+    x, y = 10 * client.data.train.inputs, client.data.train.labels
+    model, v = client.model.eval(), torch.zeros(4, 6, requires_grad=True)
+    learnt = (lambda net: lambda x, y: {"mse": F.mse_loss(net.features(x), v[y])}), [(x, y)]
+    judged = (lambda net: lambda x, y: {"ce": F.cross_entropy(net(x), y)}), [(x, y)]
+    _, value = look_ahead(model, learnt, judged, 0.0, v)
+    assert not model.training
+    with torch.no_grad():
+        evaluated, expected = F.cross_entropy(model(x), y), F.cross_entropy(model.train()(x), y)
+    torch.testing.assert_close(value, expected)
+    assert abs(float(evaluated - expected)) > 0.001
 
 
 class Attending(nn.Module):
