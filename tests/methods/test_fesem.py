@@ -35,9 +35,12 @@ def test_em_by_hand(make_method, task, distance):
     assert first.assigned.tolist()[1] == low
 
 
-def test_a_client_that_never_answered_follows_the_most(make_method, task):
-    state = Centres((weights(1), weights(2)), torch.tensor([1, 1, 0, -1]))
-    assert make_method("fesem", models="cnn4").broadcast(state, 3) is state.weights[1]
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_client_that_never_answered_follows_the_most(make_method, task, most):
+    """Be it one that has been known, or one that joined since."""
+    state = Centres((weights(1), weights(2)), torch.tensor([most, most, 1 - most, -1]))
+    for client in (3, 4):
+        assert make_method("fesem", models="cnn4").broadcast(state, client) is state.weights[most]
 
 
 def test_an_empty_centre_stays(make_method, task):
