@@ -556,9 +556,18 @@ def test_one_pass_scores_every_predictor() -> None:
     )
 
 
-def test_scores_must_be_finite_and_of_shape_b_by_k() -> None:
-    with pytest.raises(Diverged, match="predictor 'head' gives scores that are not finite"):
-        evaluate(client(), {"head": lambda features, logits: logits * float("nan")})
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_scores_must_be_finite_all_of_them(odd: float) -> None:
+    def one_is_odd(features: Tensor, logits: Tensor) -> Tensor:
+        scores = logits.clone()
+        scores[-1, 1] = odd
+        return scores
+
+    with pytest.raises(Diverged, match="predictor 'local' gives scores that are not finite"):
+        evaluate(client(), {"head": lambda features, logits: logits, "local": one_is_odd})
+
+
+def test_scores_must_be_of_shape_b_by_k() -> None:
     with pytest.raises(
         ValueError, match=r"predictor 'head' returns scores of shape \(6, 2\), expected \(B, K\)"
     ):
