@@ -51,6 +51,17 @@ def test_hash_covers_results_only(tmp_path: Path) -> None:
         result_hash(run, 2)
 
 
+def test_hash_covers_the_final_scoring_of_the_last_round_only(tmp_path: Path) -> None:
+    run = federation(tmp_path, on_disk=True, evaluate_moment="before").run().directory
+    before = run.result()
+
+    def better(lines: list[dict[str, Any]]) -> None:
+        lines[1]["final"]["correct"][0].update(head=10**6)
+
+    assert changed(run, lambda lines: lines[0].update(final=lines[1]["final"])) == before
+    assert changed(run, better) != before
+
+
 def test_hash_covers_the_last_round_also_where_only_every_second_is_scored(tmp_path: Path) -> None:
     run = federation(tmp_path, on_disk=True, num_server_rounds=3, evaluate_every=2).run().directory
     before = run.result()
