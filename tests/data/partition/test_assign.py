@@ -103,6 +103,30 @@ def test_way_shot_draws_are_those_of_the_reference(pool_of):
     assert part.notes == ()
 
 
+@pytest.mark.parametrize(
+    (
+        "ways",
+        "deviation",
+        "drawn",
+    ),  # max(2, w̄-ŵ) to min(K-1, w̄+ŵ) of K = 5 classes; K only if nothing else is left
+    [
+        (2, 0, {2}),
+        (2, 1, {2, 3}),
+        (3, 2, {2, 3, 4}),
+        (4, 1, {3, 4}),
+        (5, 2, {3, 4}),
+        (4, 0, {4}),
+        (5, 0, {5}),
+    ],
+)
+def test_way_shot_gives_nobody_all_classes_unless_everybody(pool_of, ways, deviation, drawn):
+    settings = DataSettings(
+        partition="way-shot", ways=ways, ways_deviation=deviation, shots=2, shots_deviation=0, test_shots=1
+    )
+    part = make_partition(pool_of([400] * 5, test_counts=[100] * 5), settings, 60)
+    assert {*(part.counts > 0).sum(axis=1).tolist()} == drawn
+
+
 def test_shuffled_sizes_are_the_same_sizes_for_other_clients(pool_of):
     settings = DataSettings(partition="pathological", classes_per_client=2)
     plain, shuffled = (

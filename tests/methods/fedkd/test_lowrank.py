@@ -38,6 +38,13 @@ def test_how_many_singular_values_by_hand():
     assert not factors(matrix, 0.99, "as-coded").product().any()
 
 
+@pytest.mark.parametrize("how", ["safe", "as-coded"])
+def test_exactly_the_share_is_not_enough(how):
+    matrix = torch.zeros(5, 40)
+    matrix[range(5), range(5)] = torch.tensor([2.0, 1.0, 1.0, 1.0, 1.0])  # σ² = 4 of 8
+    assert factors(matrix, 0.5, how).sigma.tolist() == [2.0, 1.0]
+
+
 def test_ranks_of_the_published_network():
     """The 4-layer CNN at initialisation, K = 100, d = 512: spectra so flat that factors outweigh the tensors."""
     with torch.random.fork_rng(devices=[]):
