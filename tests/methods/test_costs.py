@@ -6,7 +6,7 @@ from pbfl_flwr.task import Task
 
 FMNIST, CIFAR_10, CIFAR_100 = ((10, 512, (1, 28, 28)), (10, 512, (3, 32, 32)), (100, 512, (3, 32, 32)))
 SMALL_GENERATOR = {"noise_dim": 3, "hidden_dim": 8}
-TWENTY = {"fedavg", "fedcpd", "fedfa", "fednh", "fedpa", "fedper", "fml", "fedkd", "lg-fedavg"}
+TWENTY = {"fedavg", "fedcpd", "fedfa", "fednh", "fedpa", "fedper", "fesem", "fml", "fedkd", "lg-fedavg"}
 
 
 def held(total):
@@ -30,6 +30,12 @@ def held(total):
         ("fedfa", {}, CIFAR_10, [10] * 20, 40 * (878_538 + 5_120)),  # 2·M·(|w| + K·d)
         # 20·(2·(512·100 + 100) + 331,776), FedTGP's 8.69M
         ("fedgen", {}, CIFAR_100, [1] * 20, 8_687_520),
+        # (Σ_i K_i + 2·K)·width for two clients, width d or K
+        ("fedl2g", {}, (10, 500, (3, 32, 32)), [2, 3], 25 * 500),
+        ("fedl2g", {"own": {"form": "logits"}}, (10, 500, (3, 32, 32)), [2, 3], 25 * 10),
+        # the shared network is FML's auxiliary one at a quarter of d
+        ("fedmrl", {}, (100, 256, (3, 32, 32)), [100] * 3, 6 * 162_660),
+        ("fesem", {"own": {"centres": 3}}, CIFAR_10, [10] * 20, 40 * 878_538),  # each gets one of the models
         # two clients of 2 and 3 classes: (2 + 3)·500 + 2·(10·500 + 10)
         ("fedgh", {}, (10, 500, (3, 32, 32)), [2, 3], 2_500 + 2 * 5_010),
         # 2·M·(|θ| + K·d + 1) + M·(K·d + K)
