@@ -182,3 +182,38 @@ def test_uploads_name_the_classes_that_they_contain() -> None:
         (Nothing(), None),
     ):
         assert upload.classes(TASK) == classes
+
+
+@pytest.mark.parametrize(
+    ("counts", "n", "samples"),
+    [(None, None, 0), ([5, 2], None, 7), (None, 9, 9), ([5, 2], 9, 9), ([5, 2], 6, 7)],
+)
+def test_a_table_claims_all_the_samples_that_it_counts(
+    counts: list[int] | None, n: int | None, samples: int
+) -> None:
+    rows, present = torch.tensor([[1.0, 7.0], [-3.0, 3.0]]), torch.ones(2, dtype=torch.bool)
+    table = Prototypes(rows, present, None if counts is None else torch.tensor(counts), n)
+    assert table.magnitudes().rows == pytest.approx({0: 5.0, 1: 3.0})
+    assert table.magnitudes().samples == samples
+    weights = Weights({"a": torch.tensor([[1.0, 7.0]]), "b": torch.zeros(0)}, 8)
+    both = WeightsAndPrototypes(weights, table).magnitudes()
+    assert both.rows == table.magnitudes().rows
+    assert both.tensors == weights.magnitudes().tensors == pytest.approx({"a": 5.0, "b": 0.0})
+    assert both.samples == max(8, samples)
+
+
+def test_sizes_of_what_is_sent_in_parts_are_those_of_the_whole() -> None:
+    components = Mixtures(
+        torch.tensor([3, 1, 3]),
+        torch.tensor([40.0, 50.0, 10.0]),
+        torch.tensor([[1.0, 7.0], [0.0, 0.0], [0.0, 0.0]]),
+        torch.tensor([[0.0, 0.0], [3.0, 3.0], [1.0, 7.0]]),
+    )
+    assert components.magnitudes().rows == pytest.approx({1: 3.0, 3: 5.0})
+    assert components.magnitudes().samples == 99
+    u, sigma, v = torch.linalg.svd(torch.randn(6, 9), full_matrices=False)
+    factors = Factors(u[:, :2], sigma[:2], v[:2])
+    sizes = LowRank({"b": torch.full((3,), -2.0)}, {"w": factors}, num_examples=4).magnitudes()
+    size = float((u[:, :2] @ torch.diag(sigma[:2]) @ v[:2]).square().mean().sqrt())
+    assert sizes.tensors == pytest.approx({"b": 2.0, "w": size})
+    assert sizes.samples == 4
