@@ -1,6 +1,8 @@
 """Records name the first field that is wrong, and where."""
 
 import json
+import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 
 from pbfl_flwr.runs import directory
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.records import PartitionRecord, Record, RoundRecord, RunRecord
+from pbfl_flwr.runs.records import Change, PartitionRecord, Record, RoundRecord, RunRecord
 from pbfl_flwr.util.atomic_files import DamagedState
 from tests.small_runs import columns, edit, entry, pbfl, write_lines, write_run
 
@@ -55,6 +57,15 @@ def test_a_run_of_another_version_is_refused_in_a_line(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_names_the_versions_that_made_it(tmp_path: Path) -> None:
+    other = RunDirectory(write_run(tmp_path / "other", [entry(1, 0.5, 0.5)])).record()
+    run = RunDirectory(tmp_path)
+    run.start(**other.model_dump(exclude={"version", "versions"}))
+    packages = {name: version(name) for name in ("pbfl-flwr", "flwr", "torch", "numpy")}
+    made_with = {"python": platform.python_version(), **packages}
+    assert made_with.items() <= run.record().versions.items()
+
+
 def test_names_the_file_and_line_of_a_damaged_record(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
     with (run / "rounds.jsonl").open("ab") as file:
@@ -80,3 +91,23 @@ def test_histories_are_read_by_line_and_bounded_by_line(
     assert [next(one_by_one).round for _ in range(5)] == [1, 2, 3, 4, 5]
     with pytest.raises(DamagedState, match=f"line 6 is longer than {longest} bytes"):
         next(one_by_one)
+
+
+def test_of_the_changes_of_a_round_that_is_made_again_the_last_one_holds(tmp_path: Path) -> None:
+    """A resumed run that ends before its first round is resumed from the same round."""
+    run = RunDirectory(write_run(tmp_path / "run", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)]))
+    for number, rate, changes in (
+        (1, 0.1, {}),
+        (3, 0.2, {3: 0.2}),
+        (3, 0.3, {3: 0.3}),
+        (3, 0.1, {}),  # as before
+        (3, 0.2, {3: 0.2}),
+        (5, 0.2, {3: 0.2}),
+        (5, 0.1, {3: 0.2, 5: 0.1}),
+        (4, 0.2, {3: 0.2}),  # from an earlier checkpoint
+    ):
+        now = Change(from_round=number, method={"rate": rate}, code={})
+        run.update(**run.record().continued(now))
+        record = run.record()
+        assert record.method == {"rate": 0.1}
+        assert [(change.from_round, change.method["rate"]) for change in record.changes] == [*changes.items()]
