@@ -45,6 +45,12 @@ def test_exactly_the_share_is_not_enough(how):
     assert factors(matrix, 0.5, how).sigma.tolist() == [2.0, 1.0]
 
 
+def test_factors_of_the_tensors_own_size_are_not_sent():
+    matrix = torch.ones(2, 3)  # k = 1: 2 + 1 + 3 numbers
+    assert truncated(matrix, 0.9, "safe") is None
+    assert factors(torch.ones(2, 4), 0.9, "safe").scalars() == 7
+
+
 def test_ranks_of_the_published_network():
     """The 4-layer CNN at initialisation, K = 100, d = 512: spectra so flat that factors outweigh the tensors."""
     with torch.random.fork_rng(devices=[]):
