@@ -118,11 +118,14 @@ def test_a_heads_features_are_not_computed_once_where_images_change() -> None:
     [
         (Task(6, 8, (9, 128)), "inputs are numbers of shape (9, 128)"),
         (Task(6, 8, (9, 1, 128)), "inputs are numbers of shape (9, 1, 128)"),
+        (Task(6, 8, (9, 128, 1)), "inputs are numbers of shape (9, 128, 1)"),
         (Task(4, 8, (32,), 100), "inputs are token ids of shape (32,)"),
+        (Task(4, 8, (2, 8, 8), 100), "inputs are token ids of shape (2, 8, 8)"),
     ],
 )
 def test_augmentation_of_inputs_that_are_no_images_is_rejected(task: Task, named: str) -> None:
     check_augmentation("", task)
+    check_augmentation("flip", Task(6, 8, (1, 2, 2)))
     with pytest.raises(PbflError, match=r"augmentation = 'flip': .*it must be ''") as refused:
         check_augmentation("flip", task)
     assert named in str(refused.value)
