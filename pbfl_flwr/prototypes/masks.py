@@ -165,7 +165,7 @@ def _allocate(rows: int, columns: int, ones: int, random: Random, swaps: int) ->
     """Return a (rows, columns) matrix with ``ones`` ones per row and column loads that differ by at most one."""
     masks = _orbits_and_deal(rows, columns, ones, random)
     masks = masks[random.permutation(rows)][:, random.permutation(columns)]
-    if rows > 1 and 0 < ones < columns:
+    if rows > 1 and ones < columns:
         if math.comb(columns, ones) >= rows:
             _make_distinct(masks, ones, random)
         _spread(masks, random, swaps)
@@ -205,17 +205,17 @@ def _even_difference_sets(sizes: list[int], order: int, random: Random) -> list[
         members = np.zeros(order, np.bool_)
         members[random.permutation(order)[:size]] = True
         sets.append(members)
-    counts = np.zeros(order)  # how often each non-zero difference occurs
+    counts = np.zeros(
+        order
+    )  # how often each difference occurs; that of a member to itself is never read below
 
     def differences(members: NDArray[np.bool_], of: int) -> NDArray[np.intp]:
         others = np.flatnonzero(members)
-        others = others[others != of]
         return np.concatenate([(of - others) % order, (others - of) % order])
 
     for members in sets:
         positions = np.flatnonzero(members)
         counts += np.bincount(((positions[:, None] - positions) % order).ravel(), minlength=order)
-    counts[0] = 0
     movable = [members for members, size in zip(sets, sizes, strict=True) if 1 < size < order]
     for _ in range(400 if movable else 0):
         members = movable[random.randint(len(movable))]
