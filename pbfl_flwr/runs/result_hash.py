@@ -39,8 +39,12 @@ def result_hash(run: RunDirectory, rounds: int) -> str:
 
 
 def _add(update: Any, columns: ClientsRecord, last: bool) -> None:
-    """Add the correct predictions of a round's clients and, if it is the last, of the final scoring."""
-    scored = sorted(zip(columns.client, columns.correct, strict=True), key=lambda pair: pair[0])
+    """Add the correct predictions of a round's scored clients and, if it is the last, of the final scoring.
+
+    Who was there without being scored is left out: a shorter run that was continued had others in its last round.
+    """
+    pairs = zip(columns.client, columns.correct, strict=True)
+    scored = sorted(((client, correct) for client, correct in pairs if correct), key=lambda pair: pair[0])
     update(json.dumps([columns.round, scored], sort_keys=True).encode())
     if last and columns.final is not None:
         _add(update, columns.final, False)

@@ -80,6 +80,17 @@ def test_prolonged_run_has_each_accuracy_once(tmp_path: Path) -> None:
     assert len({tuple(row.split(",")[:7]) for row in rows.splitlines()}) == len(rows.splitlines())
 
 
+def test_prolonged_run_has_the_same_hash_where_its_end_scored_clients_that_had_not_trained(
+    tmp_path: Path,
+) -> None:
+    keys: dict[str, Any] = {"evaluate_every": 2, "fraction_train": 0.5, "on_disk": True}
+    whole = federation(tmp_path / "whole", num_server_rounds=4, **keys).run().directory
+    federation(tmp_path / "parts", num_server_rounds=3, **keys).run()
+    parts = federation(tmp_path / "parts", num_server_rounds=4, resume=True, **keys).run().directory
+    assert [len(run.client_records()[2].client) for run in (whole, parts)] == [2, 5]
+    assert parts.result() == whole.result()
+
+
 @pytest.mark.parametrize("moment", ["after", "before"])
 def test_only_finished_runs_have_a_hash(tmp_path: Path, moment: str) -> None:
     """Scored before training, the shorter run ended with a last scoring that the whole one does not have."""
