@@ -144,7 +144,10 @@ def unseen(run: FinishedRun, settings: Settings, clients: int) -> tuple[Pool, Pa
             f"{run.path}: the samples of dataset '{data.dataset}' are not those with which it began"
         )
     if data.partition == "natural" or pool.in_train is not None:
-        partition = make_partition(pool, data, M + clients)
+        try:
+            partition = make_partition(pool, data, M + clients)
+        except PbflError as error:
+            raise PbflError(f"--clients {clients}, beside the {M} of the run: {error}") from None
         return pool, replace(
             partition,
             splits=partition.splits[M:],

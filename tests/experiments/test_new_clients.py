@@ -133,6 +133,17 @@ def test_too_few_samples_are_one_line(
         new_client_sheet(finished(digits(tmp_path, **keys)), clients, 1)
 
 
+def test_too_few_clients_in_the_files_are_a_line_on_the_option_that_was_given(tmp_path: Path) -> None:
+    dealt = DataSettings(max_samples=200)
+    export_pfl_directory(check_data(dealt, 3), load_pool(dealt), tmp_path / "files")
+    keys = {"dataset": "pflib", "data_dir": str(tmp_path / "files"), "max_samples": 0, "num_clients": 3}
+    reason = (
+        "^--clients 2, beside the 3 of the run: num-clients = 5: the dataset's files hold 3 clients, no more "
+    )
+    with pytest.raises(PbflError, match=reason):
+        new_client_sheet(finished(digits(tmp_path / "run", **keys)), 2, 1)
+
+
 def test_what_cannot_be_played_is_one_line(tmp_path: Path) -> None:
     path = digits(tmp_path).directory.path
 
