@@ -109,8 +109,8 @@ class MenteeState:
 
     @property
     def zeroed(self) -> list[str]:
-        """Names of the matrices that are entirely zero."""
-        return [name for name, t in self.weights.tensors.items() if t.dim() > 1 and not bool(t.any())]
+        """Names of the matrices that are entirely zero, in the order of a file's, so also after a resume."""
+        return sorted(name for name, t in self.weights.tensors.items() if t.dim() > 1 and not bool(t.any()))
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
