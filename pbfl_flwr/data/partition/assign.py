@@ -24,6 +24,12 @@ from pbfl_flwr.data.partition.way_shot import way_shot_splits
 from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.util.user_code import is_external
 
+SETTINGS_OF = {
+    "dirichlet": ("dirichlet_alpha",),
+    "pathological": ("classes_per_client", "shuffled_sizes"),
+    "way-shot": ("ways", "ways_deviation", "shots", "shots_deviation", "test_shots"),
+}
+
 
 def make_partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition:
     """Return the rows of every client; the same settings give the same rows on every machine.
@@ -196,7 +202,20 @@ def _finish(
             f"partition = {settings.partition} samples cannot be moved between clients; min-samples "
             "must be smaller"
         )
-    return Partition(splits, counts, (*pool.notes, *notes))
+    return Partition(splits, counts, (*pool.notes, *_idle(settings), *notes))
+
+
+def _idle(settings: DataSettings) -> list[str]:
+    """Return a line for every setting of another partition that is not at its default."""
+    if is_external(settings.partition):  # which may use any
+        return []
+    changed = settings.model_dump(exclude_defaults=True)
+    return [
+        f"{name.replace('_', '-')} = {changed[name]!r} has no effect without partition = {partition}"
+        for partition, names in SETTINGS_OF.items()
+        for name in names
+        if name in changed and settings.partition != partition
+    ]
 
 
 def _named(partition: Partition, pool: Pool) -> Partition:

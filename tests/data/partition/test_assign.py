@@ -1,5 +1,6 @@
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,6 +197,24 @@ def test_min_samples_is_met_and_moved_samples_are_noted():
     assert part.counts.sum(axis=1).min() >= 5
     assert part.counts.sum() == 1797
     assert any("moved from client" in note for note in part.notes)
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize(
+    ("partition", "change", "line"),
+    [
+        ("dirichlet", {"dirichlet_alpha": 0.5}, "dirichlet-alpha = 0.5"),
+        ("pathological", {"classes_per_client": 3}, "classes-per-client = 3"),
+        ("pathological", {"shuffled_sizes": True}, "shuffled-sizes = True"),
+        ("way-shot", {"shots": 20}, "shots = 20"),
+    ],
+)
+def test_a_setting_of_another_partition_is_noted(
+    partition: str, change: dict[str, Any], line: str, used: bool
+) -> None:
+    part = check_data(DataSettings.model_validate({"partition": partition if used else "iid", **change}), 3)
+    lines = [note for note in part.notes if "has no effect" in note]
+    assert lines == ([] if used else [f"{line} has no effect without partition = {partition}"])
 
 
 def test_client_data_follows_the_partition():
