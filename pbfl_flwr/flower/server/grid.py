@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import copy
 from logging import INFO
 from queue import SimpleQueue
 from typing import Any, Protocol, runtime_checkable
@@ -29,7 +30,8 @@ MIN_INTERVAL, MAX_INTERVAL = 0.5, 3.0  # seconds between two polls; a SuperLink 
 INTERVAL_SHARE = 0.02  # poll interval as a share of the time waited so far
 MAX_BATCHES = 8  # in which a simulation's messages are pushed
 BATCH_PAUSE = 0.15  # seconds between two batches; Flower's simulation forwards messages every 0.1 s
-PARTIAL_WAIT = 3.0  # seconds to wait for the rest of a partly received reply before polling for the others
+PARTIAL_WAIT = 3.0  # seconds to wait for the rest of partly received replies before polling for the others
+BRIEF_WAIT = 0.1  # likewise, for each more if several have used these up
 # Flower also reports these for a reply that another poll is fetching, or if the node's heartbeats are delayed.
 TRANSIENT_ERRORS = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 CLIENT, CONNECTED = "_client", "_runtime_client"  # of Flower's grid on devices; the second connects first
@@ -244,6 +246,7 @@ class ConcurrentPulls:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
+        self._answers: _OneAtATime | None = None
         self._pulls: list[tuple[threading.Thread, Collection[str]]] = []
         self._results: SimpleQueue[list[Message] | Exception] = SimpleQueue()
         self._replies: dict[str, Message] = {}  # by the id of the message they answer
@@ -255,13 +258,14 @@ class ConcurrentPulls:
         Raises:
             Exception: whatever Flower's grid raised.
         """
+        grid, until = self._with_single_answers(), time.monotonic() + PARTIAL_WAIT
         for _ in message_ids:
             # A daemon, so that a blocked pull does not delay the exit.
-            pull = threading.Thread(target=self._pull, args=(message_ids,), daemon=True)
+            pull = threading.Thread(target=self._pull, args=(grid, message_ids), daemon=True)
             self._pulls.append((pull, message_ids))
             pull.start()
-            pull.join(PARTIAL_WAIT)
-            if not getattr(getattr(self._grid, CLIENT, None), "kept", None):
+            pull.join(max(BRIEF_WAIT, until - time.monotonic()))
+            if self._answers is None or not self._answers.kept:
                 break
         self._pulls = [(thread, ids) for thread, ids in self._pulls if thread.is_alive()]
         while not self._results.empty():
@@ -278,12 +282,18 @@ class ConcurrentPulls:
             self._replies.setdefault(message_id, error)
         return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
 
-    def _pull(self, message_ids: list[str]) -> None:
+    def _with_single_answers(self) -> Grid:
+        """Return a copy of Flower's grid on devices whose answers have one reply each; the app may use its own on."""
+        if (client := getattr(self._grid, CONNECTED, None)) is None:
+            return self._grid
+        if self._answers is None or self._answers.client is not client:
+            self._answers = _OneAtATime(client)
+        setattr(single := copy(self._grid), CLIENT, self._answers)
+        return single
+
+    def _pull(self, grid: Grid, message_ids: list[str]) -> None:
         try:
-            client = getattr(self._grid, CONNECTED, None)
-            if client is not None and not isinstance(client, _OneAtATime):
-                setattr(self._grid, CLIENT, _OneAtATime(client))
-            self._results.put(list(self._grid.pull_messages(message_ids)))
+            self._results.put(list(grid.pull_messages(message_ids)))
         except Exception as error:
             self._results.put(error)
 
@@ -295,21 +305,22 @@ class _OneAtATime:
     first half of a reply would hold back those that others have sent meanwhile, until the round is over.
 
     Attributes:
+        client: what Flower's grid asked with.
         kept: replies for the next answers.
     """
 
     def __init__(self, client: Any) -> None:
-        self._client, self._lock = client, threading.Lock()
+        self.client, self._lock = client, threading.Lock()
         self.kept: deque[Any] = deque()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
+        return getattr(self.client, name)
 
     def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802, Flower's
         """Return one reply; ask the SuperLink if none is kept."""
         with self._lock:
             if not self.kept:
-                pulled = self._client.PullMessages(request)
+                pulled = self.client.PullMessages(request)
                 self.kept.extend(zip(pulled.messages_list, pulled.message_object_trees, strict=True))
             one = [self.kept.popleft()] if self.kept else []
         return PullAppMessagesResponse(

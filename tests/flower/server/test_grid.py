@@ -303,6 +303,13 @@ class SuperLink:
             message_object_trees=map(get_object_tree, whose),
         )
 
+    def complete(self, replies: Iterable[Message]) -> None:
+        """Let these be whole."""
+        for reply in replies:
+            self.objects.update(
+                (name, made.deflate()) for name, made in get_all_nested_objects(reply).items()
+            )
+
     def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:  # noqa: N802
         content = self.objects[request.object_id]
         return PullObjectResponse(object_found=True, object_available=bool(content), object_content=content)
@@ -311,28 +318,51 @@ class SuperLink:
         pass
 
 
-@pytest.mark.usefixtures("halves")
-@pytest.mark.parametrize("half", [1, 2, 3])
-def test_whole_replies_do_not_wait_for_one_that_came_with_them(half: int) -> None:
-    """Otherwise whoever sends only half of a reply costs the others theirs."""
-    asked = questions(1, 2, 3)
+def devices(count: int, halves: set[int]) -> tuple[HttpGrid, SuperLink, list[str]]:
+    """Return Flower's grid and SuperLink of so many devices that all have answered, and the ids of the questions."""
+    asked = questions(*range(1, count + 1))
     for message in asked:
         message.metadata.__dict__["_message_id"] = message.object_id
     answers = [
         Message(wire.content(report=Report(node, 1).to_record()), reply_to=message)
         for node, message in enumerate(asked, 1)
     ]
-    grid, superlink = HttpGrid(token="t"), SuperLink(answers, {half})
+    grid, superlink = HttpGrid(token="t"), SuperLink(answers, halves)
     grid.set_run(Run.create_empty(7))
     grid._client = superlink  # type: ignore[assignment]
+    return grid, superlink, ids(*asked)
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("half", [1, 2, 3])
+def test_whole_replies_do_not_wait_for_one_that_came_with_them(half: int) -> None:
+    """Otherwise whoever sends only half of a reply costs the others theirs."""
+    grid, superlink, asked = devices(3, {half})
+    missing = superlink.replies[asked[half - 1]]
     watched = PollingGrid(grid, str)
-    whole = eventually(lambda: watched.pull_messages(ids(*asked)), 2)
+    whole = eventually(lambda: watched.pull_messages(asked), 2)
     assert sorted(senders(whole)) == [node for node in (1, 2, 3) if node != half]
     assert superlink.asked <= 3
-    for reply in answers:
-        for name, made in get_all_nested_objects(reply).items():
-            superlink.objects[name] = made.deflate()
-    assert senders(eventually(lambda: watched.pull_messages(ids(*asked)), 1)) == [half]
+    superlink.complete([missing])
+    assert senders(eventually(lambda: watched.pull_messages(asked), 1)) == [half]
+
+
+def test_many_halves_hold_a_deadline_back_by_little_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "PARTIAL_WAIT", 1.0)
+    monkeypatch.setattr(waiting, "BRIEF_WAIT", 0.01)
+    grid, superlink, asked = devices(40, {*range(1, 40)})
+    replies = [*superlink.replies.values()]
+    watched, began = PollingGrid(grid, str), time.monotonic()
+    assert senders(eventually(lambda: watched.pull_messages(asked), 1)) == [40]
+    assert time.monotonic() - began < 30  # not one second for each of 39
+    superlink.complete(replies)  # whose threads Python's exit would wait for
+    assert sorted(senders(eventually(lambda: watched.pull_messages(asked), 39))) == [*range(1, 40)]
+
+
+def test_the_apps_own_grid_goes_on_to_take_all_replies_at_once() -> None:
+    grid, _, asked = devices(4, set())
+    assert senders(PollingGrid(grid, str).pull_messages(asked[:2])) == [1, 2]
+    assert senders(grid.pull_messages(asked[2:])) == [3, 4]
 
 
 @pytest.mark.usefixtures("halves")
