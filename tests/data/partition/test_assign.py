@@ -105,12 +105,8 @@ def test_way_shot_draws_are_those_of_the_reference(pool_of):
 
 
 @pytest.mark.parametrize(
-    (
-        "ways",
-        "deviation",
-        "drawn",
-    ),  # max(2, w̄-ŵ) to min(K-1, w̄+ŵ) of K = 5 classes; K only if nothing else is left
-    [
+    ("ways", "deviation", "drawn"),
+    [  # max(2, w̄-ŵ) to min(K-1, w̄+ŵ) of K = 5 classes; K only if nothing else is left
         (2, 0, {2}),
         (2, 1, {2, 3}),
         (3, 2, {2, 3, 4}),

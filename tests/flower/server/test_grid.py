@@ -329,7 +329,7 @@ def devices(count: int, halves: set[int]) -> tuple[HttpGrid, SuperLink, list[str
     ]
     grid, superlink = HttpGrid(token="t"), SuperLink(answers, halves)
     grid.set_run(Run.create_empty(7))
-    grid._client = superlink  # type: ignore[assignment]
+    setattr(grid, waiting.CLIENT, superlink)
     return grid, superlink, ids(*asked)
 
 
