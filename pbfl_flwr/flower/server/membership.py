@@ -107,24 +107,23 @@ class Membership:
         """Ask every node of a new run and return a line for every node that is not used."""
         run, M, least = self.run, self.run.num_clients, self.run.min_clients
         needed = least or M
+        end = time.monotonic() + run.join_timeout
         nodes = wait_for_nodes(grid, M, run.join_timeout, self.on_wait)
         if len(nodes) != M and simulates(grid):
             raise PbflError(
                 f"num-clients = {M}, but the simulation has num-supernodes = {len(nodes)}: must be the same number; "
                 f"--federation-config 'num-supernodes={M}' sets it (pbfl run does), num-clients = 0 takes all nodes"
             )
-        if len(nodes) < needed:
-            few = f"but only {len(nodes)} nodes joined within {run.join_timeout:.0f} s"
-            if least:
-                raise PbflError(f"min-clients = {least}, {few}")
-            raise PbflError(f"num-clients = {M}, {few}; a deployment needs {M} running SuperNodes")
-        clients, refused = self._handshake(grid, nodes)
+        self._check_count(len(nodes), "joined within")
+        clients, refused = self._ask_until_present(grid, end, {})
+        connected = len(clients) + len(refused)
         if refused and len(clients) < needed:
-            raise PbflError("\n".join(refusals(refused, len(nodes))))
-        unfit = [*dict.fromkeys(map(str, self._place(clients, nodes).values()))]
+            raise PbflError("\n".join(refusals(refused, connected)))
+        self._check_count(connected, "were still connected after")
+        unfit = [*dict.fromkeys(map(str, self._place(clients, {c.node for c in clients}).values()))]
         placed = self.roster.clients.values()
         if unfit and len(placed) < needed:
-            too_few = [f"min-clients = {least}, but only {len(placed)} of {len(nodes)} devices can take part"]
+            too_few = [f"min-clients = {least}, but only {len(placed)} of {connected} devices can take part"]
             raise PbflError("\n".join([*(too_few if least else []), *unfit]))
         if len(placed) < M and any(client.simulated for client in placed):
             raise PbflError(
@@ -132,6 +131,15 @@ class Membership:
                 f"{len(placed)} did"
             )
         return [*unfit, *(f"node {node}: {reason}" for node, reason in refused.items())]
+
+    def _check_count(self, count: int, what: str) -> None:
+        """Raise PbflError if a new run has fewer nodes than it needs."""
+        M, least, seconds = self.run.num_clients, self.run.min_clients, self.run.join_timeout
+        few = f"but only {count} nodes {what} {seconds:.0f} s"
+        if least and count < least:
+            raise PbflError(f"min-clients = {least}, {few}")
+        if not least and count < M:
+            raise PbflError(f"num-clients = {M}, {few}; a deployment needs {M} running SuperNodes")
 
     def _resume(self, grid: Grid, recorded: Sequence[ClientRecord]) -> list[str]:
         """Ask the clients of a resumed run, of which missing ones may reconnect later.
@@ -146,7 +154,9 @@ class Membership:
         run = self.run
         self.roster = Roster({client.client: client.on_node(NO_NODE) for client in recorded})
         labels = {client.label for client in recorded}
-        clients, silent = self._ask_until_present(grid)
+        end = time.monotonic() + run.join_timeout
+        known = {client.label: client for client in self.roster.clients.values()}
+        clients, silent = self._ask_until_present(grid, end, known)
         present = [client for client in clients if client.label in labels]
         others = [client for client in clients if client.label not in labels]
         refused = [*self._place(present, {client.node for client in present}).values()]
@@ -167,19 +177,29 @@ class Membership:
         unknown = [f"node {node}: {reason}" for node, reason in silent.items()]
         return [*unfit, *map(_not_in_run, others), *unknown]
 
-    def _ask_until_present(self, grid: Grid) -> tuple[list[ClientRecord], dict[int, str]]:
-        """Ask nodes until all of the run's clients have replied or the timeout passes; other nodes do not count."""
-        end = time.monotonic() + self.run.join_timeout
-        labels = {client.label: client for client in self.roster.clients.values()}
+    def _ask_until_present(
+        self, grid: Grid, end: float, known: Mapping[str, ClientRecord]
+    ) -> tuple[list[ClientRecord], dict[int, str]]:
+        """Ask nodes until the run's clients have replied, or no node is left to ask at the time ``end``.
+
+        ``known`` is label -> client of a resumed run, where no other node counts. A new run has none: it waits for
+        ``num-clients`` nodes, whatever they answer.
+
+        Returns:
+            The clients that have replied, and node -> reason for the other nodes that are still connected.
+        """
+        target = len(known) or self.run.num_clients
         clients: list[ClientRecord] = []
         silent: dict[int, str] = {}
         while True:
-            here = [c.label for c in clients if c.label in labels and has_its_key(c, labels[c.label])]
-            if len(set(here)) == len(labels):
+            here = [
+                c.label for c in clients if not known or (c.label in known and has_its_key(c, known[c.label]))
+            ]
+            if len(set(here)) >= target:
                 return clients, silent
-            others = len(silent) + len(clients) - len(here)
+            others = len(silent) + len(clients) - len(here) if known else 0
             left = max(0.0, end - time.monotonic())
-            nodes = wait_for_nodes(grid, len(labels) + others, left, self.on_wait)
+            nodes = wait_for_nodes(grid, target + others, left, self.on_wait)
             new = sorted(set(nodes) - {client.node for client in clients} - set(silent))
             if not new:
                 return clients, silent

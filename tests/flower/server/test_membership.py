@@ -502,9 +502,32 @@ def test_one_of_two_new_nodes_of_a_failed_client_is_used() -> None:
     assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
 
 
+def scripted_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+    seen: Sequence[Sequence[int]],
+    connected: Sequence[int],
+    replies: Sequence[Mapping[int, int | None]],
+) -> Any:
+    """Return a grid whose nodes are these at each look, and after a handshake with these replies.
+
+    ``replies`` are node -> client, None for a node that was lost.
+    """
+    looks, answers = iter(seen), iter(replies)
+
+    def send(grid: Any, asked: Sequence[int], *_: Any) -> tuple[list[ClientRecord], dict[int, str]]:
+        result = next(answers)
+        assert [*result] == [*asked]
+        lost = {node: "Error: Node Unavailable" for node, client in result.items() if client is None}
+        return [member(client, node) for node, client in result.items() if client is not None], lost
+
+    monkeypatch.setattr(memberships, "send_handshake", send)
+    monkeypatch.setattr(memberships, "wait_for_nodes", lambda *_, **__: next(looks))
+    return SimpleNamespace(get_node_ids=lambda: connected)
+
+
 @pytest.mark.parametrize(
     ("seen", "connected", "replies", "nodes"),
-    [  # the nodes at each look, those after a handshake, its replies: node -> client, None for one that was lost
+    [
         ([[11], [21], [21, 22]], [], [{11: 0}, {21: 0}, {22: 1}], {0: 21, 1: 22}),
         ([[11, 12], [11, 12]], [11], [{11: 0, 12: None}, {12: 1}], {0: 11, 1: 12}),
     ],
@@ -517,18 +540,39 @@ def test_device_that_comes_back_during_resume_is_one_client(
     nodes: dict[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looks, answers = iter(seen), iter(replies)
-
-    def send(grid: Any, asked: Sequence[int], *_: Any) -> tuple[list[ClientRecord], dict[int, str]]:
-        result = next(answers)
-        assert [*result] == [*asked]
-        lost = {node: "Error: Node Unavailable" for node, client in result.items() if client is None}
-        return [member(client, node) for node, client in result.items() if client is not None], lost
-
-    monkeypatch.setattr(memberships, "send_handshake", send)
-    monkeypatch.setattr(memberships, "wait_for_nodes", lambda *_, **__: next(looks))
-    grid: Any = SimpleNamespace(get_node_ids=lambda: connected)
+    grid = scripted_nodes(monkeypatch, seen, connected, replies)
     membership = membership_of({}, min_replies=2)
     membership.collect(grid, [member(0, 1), member(1, 1)])
     assert {client: at.node for client, at in membership.roster.clients.items()} == nodes
     assert membership.warnings == []
+
+
+@pytest.mark.parametrize("back", [12, 22], ids=["same node", "other node"])
+def test_new_run_waits_for_a_device_lost_during_the_handshake(
+    back: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = [[11, 12], [11, 12], [11, back]]
+    grid = scripted_nodes(monkeypatch, seen, [11], [{11: 0, 12: None}, {back: 1}])
+    membership = membership_of({}, 2)
+    membership.collect(grid, None)
+    assert {client: at.node for client, at in membership.roster.clients.items()} == {0: 11, 1: back}
+    assert membership.warnings == []
+
+
+def test_new_run_ends_without_a_device_lost_during_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, replies = [[11, 12], [11, 12], [11]], [{11: 0, 12: None}]
+    grid = scripted_nodes(monkeypatch, seen, [11], replies)
+    says = r"^num-clients = 2, but only 1 nodes were still connected after 1 s; a deployment needs 2"
+    with pytest.raises(PbflError, match=says):
+        membership_of({}, 2).collect(grid, None)
+    grid = scripted_nodes(monkeypatch, seen, [11], replies)
+    membership = membership_of({}, 2, min_clients=1)
+    membership.collect(grid, None)
+    assert [*membership.roster.clients] == [0]
+
+
+def test_new_run_ends_at_once_if_a_connected_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, replies = [[11, 12], [11, 12], [11, 12]], [{11: 0, 12: None}]
+    grid = scripted_nodes(monkeypatch, seen, [11, 12], replies)
+    with pytest.raises(PbflError, match=r"^1 of 2 clients: Error: Node Unavailable \(on node 12\)$"):
+        membership_of({}, 2).collect(grid, None)
