@@ -130,6 +130,9 @@ class Membership:
                 f"min-clients = {least}: must be 0 in a simulation, where all num-clients = {M} must start; "
                 f"{len(placed)} did"
             )
+        if connected < M:
+            gone = set(nodes) - {client.node for client in clients} - set(refused)
+            refused |= dict.fromkeys(sorted(gone), "disconnected during the handshake")
         return [*unfit, *(f"node {node}: {reason}" for node, reason in refused.items())]
 
     def _check_count(self, count: int, what: str) -> None:

@@ -569,6 +569,7 @@ def test_new_run_ends_without_a_device_lost_during_the_handshake(monkeypatch: py
     membership = membership_of({}, 2, min_clients=1)
     membership.collect(grid, None)
     assert [*membership.roster.clients] == [0]
+    assert membership.warnings == ["a new node is not used: node 12: disconnected during the handshake"]
 
 
 def test_new_run_ends_at_once_if_a_connected_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
