@@ -14,7 +14,7 @@ from pbfl_flwr.flower.code_version import code_version
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.identity import digest_of_key
 from pbfl_flwr.flower.server.grid import OnWait, ignore, lifetime, poll, simulates
-from pbfl_flwr.flower.server.replies import error_reason
+from pbfl_flwr.flower.server.replies import LOST, error_reason
 from pbfl_flwr.flower.server.roster import MAX_TEXT, client_from_reply
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.records import ClientRecord
@@ -69,11 +69,12 @@ def count_simulated_nodes(grid: Grid, timeout: float) -> int:
 
 def send_handshake(
     grid: Grid, nodes: Sequence[int], experiment: str, timeout: float
-) -> tuple[list[ClientRecord], dict[int, str]]:
+) -> tuple[list[ClientRecord], dict[int, str], dict[int, str]]:
     """Ask nodes who they are and what they have, and wait for so many seconds.
 
     Returns:
-        The clients with a valid reply, and node -> reason for the others.
+        The clients with a valid reply, and node -> reason for those that cannot take part or are silent, and for those
+        that Flower has lost, which may come back.
     """
     messages = [
         Message(
@@ -90,10 +91,12 @@ def send_handshake(
     node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
     clients: list[ClientRecord] = []
     refused = dict.fromkeys(nodes, f"no answer within {timeout:.0f} s")
+    lost: dict[int, str] = {}
     for reply in replies:
         node = node_of.get(reply.metadata.reply_to_message_id, 0)
         if reply.has_error():
-            refused[node] = error_reason(reply)
+            refused.pop(node, None)
+            (lost if reply.error.code in LOST else refused)[node] = error_reason(reply)
             continue
         try:
             if not reply.has_content() or wire.CONFIG not in reply.content.config_records:
@@ -105,7 +108,7 @@ def send_handshake(
             refused.pop(node, None)
         except RejectedPayload as error:
             refused[node] = printable(str(error)[:LONGEST])
-    return clients, refused
+    return clients, refused, lost
 
 
 def _with_key(client: ClientRecord, node: NodeInfo) -> ClientRecord:

@@ -98,7 +98,7 @@ class Membership:
 
     def _handshake(
         self, grid: Grid, nodes: Sequence[int], longest: float = math.inf
-    ) -> tuple[list[ClientRecord], dict[int, str]]:
+    ) -> tuple[list[ClientRecord], dict[int, str], dict[int, str]]:
         """Ask nodes, at the start as long as their processes may take to start, else at most ``longest`` seconds."""
         timeout = min(max(self.run.round_timeout, self.run.join_timeout), longest)
         return send_handshake(grid, nodes, self.experiment, timeout)
@@ -114,35 +114,29 @@ class Membership:
                 f"num-clients = {M}, but the simulation has num-supernodes = {len(nodes)}: must be the same number; "
                 f"--federation-config 'num-supernodes={M}' sets it (pbfl run does), num-clients = 0 takes all nodes"
             )
-        self._check_count(len(nodes), "joined within")
+        if len(nodes) < needed:
+            few = f"but only {len(nodes)} nodes joined within {run.join_timeout:.0f} s"
+            if least:
+                raise PbflError(f"min-clients = {least}, {few}")
+            raise PbflError(f"num-clients = {M}, {few}; a deployment needs {M} running SuperNodes")
         clients, refused = self._ask_until_present(grid, end, {})
-        connected = len(clients) + len(refused)
-        if refused and len(clients) < needed:
-            raise PbflError("\n".join(refusals(refused, connected)))
-        self._check_count(connected, "were still connected after")
+        asked = len(clients) + len(refused)
+        if len(clients) < needed:
+            left = [
+                f"{needed} clients are needed, but only {len(clients)} were still connected after the handshake"
+            ]
+            raise PbflError("\n".join(refusals(refused, asked) or left))
         unfit = [*dict.fromkeys(map(str, self._place(clients, {c.node for c in clients}).values()))]
         placed = self.roster.clients.values()
         if unfit and len(placed) < needed:
-            too_few = [f"min-clients = {least}, but only {len(placed)} of {connected} devices can take part"]
+            too_few = [f"min-clients = {least}, but only {len(placed)} of {asked} devices can take part"]
             raise PbflError("\n".join([*(too_few if least else []), *unfit]))
         if len(placed) < M and any(client.simulated for client in placed):
             raise PbflError(
                 f"min-clients = {least}: must be 0 in a simulation, where all num-clients = {M} must start; "
                 f"{len(placed)} did"
             )
-        if connected < M:
-            gone = set(nodes) - {client.node for client in clients} - set(refused)
-            refused |= dict.fromkeys(sorted(gone), "disconnected during the handshake")
         return [*unfit, *(f"node {node}: {reason}" for node, reason in refused.items())]
-
-    def _check_count(self, count: int, what: str) -> None:
-        """Raise PbflError if a new run has fewer nodes than it needs."""
-        M, least, seconds = self.run.num_clients, self.run.min_clients, self.run.join_timeout
-        few = f"but only {count} nodes {what} {seconds:.0f} s"
-        if least and count < least:
-            raise PbflError(f"min-clients = {least}, {few}")
-        if not least and count < M:
-            raise PbflError(f"num-clients = {M}, {few}; a deployment needs {M} running SuperNodes")
 
     def _resume(self, grid: Grid, recorded: Sequence[ClientRecord]) -> list[str]:
         """Ask the clients of a resumed run, of which missing ones may reconnect later.
@@ -185,32 +179,37 @@ class Membership:
     ) -> tuple[list[ClientRecord], dict[int, str]]:
         """Ask nodes until the run's clients have replied, or no node is left to ask at the time ``end``.
 
+        A node that is lost meanwhile is asked again if it comes back, under its id or another one.
+
         ``known`` is label -> client of a resumed run, where no other node counts. A new run has none: it waits for
         ``num-clients`` nodes, whatever they answer.
 
         Returns:
-            The clients that have replied, and node -> reason for the other nodes that are still connected.
+            The clients that have replied, and node -> reason for other nodes, lost ones only if clients are missing.
         """
         target = len(known) or self.run.num_clients
         clients: list[ClientRecord] = []
-        silent: dict[int, str] = {}
+        refused: dict[int, str] = {}
+        lost: dict[int, str] = {}
         while True:
             here = [
                 c.label for c in clients if not known or (c.label in known and has_its_key(c, known[c.label]))
             ]
             if len(set(here)) >= target:
-                return clients, silent
-            others = len(silent) + len(clients) - len(here) if known else 0
+                return clients, refused
+            others = len(refused) + len(clients) - len(here) if known else 0
             left = max(0.0, end - time.monotonic())
             nodes = wait_for_nodes(grid, target + others, left, self.on_wait)
-            new = sorted(set(nodes) - {client.node for client in clients} - set(silent))
-            if not new:
-                return clients, silent
-            new_clients, new_silent = self._handshake(grid, new)
-            # Others may have reconnected elsewhere; a node lost during the handshake may come back under its id.
-            connected = set(grid.get_node_ids()) if new_silent else set(nodes)
+            new = set(nodes) - {client.node for client in clients} - set(refused)
+            if not new or not (left or new - set(lost)):
+                return clients, lost | refused
+            new_clients, new_refused, new_lost = self._handshake(grid, sorted(new))
+            # Others may have disconnected meanwhile, and reconnected as one of the new nodes.
             clients = [client for client in clients if client.node in nodes] + new_clients
-            silent = {node: reason for node, reason in (silent | new_silent).items() if node in connected}
+            reasons, online = lost | refused | new_refused | new_lost, set(grid.get_node_ids())
+            refused = {node: why for node, why in (refused | new_refused).items() if node in online}
+            settled = {*refused, *(client.node for client in clients)}
+            lost = {node: why for node, why in reasons.items() if node not in settled}
 
     def _place(self, clients: Collection[ClientRecord], online: Collection[int]) -> dict[int, PbflError]:
         """Move known clients to their new nodes, let others join, and return node -> why for those that are refused.
@@ -349,7 +348,8 @@ class Membership:
             new -= {node for node, (_, since) in self._refused_nodes.items() if server_round < since}
         if not new:
             return
-        clients, silent = self._handshake(grid, sorted(new), RECONNECT_TIMEOUT)
+        clients, silent, lost = self._handshake(grid, sorted(new), RECONNECT_TIMEOUT)
+        silent |= lost
         names = {node.node_id: printable(node.name) for node in grid.get_nodes()} if silent else {}
         titles = {node: f"{node} ({name})" if (name := names.get(node)) else str(node) for node in silent}
         refused = {node: f"node {titles[node]}: {reason}" for node, reason in silent.items()}

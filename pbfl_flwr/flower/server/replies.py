@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.common.constant import ErrorCode
 
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import LONGEST, format_exception, printable
@@ -194,6 +195,8 @@ class _Intake:
         )
 
 
+# Flower's errors for a node whose heartbeats or reply were lost.
+LOST = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 GROWTH = 2  # a device may have got more of the same data since it joined
 
 

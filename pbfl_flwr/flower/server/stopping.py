@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from flwr.common.constant import ErrorCode
-
 from pbfl_flwr.config import RunSettings, Settings, TrainingSettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
-from pbfl_flwr.flower.server.replies import Replies, worker_died
+from pbfl_flwr.flower.server.replies import LOST, Replies, worker_died
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.task import Task
-
-# Flower's errors for a node whose heartbeats or reply were lost.
-LOST = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 
 
 class RunEnded(PbflError):

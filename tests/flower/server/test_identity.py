@@ -130,8 +130,8 @@ def test_simulation_knows_no_keys(tmp_path: Path) -> None:
 def test_handshake_takes_key_and_name_from_flower(tmp_path: Path) -> None:
     fed = attacked(tmp_path)
     grid = PollingGrid(fed.grid, str)
-    clients, unanswered = send_handshake(grid, fed.grid.nodes, fed.strategy.experiment, 9.0)
-    assert unanswered == {}
+    clients, refused, lost = send_handshake(grid, fed.grid.nodes, fed.strategy.experiment, 9.0)
+    assert refused == lost == {}
     assert [client.registered for client in clients] == ["site-1", "site-2", "site-3", "site-4"]
     assert len({client.key for client in clients}) == 4
     gone = fed.grid.nodes.pop(0)
@@ -151,7 +151,7 @@ def started(
     **keys: Any,
 ) -> Membership:
     """Return the membership of a new run whose devices reply in this order."""
-    monkeypatch.setattr(memberships, "send_handshake", lambda *_: ([*clients], {}))
+    monkeypatch.setattr(memberships, "send_handshake", lambda *_: ([*clients], {}, {}))
     grid: Any = SimpleNamespace(get_node_ids=lambda: [client.node for client in clients])
     settings = RunSettings(**{"num_clients": len(clients), "min_clients": 2, "join_timeout": 0.01, **keys})
     membership = Membership(settings, "e", check)

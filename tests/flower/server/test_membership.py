@@ -505,20 +505,27 @@ def test_one_of_two_new_nodes_of_a_failed_client_is_used() -> None:
 def scripted_nodes(
     monkeypatch: pytest.MonkeyPatch,
     seen: Sequence[Sequence[int]],
-    connected: Sequence[int],
-    replies: Sequence[Mapping[int, int | None]],
+    replies: Sequence[Mapping[int, int | str | None]],
+    connected: Sequence[int] = (11, 12, 21, 22),
 ) -> Any:
-    """Return a grid whose nodes are these at each look, and after a handshake with these replies.
+    """Return a grid with these nodes at each look and after each handshake, which has these replies.
 
-    ``replies`` are node -> client, None for a node that was lost.
+    ``replies`` are node -> client, or the reason why it is refused; None for a node that was lost.
     """
     looks, answers = iter(seen), iter(replies)
 
-    def send(grid: Any, asked: Sequence[int], *_: Any) -> tuple[list[ClientRecord], dict[int, str]]:
+    def send(
+        grid: Any, asked: Sequence[int], *_: Any
+    ) -> tuple[list[ClientRecord], dict[int, str], dict[int, str]]:
         result = next(answers)
         assert [*result] == [*asked]
-        lost = {node: "Error: Node Unavailable" for node, client in result.items() if client is None}
-        return [member(client, node) for node, client in result.items() if client is not None], lost
+        refused = {node: answer for node, answer in result.items() if isinstance(answer, str)}
+        lost = {node: "Error: Node Unavailable" for node, answer in result.items() if answer is None}
+        return (
+            [member(answer, node) for node, answer in result.items() if isinstance(answer, int)],
+            refused,
+            lost,
+        )
 
     monkeypatch.setattr(memberships, "send_handshake", send)
     monkeypatch.setattr(memberships, "wait_for_nodes", lambda *_, **__: next(looks))
@@ -526,54 +533,69 @@ def scripted_nodes(
 
 
 @pytest.mark.parametrize(
-    ("seen", "connected", "replies", "nodes"),
+    ("seen", "replies", "nodes"),
     [
-        ([[11], [21], [21, 22]], [], [{11: 0}, {21: 0}, {22: 1}], {0: 21, 1: 22}),
-        ([[11, 12], [11, 12]], [11], [{11: 0, 12: None}, {12: 1}], {0: 11, 1: 12}),
+        ([[11], [21], [21, 22]], [{11: 0}, {21: 0}, {22: 1}], {0: 21, 1: 22}),
+        ([[11, 12], [11, 12]], [{11: 0, 12: None}, {12: 1}], {0: 11, 1: 12}),
     ],
     ids=["restarted", "lost during the handshake"],
 )
 def test_device_that_comes_back_during_resume_is_one_client(
     seen: list[list[int]],
-    connected: list[int],
     replies: list[dict[int, int | None]],
     nodes: dict[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    grid = scripted_nodes(monkeypatch, seen, connected, replies)
+    grid = scripted_nodes(monkeypatch, seen, replies)
     membership = membership_of({}, min_replies=2)
     membership.collect(grid, [member(0, 1), member(1, 1)])
     assert {client: at.node for client, at in membership.roster.clients.items()} == nodes
     assert membership.warnings == []
 
 
+@pytest.mark.parametrize("answer", [None, "ClientApp stopped responding."], ids=["lost", "ended"])
 @pytest.mark.parametrize("back", [12, 22], ids=["same node", "other node"])
-def test_new_run_waits_for_a_device_lost_during_the_handshake(
-    back: int, monkeypatch: pytest.MonkeyPatch
+def test_new_run_waits_for_a_device_that_dies_during_the_handshake(
+    answer: str | None, back: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = [[11, 12], [11, 12], [11, back]]
-    grid = scripted_nodes(monkeypatch, seen, [11], [{11: 0, 12: None}, {back: 1}])
+    grid = scripted_nodes(monkeypatch, seen, [{11: 0, 12: answer}, {back: 1}], connected=[11])
     membership = membership_of({}, 2)
     membership.collect(grid, None)
     assert {client: at.node for client, at in membership.roster.clients.items()} == {0: 11, 1: back}
     assert membership.warnings == []
 
 
-def test_new_run_ends_without_a_device_lost_during_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, replies = [[11, 12], [11, 12], [11]], [{11: 0, 12: None}]
-    grid = scripted_nodes(monkeypatch, seen, [11], replies)
-    says = r"^num-clients = 2, but only 1 nodes were still connected after 1 s; a deployment needs 2"
-    with pytest.raises(PbflError, match=says):
-        membership_of({}, 2).collect(grid, None)
-    grid = scripted_nodes(monkeypatch, seen, [11], replies)
+def test_new_run_goes_on_without_a_lost_device_only_if_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is lost again when it comes back, and then the time is over."""
+    seen, reason = [[11, 12], [11, 12], [11, 12], [11]], "Error: Node Unavailable"
+    replies: list[dict[int, int | str | None]] = [{11: 0, 12: None}, {12: None}]
+    with pytest.raises(PbflError, match=rf"^1 of 2 clients: {reason} \(on node 12\)$"):
+        membership_of({}, 2).collect(scripted_nodes(monkeypatch, seen, replies), None)
     membership = membership_of({}, 2, min_clients=1)
+    membership.collect(scripted_nodes(monkeypatch, seen, replies), None)
+    assert [*membership.roster.clients] == [0]
+    assert membership.warnings == [f"a new node is not used: node 12: {reason}"]
+
+
+def test_new_run_needs_the_devices_that_have_answered_and_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answers and dies while the server waits for another, which was lost and comes back."""
+    seen = [[11, 12], [11, 12], [12], [12]]
+    grid = scripted_nodes(monkeypatch, seen, [{11: 0, 12: None}, {12: 1}])
+    with pytest.raises(PbflError, match=r"^2 clients are needed, but only 1 were still connected after the"):
+        membership_of({}, 2).collect(grid, None)
+
+
+def test_lost_device_is_not_asked_again_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = scripted_nodes(monkeypatch, [[11, 12]] * 3, [{11: 0, 12: None}])
+    membership = membership_of({}, 2, min_clients=1)
+    times = iter([0.0, 0.5, 1.5])
+    monkeypatch.setattr(memberships, "time", SimpleNamespace(monotonic=lambda: next(times)))
     membership.collect(grid, None)
     assert [*membership.roster.clients] == [0]
-    assert membership.warnings == ["a new node is not used: node 12: disconnected during the handshake"]
 
 
-def test_new_run_ends_at_once_if_a_connected_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, replies = [[11, 12], [11, 12], [11, 12]], [{11: 0, 12: None}]
-    grid = scripted_nodes(monkeypatch, seen, [11, 12], replies)
-    with pytest.raises(PbflError, match=r"^1 of 2 clients: Error: Node Unavailable \(on node 12\)$"):
+def test_new_run_ends_at_once_if_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = scripted_nodes(monkeypatch, [[11, 12]] * 3, [{11: 0, 12: "it has no samples"}])
+    with pytest.raises(PbflError, match=r"^1 of 2 clients: it has no samples \(on node 12\)$"):
         membership_of({}, 2).collect(grid, None)
