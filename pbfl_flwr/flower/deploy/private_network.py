@@ -21,6 +21,7 @@ from pbfl_flwr.config import HUB, Settings
 from pbfl_flwr.util.user_code import interpreter
 
 INSIDE = "PBFL_PRIVATE_NETWORK"  # environment variable of a command that was started in a network of its own
+PROBE_SECONDS = 60
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
 
@@ -52,10 +53,13 @@ def refusal() -> str:
     """Return why a command cannot have a network of its own here; empty if it can."""
     if shutil.which("unshare") is None:
         return "the system has no command unshare"
-    probe = subprocess.run(
-        [*_unshare(), sys.executable, "-I", "-c", ""], capture_output=True, text=True, timeout=60, check=False
-    )
-    return " ".join(probe.stderr.split())[:200] if probe.returncode else ""
+    command = [*_unshare(), sys.executable, "-I", "-c", ""]
+    try:
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"unshare did not answer within {PROBE_SECONDS} s"
+    said = " ".join(probe.stderr.split())[:200] or f"unshare ended with exit code {probe.returncode}"
+    return said if probe.returncode else ""
 
 
 def enter(arguments: Sequence[str]) -> NoReturn:

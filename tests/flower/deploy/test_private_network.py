@@ -76,3 +76,21 @@ def test_says_who_can_reach_a_run_that_has_none(monkeypatch: pytest.MonkeyPatch,
     line = private_network.warning(reason)
     assert line.startswith("other accounts of this machine can reach Flower's Control API of this run")
     assert line.endswith("on a shared machine use --engine processes or ray, which open no such port")
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("#!/bin/sh\nexec sleep 60", "unshare did not answer within 0.5 s"),
+        ("#!/bin/sh\nexit 3", "unshare ended with exit code 3"),
+    ],
+)
+def test_a_command_without_a_usable_unshare_has_no_network_of_its_own(
+    script: str, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    unshare = tmp_path / "unshare"
+    unshare.write_text(f"{script}\n")
+    unshare.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(private_network, "PROBE_SECONDS", 0.5)
+    assert private_network.refusal() == expected
