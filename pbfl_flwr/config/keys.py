@@ -320,7 +320,9 @@ class TrainingSettings(Group):
         description="weight decay: L2 term added to the gradient; decoupled with adamw",
     )
     max_grad_norm: float = Field(
-        0.0, ge=0, description="bound to which the gradient's norm is clipped; 0 is off"
+        0.0,
+        ge=0,
+        description="bound to which the gradient's norm is clipped, besides a method's own bound; 0 is off",
     )
     optimizer_state: Literal["fresh", "kept"] = Field(
         "fresh",

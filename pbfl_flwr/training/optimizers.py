@@ -29,16 +29,16 @@ class ParamGroup:
     Attributes:
         parameters: of one or more networks.
         learning_rate: η; None means the optimiser's.
-        max_grad_norm: gradient clipping norm; None means the optimiser's, 0 is off.
+        max_grad_norm: a bound on the gradient's norm besides the optimiser's; 0 is off.
     """
 
     parameters: tuple[nn.Parameter, ...]
     learning_rate: float | None = None
-    max_grad_norm: float | None = None
+    max_grad_norm: float = 0.0
 
 
 def param_group(
-    module: nn.Module, learning_rate: float | None = None, max_grad_norm: float | None = None
+    module: nn.Module, learning_rate: float | None = None, max_grad_norm: float = 0.0
 ) -> ParamGroup:
     """Return all parameters of a module as one group."""
     return ParamGroup(tuple(module.parameters()), learning_rate, max_grad_norm)
@@ -52,7 +52,7 @@ class Optimizer(ABC):
         groups: disjoint groups of parameters.
         learning_rate: η of the groups that have none of their own.
         weight_decay: of all groups.
-        max_grad_norm: of the groups that have none of their own; 0 disables clipping.
+        max_grad_norm: bound to which the norm of a group's gradient is clipped; 0 is off.
         state: parameter -> the optimiser's state under the names in ``state_names``, changed in place; parameters may
             be missing.
         fused: use torch's fused kernels, bit-identical to ``torch.optim`` with ``fused=True``; otherwise to its
@@ -84,9 +84,9 @@ class Optimizer(ABC):
         """Clip the gradients of each group and update its parameters."""
         for group in self.groups:
             rate = self.learning_rate if group.learning_rate is None else group.learning_rate
-            bound = self.max_grad_norm if group.max_grad_norm is None else group.max_grad_norm
-            if bound > 0:
-                nn.utils.clip_grad_norm_(group.parameters, bound)
+            bounds = [bound for bound in (self.max_grad_norm, group.max_grad_norm) if bound > 0]
+            if bounds:
+                nn.utils.clip_grad_norm_(group.parameters, min(bounds))
             updated = {p: p.grad for p in group.parameters if p.grad is not None}
             if updated:
                 fused = self.fused and next(iter(updated)).device.type in FUSED
