@@ -150,12 +150,13 @@ def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[st
     """Return predictor -> scores; a statistic selects the best round."""
     by_predictor = {}
     on_test, on_validation = series(rounds), dict(series(rounds, "validation"))
+    final = rounds[-1].round if rounds and rounds[-1].final else None
     for name in in_order(name for _, accuracies in on_test for name in accuracies):
         tested = {number: accuracies for number, accuracies in on_test if name in accuracies}
         validated = {
             number: on_validation[number] for number in tested if name in on_validation.get(number, {})
         }
-        highest, chosen = best(_ranks(tested, name, by)), best(_ranks(validated, name))
+        highest, chosen = best(_ranks(tested, name, final, by)), best(_ranks(validated, name, final))
         if highest is not None:
             last, last_validated = max(tested), max(validated, default=None)
             by_predictor[name] = RunScores(
@@ -169,11 +170,16 @@ def scores(rounds: Sequence[RoundRecord], by: Statistic = "weighted") -> dict[st
 
 
 def _ranks(
-    scored: Mapping[int, Mapping[str, Accuracy]], predictor: str, by: Statistic = "weighted"
+    scored: Mapping[int, Mapping[str, Accuracy]],
+    predictor: str,
+    final: int | None,
+    by: Statistic = "weighted",
 ) -> dict[int, Score]:
-    """Return round -> what it is compared by with the others, in round order."""
+    """Return round -> what it is compared by with the others, in round order; ``final`` has the final scoring's."""
     return {
-        number: Score(False, accuracies[predictor].clients, getattr(accuracies[predictor], by))
+        number: Score(
+            False, accuracies[predictor].clients, getattr(accuracies[predictor], by), number == final
+        )
         for number, accuracies in scored.items()
     }
 

@@ -23,11 +23,13 @@ class Score(NamedTuple):
         validated: whether it is on validation data (``validation-share``), not on test data.
         clients: number of clients that have it.
         accuracy: weighted by samples, or another statistic of tables.
+        final: whether it is of the final scoring, which asks all clients where a round may ask a sample.
     """
 
     validated: bool
     clients: int
     accuracy: float
+    final: bool = False
 
 
 def score_on(scores: Accuracies, on: StopsOn, predictor: str) -> Score | None:
@@ -49,7 +51,8 @@ def all_scores(history: Iterable[RoundRecord], predictor: str) -> dict[tuple[int
                 continue
             score = score_on(scored, "validation", predictor) or score_on(scored, "test", predictor)
             if score is not None:
-                scores[record.round, scored is record.final] = score
+                final = scored is record.final
+                scores[record.round, final] = score._replace(final=final)
     return scores
 
 
@@ -78,16 +81,18 @@ def best(scores: Mapping[Place, Score]) -> Place | None:
     Any on validation data exceeds all on test data: with few clients per round, a round may lack validation data that
     others have. Of the others, rounds before which no round had an accuracy of as many clients as later ones do not
     count: a client that has not trained yet has none by its own prototypes, so the first rounds of partial
-    participation cover only a few. Later scores do not change how two rounds compare.
+    participation cover only a few. The final scoring always asks all clients, so that it covers more is no reason to
+    leave out the rounds before it. Later scores do not change how two rounds compare.
 
     Args:
         scores: in the order of the rounds.
     """
     most: dict[bool, int] = {}
     ranks: dict[Place, tuple[bool, int, float]] = {}
-    for place, (validated, clients, accuracy) in scores.items():
-        most[validated] = max(most.get(validated, 0), clients)
-        ranks[place] = validated, most[validated], accuracy
+    for place, (validated, clients, accuracy, final) in scores.items():
+        if not final:
+            most[validated] = max(most.get(validated, 0), clients)
+        ranks[place] = validated, most.get(validated, 0), accuracy
     return max(ranks, key=lambda place: ranks[place], default=None)
 
 

@@ -24,7 +24,7 @@ from pbfl_flwr.runs.early_stopping import (
     patience_exhausted,
     scores_on,
 )
-from pbfl_flwr.runs.records import RoundRecord
+from pbfl_flwr.runs.records import FinalScores, RoundRecord
 from pbfl_flwr.runs.tensor_files import load_tensors
 from tests.flower.inprocess import Federation, federation
 from tests.small_runs import entry, pbfl, refused
@@ -106,6 +106,18 @@ def test_first_rounds_that_cover_fewer_clients_are_no_better(
     assert scores(history)["local"].best[0] == at
     assert best(scores_on(history, "test", "local")) == at
     assert best(all_scores(history, "local")) == (at, False)
+
+
+@pytest.mark.parametrize(("last", "at"), [(0.75, (2, False)), (0.85, (3, True))])
+def test_the_final_scoring_of_all_clients_leaves_the_rounds_that_asked_a_sample(
+    last: float, at: tuple[int, bool]
+) -> None:
+    history = [covering(number, *each) for number, each in enumerate([(0.9, 1), (0.8, 3), (0.7, 3)], start=1)]
+    history = [each.model_copy(update={"accuracy_of_round": each.round - 1}) for each in history]
+    scoring = FinalScores(accuracy=covering(3, last, 6).accuracy, validation={}, failures=[])
+    history[-1] = history[-1].model_copy(update={"final": scoring})
+    assert best(all_scores(history, "local")) == at
+    assert scores(history)["local"].best[0] == (at[0] if at[1] else at[0] - 1)
 
 
 def test_run_whose_first_rounds_cover_few_clients_goes_on(tmp_path: Path) -> None:
