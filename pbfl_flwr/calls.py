@@ -12,10 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Predictor, Update
 from pbfl_flwr.payloads import Payload, Serializable
+from pbfl_flwr.payloads.metrics import check_metrics
 from pbfl_flwr.task import Task
-from pbfl_flwr.util.user_code import returned, wrong_result
+from pbfl_flwr.util.user_code import named, returned, wrong_result
 
 AnyMethod = Method[Any, Any, Any]
 
@@ -53,8 +55,8 @@ def local_update(method: AnyMethod, client: Client, down: Payload) -> Update[Any
     """Train a client and return its update.
 
     Raises:
-        PbflError: if it is no Update, its payload is not of the method's type ``up``, or its memory holds anything else
-            than tensors.
+        PbflError: if it is no Update, its payload is not of the method's type ``up``, its memory holds anything else
+            than tensors, or its metrics cannot be sent.
     """
     function = method.local_update
     update: Update[Any] = returned(function, function(client, down), Update)
@@ -68,6 +70,10 @@ def local_update(method: AnyMethod, client: Client, down: Payload) -> Update[Any
         raise wrong_result(
             function, update.metrics, "one with numbers by name", "an Update with the metrics "
         )
+    try:
+        check_metrics(update.metrics)
+    except PbflError as error:
+        raise PbflError(f"{named(function)} returned an Update whose {error}") from None
     return update
 
 

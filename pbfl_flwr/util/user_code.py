@@ -189,12 +189,16 @@ def returned(function: object, value: object, kind: type[T]) -> T:
     return value
 
 
+def named(function: object) -> str:
+    """Return the name of a function, or of the class of another callable object, and where it is defined."""
+    return f"{getattr(function, '__qualname__', type(function).__name__)}{place_of(function)}"
+
+
 def wrong_result(function: object, value: object, expected: str, part: str = "") -> PbflError:
     """Return the error for a function that returned something else than expected, or with such a ``part``."""
-    name = getattr(function, "__qualname__", type(function).__name__)
     plain = value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
     found = printable(reprlib.repr(value)) if plain else _with_article(type(value).__name__)
-    return PbflError(f"{name}{place_of(function)} returned {part}{found}; must return {expected}")
+    return PbflError(f"{named(function)} returned {part}{found}; must return {expected}")
 
 
 def _with_article(noun: str) -> str:

@@ -14,10 +14,11 @@ from pbfl_flwr import calls
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
-from pbfl_flwr.flower.messages.report import Part, Report
+from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.method import Round, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
+from pbfl_flwr.payloads.metrics import Part
 from pbfl_flwr.training.class_metrics import Areas, ByClass
 from pbfl_flwr.training.evaluation import evaluate
 from pbfl_flwr.training.loop import fit
@@ -209,6 +210,8 @@ def test_a_function_that_returns_nothing_is_named_with_its_place(tmp_path, monke
         ({"memory": None}, "with the memory None; must return one with tensors by name$"),
         ({"memory": {"kept": 3}}, "with the memory {'kept': 3}; "),
         ({"metrics": None}, "with the metrics None; must return one with numbers by name$"),
+        ({"metrics": {"x": torch.ones(1)}}, "whose metric 'x' is of type Tensor; must be a number$"),
+        ({"metrics": {"n": 0.5}}, "whose metric 'n' must have another name than n, c, t, v, k, g, a$"),
     ],
 )
 def test_an_update_of_other_parts_is_refused(make_client, monkeypatch, change, says):
@@ -253,10 +256,13 @@ def test_a_prediction_that_no_report_has_room_for_is_refused(make_client):
 @pytest.mark.parametrize(
     ("metrics", "says"),
     [
-        ({"c": 0.5}, r"^metric 'c': must have another name than n, c, t, v, k, g, a$"),
-        ({"loss.ce": 1.0, "k": 0.5}, "^metric 'k': "),
+        ({"c": 0.5}, r"^metric 'c' must have another name than n, c, t, v, k, g, a$"),
+        ({"loss.ce": 1.0, "k": 0.5}, "^metric 'k' must "),
         ({"mine": torch.tensor(0.5)}, "^metric 'mine' is of type Tensor; must be a number$"),
         ({"mine": [0.5]}, "^metric 'mine' is of type list; "),
+        ({"mine": True}, "^metric 'mine' is of type bool; "),
+        ({3: 0.5}, "^metric 3 must have a printable name of 1 to 100 characters$"),
+        ({"a\nb": 0.5}, r"^metric 'a\\nb' must have a printable name "),
     ],
 )
 def test_a_metric_that_a_report_would_swallow_is_refused(metrics, says):

@@ -1,5 +1,6 @@
 """The step before round 1, on networks whose gradients are huge with two samples."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -97,3 +98,21 @@ def test_a_network_that_exits_while_it_trains_is_named() -> None:
         PbflError, match=r"^model 'cnn4', a step of method 'fedproto' on 2 samples: SystemExit: 3"
     ):
         try_step("cnn4", build_method(SETTINGS), client_of(model, 0))
+
+
+@pytest.mark.parametrize("metric", [torch.tensor(0.5), "0.5", None, float("nan"), 1])
+def test_metrics_that_no_report_can_hold_are_refused(metric: Any) -> None:
+    """NaN travels no further, but with so few samples it may be right."""
+    method, client = build_method(SETTINGS), client_of(build_model("mlp", TASK, 0), 0)
+    update = type(method).local_update
+
+    def measuring(*arguments: Any) -> Any:
+        return replace(update(*arguments), metrics={"mine": metric})
+
+    with patch.object(type(method), "local_update", measuring):
+        if isinstance(metric, int | float):
+            try_step("mlp", method, client)
+            return
+        says = r"^model 'mlp', a step of .* on 2 samples: .*measuring \(test_trial.py:\d+\) returned .*'mine' is of"
+        with pytest.raises(PbflError, match=says):
+            try_step("mlp", method, client)

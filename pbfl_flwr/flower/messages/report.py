@@ -5,33 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 from flwr.app import MetricRecord
 from numpy.typing import NDArray
 
 from pbfl_flwr.config import PREDICTORS, EvaluationSettings, in_order
-from pbfl_flwr.errors import PbflError, printable
+from pbfl_flwr.errors import printable
 from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload
+from pbfl_flwr.payloads.metrics import MAX_NAME, Part, check_metrics
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.class_metrics import Areas, ByClass
 
 # Timed steps: data loads shards; open network, state, settings.
 SPENT = ("data", "open", "fit", "evaluate", "save")
-
-
-class Part(StrEnum):
-    """The lists in a report's record, beside its metrics; every letter of a key costs a byte in every reply."""
-
-    COUNTERS = "n"  # num_train, num_test, participations, round
-    CORRECT = "c"  # by predictor, see reported(), -1 if it was not available
-    TIMES = "t"  # test_loss, seconds of every step, peak_mb
-    VALIDATION = "v"  # samples, then as CORRECT
-    BY_CLASS = "k"  # a table, see _by_class
-    GPU = "g"  # gpu_mb
-    AREAS = "a"  # macro and micro of every available predictor, -1 if undefined
-
 
 LENGTHS = {
     Part.COUNTERS: 4,
@@ -40,7 +27,6 @@ LENGTHS = {
 }
 """Of the lists whose length depends on neither K nor the predictors."""
 MAX_METRICS = 100  # of one report
-MAX_NAME = 100  # characters of a metric's name
 Table = NDArray[np.int64]
 _LARGEST_FLOAT = 1e40  # beyond float32; no valid loss, time or memory size is that large
 
@@ -106,7 +92,7 @@ class Report:
         """Return the record in a compact form: lists with a fixed layout, since every key costs bytes.
 
         Raises:
-            PbflError: if a metric has the name of such a list, or is not a number.
+            PbflError: if a metric cannot be sent, see :func:`~pbfl_flwr.payloads.metrics.check_metrics`.
         """
         seconds = [self.seconds.get(step, 0.0) for step in SPENT]
         fixed: dict[Part, list[int] | list[float]] = {
@@ -126,12 +112,7 @@ class Report:
                 -1.0 if area is None else area for pair in pairs for area in (pair.macro, pair.micro)
             ]
         metrics = self.metrics or {}
-        if reserved := [name for name in metrics if name in {*Part}]:
-            raise PbflError(f"metric '{reserved[0]}': must have another name than {', '.join(Part)}")
-        if invalid := [name for name, value in metrics.items() if not isinstance(value, int | float)]:
-            raise PbflError(
-                f"metric '{invalid[0]}' is of type {type(metrics[invalid[0]]).__name__}; must be a number"
-            )
+        check_metrics(metrics)
         return MetricRecord({**metrics, **{part.value: values for part, values in fixed.items()}})
 
     def _places(self, correct: Mapping[str, int] | None) -> list[int]:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from pbfl_flwr.config import EvaluationSettings, parse
 from pbfl_flwr.errors import LONGEST, printable
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import Part, Report, requested
+from pbfl_flwr.flower.messages.report import Report, requested
 from pbfl_flwr.flower.server.phase import Phase, RoundPlan
 from pbfl_flwr.flower.server.replies import ReplyRules, read
 from pbfl_flwr.flower.server.roster import MAX_LABEL, MAX_TEXT, client_from_reply
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import MAX_COUNT, Prototypes, RejectedPayload
+from pbfl_flwr.payloads.metrics import Part
 from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.class_metrics import Areas, ByClass
