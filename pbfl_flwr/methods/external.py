@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
-from typing import Any
+from typing import Any, get_args
 
 from pbfl_flwr.config import Group, Settings, parse_section
-from pbfl_flwr.errors import PbflError
-from pbfl_flwr.method import Method
+from pbfl_flwr.errors import PbflError, printable
+from pbfl_flwr.method import Method, Moment
 from pbfl_flwr.util.user_code import call_user_function, import_function, own_code
+
+FUNCTIONS = tuple(name for name in vars(Method) if name[0] != "_" and callable(getattr(Method, name)))
 
 
 def config_of(spec: str) -> type[Group] | None:
@@ -27,7 +30,7 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
 
     Raises:
         PbflError: if the module or builder is missing or raises, ``method-settings`` are invalid, or the result is no
-            complete :class:`Method`.
+            complete :class:`Method`, with attributes of the right kinds.
     """
     spec = own_code(settings.run.method, settings.code)
     if settings.run.method_settings:
@@ -49,4 +52,37 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
         if lacking := [name for name in names if not hasattr(owner, name)]:
             of = owner if isinstance(owner, type) else type(owner)
             raise PbflError(f"method = '{spec}': {of.__name__} lacks the attribute {', '.join(lacking)}")
+    _check_kinds(spec, method)
     return method
+
+
+def _check_kinds(spec: str, method: Method[Any, Any, Any]) -> None:
+    """Check what a method declares: most of it is only compared or iterated, so another kind would pass unseen."""
+    declared = (
+        (("name", "primary_predictor", "server_device"), _is_text, "a text"),
+        (("state", "down", "up"), lambda value: isinstance(value, type), "a class"),
+        (("predicts",), _are_names, 'a tuple of texts, of a single one ("head",)'),
+        (("moment",), lambda value: value in get_args(Moment), " or ".join(map(repr, get_args(Moment)))),
+        (
+            ("same_architecture", "keeps_nothing", "unit_features"),
+            lambda value: isinstance(value, bool),
+            "True or False",
+        ),
+        (("uses",), _are_names, "a frozenset of texts"),
+        (FUNCTIONS, callable, "a method"),
+    )
+    for names, fits, expected in declared:
+        for name in names:
+            if not fits(value := getattr(method, name)):
+                raise PbflError(
+                    f"method = '{spec}': {type(method).__name__}.{name} = {printable(reprlib.repr(value))}: must be "
+                    f"{expected}"
+                )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, tuple | list | set | frozenset) and all(map(_is_text, value))

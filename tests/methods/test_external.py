@@ -280,6 +280,31 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
 
 
 @pytest.mark.parametrize(
+    ("attribute", "value", "says"),
+    [
+        ("moment", "Before", "'Before': must be 'after' or 'before'"),
+        ("moment", None, "None: must be 'after' or 'before'"),
+        ("name", 3, "3: must be a text"),
+        ("state", Weights({}), r"Weights.*: must be a class"),
+        ("predicts", "head", r"""'head': must be a tuple of texts, of a single one \("head",\)"""),
+        ("predicts", ("head", 3), r"\('head', 3\): must be a tuple of texts.*"),
+        ("unit_features", "no", "'no': must be True or False"),
+        ("uses", "stale", "'stale': must be a frozenset of texts"),
+        ("server_device", lambda self: "cuda", ".*: must be a text"),
+        ("streams", True, "True: must be a method"),
+    ],
+)
+def test_an_attribute_of_another_kind_is_refused(monkeypatch, attribute, value, says):
+    settings = settings_of("emaproto:build")
+    monkeypatch.setattr(type(build_method(settings)), attribute, value)
+    with pytest.raises(
+        PbflError, match=rf"^method = 'emaproto:build': EmaProto\.{attribute} = {says}$"
+    ) as error:
+        build_method(settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("keys", "says"),
     [
         ({"method": "fedyn:build"}, "method = 'fedyn:build': cannot import 'fedyn' .*PYTHONPATH"),
