@@ -13,18 +13,18 @@ from collections.abc import Collection
 from importlib import import_module
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pbfl_flwr import seeds
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, pass_on_exit
 from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.layers import deeper_head
 from pbfl_flwr.models.pretrained import load_pretrained
 from pbfl_flwr.models.registry import ARCHITECTURES, ModelName, architectures, base_and_sizes
 from pbfl_flwr.task import Task
-from pbfl_flwr.util.user_code import call_user_function, is_external
+from pbfl_flwr.util.user_code import call_user_function, describe_user_error, is_external
 
 
 def build_model(name: str, task: Task, seed: int) -> SplitModel:
@@ -74,7 +74,7 @@ def _build_external(spec: str, task: Task) -> SplitModel:
 
     Raises:
         PbflError: if the name is no :class:`~pbfl_flwr.util.user_code.UserCode`, module or function are missing or
-            raise, or the model has no ``features`` or ``head``.
+            raise, the model has no ``features`` or ``head``, or its state cannot be stored and loaded.
     """
     model = call_user_function("models", spec, "task", task, kind=nn.Module)
     if not callable(getattr(model, "features", None)):
@@ -99,7 +99,30 @@ def _build_external(spec: str, task: Task) -> SplitModel:
             f"model '{spec}': '{lazy[0]}' has no shape until the first input; its layer must be built with its "
             "sizes, not lazily"
         )
+    _check_state(spec, model)
     return cast(SplitModel, model)
+
+
+def _check_state(spec: str, model: nn.Module) -> None:
+    """Check that the network's state_dict can be stored, and loads back as before every round."""
+    try:
+        state = model.state_dict()
+        for name, kept in state.items():
+            if not isinstance(kept, Tensor):
+                raise PbflError(
+                    f"model '{spec}': '{name}' of its state_dict is of type {type(kept).__name__}; must be a tensor, "
+                    "as all that lasts from round to round"
+                )
+            state[name] = kept.clone()
+        model.load_state_dict(state)
+    except PbflError:
+        raise
+    except (Exception, SystemExit) as error:  # external code may raise anything
+        pass_on_exit(error)
+        raise PbflError(
+            f"model '{spec}' cannot load its own state_dict, as it must before every round: "
+            f"{describe_user_error(error, spec)}"
+        ) from error
 
 
 def check_models(spec: str, task: Task, code: Collection[str] = ()) -> None:

@@ -89,6 +89,17 @@ class Lazy(Net):
         self.body = nn.Sequential(nn.Flatten(), nn.LazyLinear(task.feature_dim))
 
 
+class Noting(Net):
+    def get_extra_state(self):
+        return {"seen": 3}
+
+
+class Expanded(Net):
+    def __init__(self, task):
+        super().__init__(task)
+        self.register_buffer("scale", torch.ones(1).expand(5))
+
+
 class Failing(Net):
     def features(self, x):
         if self.training:
@@ -173,6 +184,16 @@ def test_a_run_leaves_the_users_random_states_as_they_were(tmp_path: Path) -> No
             "fedproto",
             "Lazy",
             "Lazy': 'body.1.weight' has no shape until the first input; its layer must be built",
+        ),
+        (
+            "fedproto",
+            "Noting",
+            "'kept_nets:Noting': '_extra_state' of its state_dict is of type dict; must be a tensor, as all that lasts",
+        ),
+        (
+            "fedproto",
+            "Expanded",
+            "'kept_nets:Expanded' cannot load its own state_dict, .* before every round: RuntimeError: .*clone()",
         ),
         (
             "fedproto",
