@@ -22,9 +22,10 @@ from pbfl_flwr.flower.client.device import (
 )
 from pbfl_flwr.flower.client.worker import Worker
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.identity import check_deal, check_identity
+from pbfl_flwr.flower.messages.identity import check_deal, check_identity, check_network
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import count_parameters
 from pbfl_flwr.models.registry import architecture_of
 from pbfl_flwr.runs.client_store import ClientState, ClientStore
 from pbfl_flwr.training.allocator import keep_freed_memory
@@ -89,10 +90,11 @@ def open_client(message: Message, context: Context, worker: Worker) -> ClientSes
     loading_started = time.perf_counter()
     data = worker.data_of(settings, identity)
     loading = time.perf_counter() - loading_started
-    check_identity(config, identity.client, data)
-    check_deal(config, worker.deal_of(settings, identity))
     task = data.task(settings.models.feature_dim)
     store = store_of(message, context, settings)
+    configured = worker.configured and not identity.own_data
+    check_identity(config, identity.client, configured, data, task, store.architecture)
+    check_deal(config, worker.deal_of(settings, identity))
     training = settings.training
     torch.set_num_threads(share_of_cores() if training.threads == "auto" else training.threads)
     stored = store.load()
@@ -101,6 +103,7 @@ def open_client(message: Message, context: Context, worker: Worker) -> ClientSes
         make_deterministic()
     built = worker.network(store.architecture, task, settings.run.seed, device, training)
     model = built.network
+    check_network(config, store.architecture, count_parameters(model))
     model.load_state_dict(dict(stored.model if stored else built.initial))
     model.eval()  # the previous client of this process may have left another mode
     name = identity.client if isinstance(identity.client, str) else ""

@@ -139,7 +139,7 @@ def phase_of(
         if client.deal:
             config[DEAL] = client.deal
         if not client.simulated:
-            config[IDENTITY] = declared_identity(client.label, client.task, client.labels, client.columns)
+            config[IDENTITY] = declared_identity(client)
         message = Message(
             wire.content(encoded[id(payload)][1], config=config),
             dst_node_id=client.node,

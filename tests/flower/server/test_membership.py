@@ -18,6 +18,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import report, results
 from pbfl_flwr.experiments.run_export import as_csv
 from pbfl_flwr.flower.client import handshake as client_handshake
+from pbfl_flwr.flower.client import session
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import membership as memberships
 from pbfl_flwr.flower.server.membership import Membership
@@ -114,7 +115,10 @@ def test_warns_once_of_clients_with_other_pretrained_weights(tmp_path: Path) -> 
     """When they differ at the start, and when one that joins changes the line."""
     nodes = sites(tmp_path, "a", "b", "c")
     answers = iter("121")
-    with patch.object(client_handshake, "digest_of_weights", lambda name: next(answers)):
+    with (
+        patch.object(client_handshake, "digest_of_weights", lambda name: next(answers)),
+        patch.object(session, "check_network"),
+    ):
         fed = begun(tmp_path, nodes, {1: [0, 1], 3: [2]})
     line = "'cnn4' does not begin with the same weights everywhere: 1 on client {}; 2 on client b"
     notes = [[n for n in record.warnings if "same weights" in n] for record in fed.strategy.history]
