@@ -80,6 +80,9 @@ class Membership:
     _refusals: set[str] = field(default_factory=set)  # reasons that are already in a warning
     # Refused node -> (pause in rounds after the next refusal, round from which it is asked again).
     _refused_nodes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _changed: dict[int, tuple[int, str]] = field(
+        default_factory=dict
+    )  # client -> (refused node, how it has changed)
 
     def collect(self, grid: Grid, recorded: Sequence[ClientRecord] | None) -> None:
         """Run the handshake of a new or a resumed run.
@@ -252,6 +255,8 @@ class Membership:
                 members[client.client] = client
             except PbflError as error:
                 refused[client.node] = error
+                if isinstance(error, RunRefused) and client.key == keys[client.label]:  # nobody else's node
+                    self._changed[client.client] = client.node, str(error)
         self.roster = Roster(dict(sorted(members.items())))
         if other_keys:
             self.warnings.append(
@@ -324,8 +329,9 @@ class Membership:
             return {}
         online = set(grid.get_node_ids())
         self._look_for_clients(grid, online, server_round)
+        changed = {number: reason for number, (node, reason) in self._changed.items() if node in online}
         disconnected = {
-            number: NOT_CONNECTED
+            number: changed.get(number, NOT_CONNECTED)
             for number, client in self.roster.clients.items()
             if client.node not in online
         }

@@ -21,7 +21,7 @@ from pbfl_flwr.flower.client import handshake as client_handshake
 from pbfl_flwr.flower.client import session
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import membership as memberships
-from pbfl_flwr.flower.server.membership import Membership
+from pbfl_flwr.flower.server.membership import NOT_CONNECTED, Membership
 from pbfl_flwr.flower.server.roster import Roster, client_from_reply
 from pbfl_flwr.method import Round
 from pbfl_flwr.prototypes.pipeline import Pipeline
@@ -496,6 +496,24 @@ def test_client_reconnecting_with_another_architecture_is_refused() -> None:
         22: "client 1: a run keeps its clients, but this one has architecture = resnet4, it had cnn4",
         23: "client-id 5 on node 23 is not part of this run",
     }
+
+
+@pytest.mark.parametrize("key", [b"1", b"2"], ids=["same key", "other key"])
+def test_every_round_after_a_resume_says_how_a_device_has_changed(tmp_path: Path, key: bytes) -> None:
+    """Unless it has another key: then the client may be another device, which is not connected."""
+    nodes = sites(tmp_path, "a", "b")
+    start = run(tmp_path, nodes, num_server_rounds=1)
+    start.grid.keys[start.grid.nodes[1]] = b"1"
+    start.run()
+    nodes[1] |= {"model": "mlp", "state-dir": str(tmp_path / "empty")}
+    fed = run(tmp_path, nodes, num_server_rounds=3, resume=True, join_timeout=0.01)
+    fed.grid.keys[fed.grid.nodes[1]] = key
+    fed.run()
+    changed = "client b: a run keeps its clients, but this one has architecture = mlp, it had cnn4"
+    reason = changed if key == b"1" else NOT_CONNECTED
+    failures = [(f.name, f.reason) for record in fed.strategy.history[1:] for f in record.failures]
+    assert failures == [("b", reason)] * 2
+    assert fed.strategy.history[1].warnings[0] == f"a new node is not used: {changed}"
 
 
 def test_one_of_two_new_nodes_of_a_failed_client_is_used() -> None:
