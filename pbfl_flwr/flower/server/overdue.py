@@ -1,7 +1,8 @@
 """Replies that missed the deadline of their round.
 
 A client handles one message at a time: one with an overdue reply gets no new message until it has replied or
-MAX_OVERDUE_ROUNDS rounds have passed. Flower stores late replies until they are fetched; then they are discarded.
+MAX_OVERDUE_ROUNDS rounds have passed. Flower stores late replies until they are fetched; then they are discarded. They
+are asked for in every round until Flower, which keeps a message for some hours, answers with an error in their place.
 """
 
 from __future__ import annotations
@@ -40,13 +41,12 @@ class OverdueReplies:
         return [(overdue, reply) for overdue, reply in answered if overdue is not None]
 
     def outstanding(self, server_round: int) -> dict[int, int]:
-        """Return client -> round of its outstanding reply; drops replies overdue for MAX_OVERDUE_ROUNDS or more."""
-        self._awaited = {
-            message_id: overdue
-            for message_id, overdue in self._awaited.items()
+        """Return client -> round of its outstanding reply if it is overdue for less than MAX_OVERDUE_ROUNDS."""
+        return {
+            overdue.client: overdue.round
+            for overdue in self._awaited.values()
             if server_round - overdue.round < MAX_OVERDUE_ROUNDS
         }
-        return {overdue.client: overdue.round for overdue in self._awaited.values()}
 
     def forget(self, client: int) -> None:
         """Drop a client's outstanding replies, since it now runs on another node."""

@@ -306,6 +306,17 @@ def test_silent_client_is_asked_again_after_some_rounds() -> None:
     assert strategy.history[-1].trained == [0, 1, 2]
 
 
+@pytest.mark.parametrize("rounds", [MAX_OVERDUE_ROUNDS, MAX_OVERDUE_ROUNDS + 2])
+def test_reply_of_a_client_that_was_asked_again_is_named_however_late(rounds: int) -> None:
+    late, grid = straggling({(2, 1): arrives_after(rounds)}, 3 + MAX_OVERDUE_ROUNDS)
+    lines = late.history
+    assert asked(grid, 1 + MAX_OVERDUE_ROUNDS) == lines[MAX_OVERDUE_ROUNDS].trained == [0, 1, 2]
+    assert [line.round for line in lines if DISCARDED in line.warnings] == [1 + rounds]
+    in_time, _ = straggling({}, 3 + MAX_OVERDUE_ROUNDS)
+    sent, expected = lines[rounds].bytes_up.payload, in_time.history[rounds].bytes_up.payload
+    assert sent == expected + in_time.history[0].bytes_up.payload - lines[0].bytes_up.payload
+
+
 def test_late_reply_is_named_in_the_record_of_a_repeated_round() -> None:
     """Client 2's answer to round 1 comes in the first try of round 2, in which the server loses the others."""
     lost = 2
