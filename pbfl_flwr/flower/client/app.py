@@ -12,8 +12,9 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Sequence
 from dataclasses import replace
-from logging import ERROR
+from logging import ERROR, WARNING
 
+from filelock import Timeout
 from flwr.app import Context, Error, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
@@ -111,8 +112,13 @@ def _guarded(message: Message, context: Context, handler: ClientAppCallable, wor
 
 def _train(message: Message, context: Context, worker: Worker) -> Message:
     """Train and reply; a repeated message gets the stored reply without training again."""
-    settings = worker.run_of(context).settings
-    with store_of(message, context, settings).locked():  # an earlier process may still be running
+    lock = store_of(message, context, worker.run_of(context).settings).locked()
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        log(WARNING, "waiting for an earlier process of this client, which holds %s", lock.lock_file)
+        held = lock.acquire()
+    with held:
         session = open_client(message, context, worker)
         return _stored_reply(session, message, worker) or _train_and_save(session, message, worker)
 

@@ -1,9 +1,11 @@
 """The ClientApp: what a device loads, and messages that come twice, late, or to two processes."""
 
+import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Timer
 from typing import Any
 from unittest.mock import patch
 
@@ -14,9 +16,11 @@ from flwr.app import ConfigRecord, Message
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client_module
+from pbfl_flwr.flower.client import session
 from pbfl_flwr.flower.client.worker import Worker
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.runs.client_store import ClientStore
 from tests.flower import sites
 from tests.flower.inprocess import NUM_CLIENTS, Answer, federation, plain
 
@@ -124,6 +128,29 @@ def test_client_holds_the_lock_of_its_state_while_training(tmp_path: Path) -> No
     with patch.object(client_module, "_train_and_save", watching):
         run.run()
     assert locked == [True] * NUM_CLIENTS
+
+
+def test_client_says_that_it_waits_for_an_earlier_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = federation(tmp_path, num_server_rounds=1)
+    frozen: list[str] = []
+
+    def held(*arguments: Any) -> ClientStore:
+        store = session.store_of(*arguments)
+        if not frozen:
+            frozen.append(store.locked().lock_file)
+            descriptor = os.open(frozen[0], os.O_RDWR)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            Timer(0.2, os.close, [descriptor]).start()
+        return store
+
+    with patch.object(client_module, "store_of", held):
+        run.run()
+    assert [line for line in caplog.messages if "waiting for" in line] == [
+        f"waiting for an earlier process of this client, which holds {frozen[0]}"
+    ]
+    assert run.strategy.history[0].trained == [*range(NUM_CLIENTS)]
 
 
 def leaky(*arguments: object) -> Any:
