@@ -80,9 +80,8 @@ class Membership:
     _refusals: set[str] = field(default_factory=set)  # reasons that are already in a warning
     # Refused node -> (pause in rounds after the next refusal, round from which it is asked again).
     _refused_nodes: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _changed: dict[int, tuple[int, str]] = field(
-        default_factory=dict
-    )  # client -> (refused node, how it has changed)
+    # Client -> (its node, which is refused, how it has changed).
+    _changed: dict[int, tuple[int, str]] = field(default_factory=dict)
 
     def collect(self, grid: Grid, recorded: Sequence[ClientRecord] | None) -> None:
         """Run the handshake of a new or a resumed run.
