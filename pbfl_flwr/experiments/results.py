@@ -24,7 +24,7 @@ from pbfl_flwr.data.contract import same_samples
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.statistics import best_decile
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.early_stopping import Score, best
+from pbfl_flwr.runs.early_stopping import Score, answered, best
 from pbfl_flwr.runs.records import (
     Accuracy,
     Bytes,
@@ -176,12 +176,11 @@ def _ranks(
     by: Statistic = "weighted",
 ) -> dict[int, Score]:
     """Return round -> what it is compared by with the others, in round order; ``final`` has the final scoring's."""
-    return {
-        number: Score(
-            False, accuracies[predictor].clients, getattr(accuracies[predictor], by), number == final
-        )
-        for number, accuracies in scored.items()
-    }
+    ranks = {}
+    for number, accuracies in scored.items():
+        found = accuracies[predictor]
+        ranks[number] = Score(False, found.clients, getattr(found, by), answered(accuracies), number == final)
+    return ranks
 
 
 def costs(rounds: Sequence[RoundRecord]) -> Costs:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, TypeVar
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.runs.records import Accuracies, RoundRecord
+from pbfl_flwr.runs.records import Accuracies, Accuracy, RoundRecord
 
 Place = TypeVar("Place")
 StopsOn = Literal["validation", "test"]
@@ -23,12 +23,14 @@ class Score(NamedTuple):
         validated: whether it is on validation data (``validation-share``), not on test data.
         clients: number of clients that have it.
         accuracy: weighted by samples, or another statistic of tables.
-        final: whether it is of the final scoring, which asks all clients where a round may ask a sample.
+        answered: number of clients that have one by any predictor.
+        final: whether it is of the final scoring.
     """
 
     validated: bool
     clients: int
     accuracy: float
+    answered: int
     final: bool = False
 
 
@@ -36,7 +38,14 @@ def score_on(scores: Accuracies, on: StopsOn, predictor: str) -> Score | None:
     """Return the predictor's score on this data in a round or its final scoring, None if there is none."""
     accuracies = scores.validation if on == "validation" else scores.accuracy
     found = accuracies.get(predictor)
-    return None if found is None else Score(on == "validation", found.clients, found.weighted)
+    if found is None:
+        return None
+    return Score(on == "validation", found.clients, found.weighted, answered(accuracies))
+
+
+def answered(accuracies: Mapping[str, Accuracy]) -> int:
+    """Return how many clients have an accuracy by any predictor; there must be one."""
+    return max(accuracy.clients for accuracy in accuracies.values())
 
 
 def all_scores(history: Iterable[RoundRecord], predictor: str) -> dict[tuple[int, bool], Score]:
@@ -81,18 +90,21 @@ def best(scores: Mapping[Place, Score]) -> Place | None:
     Any on validation data exceeds all on test data: with few clients per round, a round may lack validation data that
     others have. Of the others, rounds before which no round had an accuracy of as many clients as later ones do not
     count: a client that has not trained yet has none by its own prototypes, so the first rounds of partial
-    participation cover only a few. The final scoring always asks all clients, so that it covers more is no reason to
-    leave out the rounds before it. Later scores do not change how two rounds compare.
+    participation cover only a few. The final scoring asks all clients, where a round may ask a sample: those by which
+    its answers exceed every round's are not counted. Later scores do not change how two rounds compare.
 
     Args:
         scores: in the order of the rounds.
     """
     most: dict[bool, int] = {}
+    most_answered: dict[bool, int] = {}
     ranks: dict[Place, tuple[bool, int, float]] = {}
-    for place, (validated, clients, accuracy, final) in scores.items():
-        if not final:
-            most[validated] = max(most.get(validated, 0), clients)
-        ranks[place] = validated, most.get(validated, 0), accuracy
+    for place, (validated, clients, accuracy, of, final) in scores.items():
+        largest = most_answered.setdefault(validated, 0)
+        covered = clients - max(0, of - largest) if final else clients
+        most[validated] = max(most.get(validated, 0), covered)
+        most_answered[validated] = max(largest, of)
+        ranks[place] = validated, most[validated], accuracy
     return max(ranks, key=lambda place: ranks[place], default=None)
 
 

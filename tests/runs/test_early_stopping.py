@@ -81,11 +81,12 @@ def test_patience_by_hand(
     assert (best(by_round) if ends else None) == at
 
 
-def covering(number: int, share: float, clients: int) -> RoundRecord:
-    """A round with this accuracy by ``local`` of so many clients."""
+def covering(number: int, share: float, clients: int, answered: int = 9) -> RoundRecord:
+    """A round with this accuracy by ``local`` of so many of the clients that answered."""
     made = RoundRecord.from_json(entry(number, 0.0, share), "a line")
     local = made.accuracy["global"].model_copy(update={"clients": clients})
-    return made.model_copy(update={"accuracy": {"head": made.accuracy["head"], "local": local}})
+    head = made.accuracy["head"].model_copy(update={"clients": answered})
+    return made.model_copy(update={"accuracy": {"head": head, "local": local}})
 
 
 @pytest.mark.parametrize(
@@ -108,13 +109,29 @@ def test_first_rounds_that_cover_fewer_clients_are_no_better(
     assert best(all_scores(history, "local")) == (at, False)
 
 
-@pytest.mark.parametrize(("last", "at"), [(0.75, (2, False)), (0.85, (3, True))])
-def test_the_final_scoring_of_all_clients_leaves_the_rounds_that_asked_a_sample(
-    last: float, at: tuple[int, bool]
+@pytest.mark.parametrize(
+    ("rounds", "last", "at"),
+    [
+        # (accuracy by local, clients that have it, clients that answered)
+        ([(0.9, 1, 3), (0.8, 3, 3), (0.7, 3, 3)], (0.75, 6, 6), (2, False)),  # a sample was asked
+        ([(0.9, 1, 3), (0.8, 3, 3), (0.7, 3, 3)], (0.85, 6, 6), (3, True)),
+        (
+            [(0.9, 6, 7), (0.8, 8, 9), (0.7, 7, 8)],
+            (0.75, 9, 10),
+            (2, False),
+        ),  # somebody failed in every round
+        ([(0.9, 1, 5), (0.8, 2, 5)], (0.7, 3, 5), (2, True)),  # more have trained
+        ([(0.9, 1, 5), (0.8, 2, 5)], (0.7, 3, 6), (2, False)),
+    ],
+)
+def test_the_final_scoring_leaves_the_rounds_in_which_fewer_were_asked(
+    rounds: list[tuple[float, int, int]], last: tuple[float, int, int], at: tuple[int, bool]
 ) -> None:
-    history = [covering(number, *each) for number, each in enumerate([(0.9, 1), (0.8, 3), (0.7, 3)], start=1)]
-    history = [each.model_copy(update={"accuracy_of_round": each.round - 1}) for each in history]
-    scoring = FinalScores(accuracy=covering(3, last, 6).accuracy, validation={}, failures=[])
+    history = [
+        covering(number, *each).model_copy(update={"accuracy_of_round": number - 1})
+        for number, each in enumerate(rounds, start=1)
+    ]
+    scoring = FinalScores(accuracy=covering(1, *last).accuracy, validation={}, failures=[])
     history[-1] = history[-1].model_copy(update={"final": scoring})
     assert best(all_scores(history, "local")) == at
     assert scores(history)["local"].best[0] == (at[0] if at[1] else at[0] - 1)
@@ -135,7 +152,7 @@ def test_accuracies_are_of_the_predictor_and_said_to_be_on_validation_data() -> 
     assert patience_exhausted(scores_on(history(0.9, 0.5), "test", "global"), 2, 1)
     assert not patience_exhausted(scores_on(history(0.9, 0.5), "test", "head"), 2, 1)
     by_round = scores_on(history((0.9, 0.1), (0.5, 0.2)), "validation", "global")
-    assert by_round == {1: Score(True, 2, 0.1), 2: Score(True, 2, 0.2)}
+    assert by_round == {1: Score(True, 2, 0.1, 2), 2: Score(True, 2, 0.2, 2)}
     assert "on validation data" in early_stop_warning(by_round, "validation", "after", 2)
 
 
