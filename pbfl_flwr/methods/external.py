@@ -62,7 +62,11 @@ def _check_kinds(spec: str, method: Method[Any, Any, Any]) -> None:
         (("name", "primary_predictor", "server_device"), _is_text, "a text"),
         (("state", "down", "up"), lambda value: isinstance(value, type), "a class"),
         (("predicts",), _are_names, 'a tuple of texts, of a single one ("head",)'),
-        (("moment",), lambda value: value in get_args(Moment), " or ".join(map(repr, get_args(Moment)))),
+        (
+            ("moment",),
+            lambda value: _is_text(value) and value in get_args(Moment),
+            " or ".join(map(repr, get_args(Moment))),
+        ),
         (
             ("same_architecture", "keeps_nothing", "unit_features"),
             lambda value: isinstance(value, bool),

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from importlib import import_module
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -112,6 +113,11 @@ def _check_state(spec: str, model: nn.Module) -> None:
                 raise PbflError(
                     f"model '{spec}': '{name}' of its state_dict is of type {type(kept).__name__}; must be a tensor, "
                     "as all that lasts from round to round"
+                )
+            if kept.layout is not torch.strided or kept.dtype == torch.complex128:  # safetensors has no such
+                raise PbflError(
+                    f"model '{spec}': '{name}' of its state_dict is {kept.layout} of {kept.dtype}; must be dense, and "
+                    "of another type than complex128, to be stored from round to round"
                 )
             state[name] = kept.clone()
         model.load_state_dict(state)

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from pbfl_flwr.errors import PbflError, printable
 
+MAX_ENTRIES = 100  # of one report: lists and metrics
 MAX_NAME = 100  # characters of a metric's name
 
 
@@ -26,8 +27,11 @@ def check_metrics(metrics: Mapping[str, object]) -> None:
     """Check that metrics can be sent in a report.
 
     Raises:
-        PbflError: naming the metric, if its name is that of a list or cannot be shown, or if it is not a number.
+        PbflError: if there are too many, or naming the metric, if its name is that of a list or cannot be shown, or if
+            it is not a number, or a whole one of more than 64 bits.
     """
+    if len(metrics) > (most := MAX_ENTRIES - len(Part)):
+        raise PbflError(f"metrics are {len(metrics)}; must be at most {most}")
     for name, value in metrics.items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or name != printable(name):
             raise PbflError(
@@ -37,3 +41,5 @@ def check_metrics(metrics: Mapping[str, object]) -> None:
             raise PbflError(f"metric '{name}' must have another name than {', '.join(Part)}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise PbflError(f"metric '{name}' is of type {type(value).__name__}; must be a number")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise PbflError(f"metric '{name}' is a whole number of more than 64 bits; must be a float")

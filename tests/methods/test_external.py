@@ -261,6 +261,8 @@ def test_a_prediction_that_no_report_has_room_for_is_refused(make_client):
         ({"mine": torch.tensor(0.5)}, "^metric 'mine' is of type Tensor; must be a number$"),
         ({"mine": [0.5]}, "^metric 'mine' is of type list; "),
         ({"mine": True}, "^metric 'mine' is of type bool; "),
+        ({"mine": 2**63}, "^metric 'mine' is a whole number of more than 64 bits; must be a float$"),
+        ({str(i): 0.5 for i in range(94)}, "^metrics are 94; must be at most 93$"),
         ({3: 0.5}, "^metric 3 must have a printable name of 1 to 100 characters$"),
         ({"a\nb": 0.5}, r"^metric 'a\\nb' must have a printable name "),
     ],

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import PREDICTORS, EvaluationSettings, in_order
 from pbfl_flwr.errors import printable
 from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload
-from pbfl_flwr.payloads.metrics import MAX_NAME, Part, check_metrics
+from pbfl_flwr.payloads.metrics import MAX_ENTRIES, MAX_NAME, Part, check_metrics
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.class_metrics import Areas, ByClass
 
@@ -26,7 +26,6 @@ LENGTHS = {
     Part.GPU: 1,
 }
 """Of the lists whose length depends on neither K nor the predictors."""
-MAX_METRICS = 100  # of one report
 Table = NDArray[np.int64]
 _LARGEST_FLOAT = 1e40  # beyond float32; no valid loss, time or memory size is that large
 
@@ -139,8 +138,8 @@ class Report:
             raise RejectedPayload("its counters contradict each other")
         if max(counters) >= MAX_COUNT:
             raise RejectedPayload(f"its report counts {max(counters)} samples")
-        if len(record) > MAX_METRICS:
-            raise RejectedPayload(f"its report has {len(record)} entries, must be at most {MAX_METRICS}")
+        if len(record) > MAX_ENTRIES:
+            raise RejectedPayload(f"its report has {len(record)} entries, must be at most {MAX_ENTRIES}")
         if (longest := max(map(len, record))) > MAX_NAME:
             raise RejectedPayload(
                 f"its report has a name of {longest} characters, must be at most {MAX_NAME}"

@@ -100,6 +100,12 @@ class Expanded(Net):
         self.register_buffer("scale", torch.ones(1).expand(5))
 
 
+class Sparse(Net):
+    def __init__(self, task):
+        super().__init__(task)
+        self.register_buffer("edges", torch.eye(3).to_sparse())
+
+
 class Failing(Net):
     def features(self, x):
         if self.training:
@@ -189,6 +195,11 @@ def test_a_run_leaves_the_users_random_states_as_they_were(tmp_path: Path) -> No
             "fedproto",
             "Noting",
             "'kept_nets:Noting': '_extra_state' of its state_dict is of type dict; must be a tensor, as all that lasts",
+        ),
+        (
+            "fedproto",
+            "Sparse",
+            "'edges' of its state_dict is torch.sparse_coo of torch.float32; must be dense, and of another type",
         ),
         (
             "fedproto",
