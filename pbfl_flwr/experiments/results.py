@@ -175,7 +175,10 @@ def _ranks(
     final: int | None,
     by: Statistic = "weighted",
 ) -> dict[int, Score]:
-    """Return round -> what it is compared by with the others, in round order; ``final`` has the final scoring's."""
+    """Return round -> what it is compared by with the others, in round order.
+
+    ``final`` is the round of the final scoring, None if there was none.
+    """
     ranks = {}
     for number, accuracies in scored.items():
         found = accuracies[predictor]

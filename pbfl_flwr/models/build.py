@@ -13,7 +13,7 @@ from collections.abc import Collection
 from importlib import import_module
 from typing import cast
 
-import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -114,11 +114,13 @@ def _check_state(spec: str, model: nn.Module) -> None:
                     f"model '{spec}': '{name}' of its state_dict is of type {type(kept).__name__}; must be a tensor, "
                     "as all that lasts from round to round"
                 )
-            if kept.layout is not torch.strided or kept.dtype == torch.complex128:  # safetensors has no such
+            try:
+                save({name: kept.detach().flatten()[:0]})
+            except (KeyError, RuntimeError, ValueError):
                 raise PbflError(
-                    f"model '{spec}': '{name}' of its state_dict is {kept.layout} of {kept.dtype}; must be dense, and "
-                    "of another type than complex128, to be stored from round to round"
-                )
+                    f"model '{spec}': '{name}' of its state_dict is {kept.layout} of {kept.dtype}, which safetensors "
+                    "does not store from round to round; must be dense, of another type"
+                ) from None
             state[name] = kept.clone()
         model.load_state_dict(state)
     except PbflError:

@@ -12,13 +12,16 @@ MAX_NAME = 100  # characters of a metric's name
 
 
 class Part(StrEnum):
-    """The lists in a report's record, beside its metrics; every letter of a key costs a byte in every reply."""
+    """The lists in a report's record, beside its metrics; every letter of a key costs a byte in every reply.
+
+    Their layout is that of :class:`pbfl_flwr.flower.messages.report.Report`.
+    """
 
     COUNTERS = "n"  # num_train, num_test, participations, round
-    CORRECT = "c"  # by predictor, see reported(), -1 if it was not available
+    CORRECT = "c"  # by predictor, -1 if it was not available
     TIMES = "t"  # test_loss, seconds of every step, peak_mb
     VALIDATION = "v"  # samples, then as CORRECT
-    BY_CLASS = "k"  # a table, see _by_class
+    BY_CLASS = "k"  # a table
     GPU = "g"  # gpu_mb
     AREAS = "a"  # macro and micro of every available predictor, -1 if undefined
 

@@ -99,11 +99,11 @@ def best(scores: Mapping[Place, Score]) -> Place | None:
     most: dict[bool, int] = {}
     most_answered: dict[bool, int] = {}
     ranks: dict[Place, tuple[bool, int, float]] = {}
-    for place, (validated, clients, accuracy, of, final) in scores.items():
-        largest = most_answered.setdefault(validated, 0)
-        covered = clients - max(0, of - largest) if final else clients
-        most[validated] = max(most.get(validated, 0), covered)
-        most_answered[validated] = max(largest, of)
+    for place, (validated, clients, accuracy, answers, final) in scores.items():
+        answers_before = most_answered.get(validated, 0)
+        counted = clients - max(0, answers - answers_before) if final else clients
+        most[validated] = max(most.get(validated, 0), counted)
+        most_answered[validated] = max(answers_before, answers)
         ranks[place] = validated, most[validated], accuracy
     return max(ranks, key=lambda place: ranks[place], default=None)
 
