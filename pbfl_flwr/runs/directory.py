@@ -348,9 +348,21 @@ class RunDirectory:
         self._write("partition.json", partition)
 
     def truncate(self, done: int) -> None:
-        """Remove rounds after ``done`` from the histories."""
-        self._truncate("rounds.jsonl", [record.round for record in self.round_records()], done)
-        self._truncate("clients.jsonl", [record.round for record in self.client_records()], done)
+        """Remove rounds after ``done`` from the histories.
+
+        Raises:
+            DamagedState: if one of them is damaged or lacks a round up to it; then both are unchanged.
+            UnsavedState: if they cannot be written.
+        """
+        rounds = {
+            "rounds.jsonl": [record.round for record in self.round_records()],
+            "clients.jsonl": [record.round for record in self.each_client_record()],
+        }
+        for name, numbers in rounds.items():
+            if len(numbers) < done:
+                raise DamagedState(f"{self.path / name} holds {len(numbers)} of the {done} finished rounds")
+        for name, numbers in rounds.items():
+            self._truncate(name, numbers, done)
 
     def _truncate(self, name: str, numbers: Sequence[int], done: int) -> None:
         """Remove the lines whose number is greater than ``done``, and an incomplete last one."""

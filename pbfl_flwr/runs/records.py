@@ -307,6 +307,11 @@ class ClientRecord(Record):
         """Return this client on another node."""
         return self.model_copy(update={"node": node})
 
+    def counting(self, other: ClientRecord) -> ClientRecord:
+        """Return this client with the numbers of samples of another record."""
+        counts = ("num_train", "num_test", "num_validation")
+        return self.model_copy(update={name: getattr(other, name) for name in counts})
+
     def with_key(self, key: str, registered: str) -> ClientRecord:
         """Return this client with its node's key, and the name under which that is registered."""
         return self.model_copy(update={"key": key, "registered": registered})

@@ -249,6 +249,10 @@ class Membership:
                             f"client-id {client.label} is used by two nodes, {old.node} and {client.node}"
                         )
                     check_unchanged(client, old)
+                    if old.node != NO_NODE:
+                        client = client.counting(
+                            old
+                        )  # its bounds are those of the start, or of the last resume
                     other_keys += [client.label] * (client.key != old.key)
                     moved.add(number)
                 members[client.client] = client
@@ -369,7 +373,7 @@ class Membership:
             elif client.node != before.clients[number].node:
                 log(INFO, "round %s: client %s has reconnected as another node", server_round, client.label)
                 self.overdue.forget(number)
-        for warn in (other_weights, differing_code_versions):
+        for warn in (other_weights, differing_code_versions, dominant):
             known = warn(before.clients.values())
             self.warnings += [line for line in warn(self.roster.clients.values()) if line not in known]
 

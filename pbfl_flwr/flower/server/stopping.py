@@ -27,19 +27,23 @@ def check_replies(replies: Replies, roster: Roster, settings: Settings) -> None:
             trained, or in the first round no client of the federation could make a step; gives the first reasons.
         NodesUnreachable: if too few trained, but lost nodes and replies would have made up for it; likewise.
     """
-    need_success(replies, settings.run)
-    _need_workers(replies, roster)
-    _need_replies(replies, settings.run.min_replies)
+    check_answers(replies, roster, settings.run)
     if replies.phase.number == 1 and len(replies.trained) == len(roster.clients):
         _need_steps(replies, settings.training)
 
 
-def need_success(replies: Replies, run: RunSettings) -> None:
-    """Check that no client failed, for failure-policy "stop".
+def check_answers(replies: Replies, roster: Roster, run: RunSettings) -> None:
+    """Check that enough clients did what they were to do: trained, or in the final scoring were scored.
 
     Raises:
-        RunEnded: if one did.
+        RunEnded, NodesUnreachable: as above.
     """
+    _need_success(replies, run)
+    _need_workers(replies, roster)
+    _need_replies(replies, run.min_replies)
+
+
+def _need_success(replies: Replies, run: RunSettings) -> None:
     if replies.failures and run.failure_policy == "stop":
         number, (client, reason) = replies.phase.number, next(iter(replies.failures.items()))
         label = replies.phase.client_label(client)
@@ -62,14 +66,16 @@ def _need_workers(replies: Replies, roster: Roster) -> None:
 
 
 def _need_replies(replies: Replies, min_replies: int) -> None:
-    valid, phase = len(replies.trained), replies.phase
+    phase = replies.phase
+    asked = phase.training or phase.plan.kinds.keys()  # nobody trains in the final scoring
+    valid = len(asked & replies.reports.keys())
     if valid < min_replies:
         few = list(replies.failures.items())[:5]
         reasons = "; ".join(f"client {phase.client_label(client)}: {reason}" for client, reason in few)
         lost = sum(reason == NOT_CONNECTED for reason in phase.plan.absent.values())
-        training_ids = {m.metadata.message_id for m, client in phase.messages if client in phase.training}
+        asked_ids = {m.metadata.message_id for m, client in phase.messages if client in asked}
         errors = (reply for reply in replies.messages if reply.has_error())
-        lost += sum(e.error.code in LOST and e.metadata.reply_to_message_id in training_ids for e in errors)
+        lost += sum(e.error.code in LOST and e.metadata.reply_to_message_id in asked_ids for e in errors)
         kind = NodesUnreachable if valid + lost >= min_replies else RunEnded
         raise kind(f"round {phase.number}: {valid} valid replies, min-replies is {min_replies}: {reasons}")
 

@@ -280,22 +280,43 @@ class MethodStrategy(Strategy):
     def _round(self, grid: Grid, number: int) -> FinishedRound:
         """Return a round that is exchanged, checked and aggregated, but not yet committed.
 
-        If too many nodes become unreachable during it, it is repeated once they are back; clients that have trained
-        answer again without training again.
-
         Raises:
             RunEnded: see :meth:`start`; the strategy's state is then that of the round before.
         """
-        run, repeats, started = self.settings.run, 0, time.perf_counter()
+        started = time.perf_counter()
+
+        def check(replies: Replies) -> None:
+            stopping.check_replies(replies, self._clients.roster, self.settings)
+
+        replies = self._exchange_until(grid, lambda: self._plan(grid, number), self.state, check)
+        return self._finished(replies, started, grid)
+
+    def _exchange_until(
+        self,
+        grid: Grid,
+        plan: Callable[[], RoundPlan],
+        state: Serializable,
+        check: Callable[[Replies], None],
+    ) -> Replies:
+        """Broadcast a state and return the replies, which the check accepts.
+
+        If too many nodes become unreachable meanwhile, it is repeated once they are back; clients that have trained
+        answer again without training again.
+
+        Raises:
+            RunEnded: what the check raises, for unreachable nodes only after MAX_REPEATS more tries.
+        """
+        run, repeats = self.settings.run, 0
         while True:
-            replies = self._exchange(grid, self._plan(grid, number), self.state)
+            replies = self._exchange(grid, plan(), state)
             try:
-                stopping.check_replies(replies, self._clients.roster, self.settings)
-                break
+                check(replies)
+                return replies
             except stopping.NodesUnreachable as error:
                 repeats += 1
-                self._clients.lost_up += sum(replies.up.values(), NO_BYTES)
-                self._clients.lost_down += sum(replies.phase.down.values(), NO_BYTES)
+                if replies.phase.training:  # the final scoring's are no round's costs
+                    self._clients.lost_up += sum(replies.up.values(), NO_BYTES)
+                    self._clients.lost_down += sum(replies.phase.down.values(), NO_BYTES)
                 if repeats > MAX_REPEATS:
                     raise
                 log(WARNING, "%s. Waiting up to %.0f s for nodes", error, run.join_timeout)
@@ -304,7 +325,6 @@ class MethodStrategy(Strategy):
                     raise
                 if REPEATED not in self._clients.warnings:
                     self._clients.warnings.append(REPEATED)
-        return self._finished(replies, started, grid)
 
     def _plan(self, grid: Grid, number: int) -> RoundPlan:
         """Sample the clients that train, and those of the others that are only scored."""
@@ -375,7 +395,7 @@ class MethodStrategy(Strategy):
         Without a grid there is no last scoring. ``started`` is the :func:`time.perf_counter` of the round's begin.
 
         Raises:
-            RunEnded: if the aggregate is not finite, or a client fails in the scoring and failure-policy is "stop".
+            RunEnded: if the aggregate is not finite, or too few clients answer in the scoring.
         """
         number, members, method = replies.phase.number, self._clients, self.method
         aggregating = time.perf_counter()
@@ -416,12 +436,21 @@ class MethodStrategy(Strategy):
         return FinishedRound(record, rounds.clients_record(replies, counted, final), state)
 
     def _final_scoring(self, grid: Grid, number: int, state: Serializable) -> Replies:
-        """Score all clients with the final state."""
-        absent = self._absent(grid, number)
-        kinds: dict[int, Kind] = dict.fromkeys(self._clients.roster.clients.keys() - absent, "evaluate")
-        final = self._exchange(grid, RoundPlan(number, kinds, absent), state)
-        stopping.need_success(final, self.settings.run)
-        return final
+        """Score all clients with the final state.
+
+        Raises:
+            RunEnded: as for the round's training, which is not committed then.
+        """
+
+        def plan() -> RoundPlan:
+            absent = self._absent(grid, number)
+            kinds: dict[int, Kind] = dict.fromkeys(self._clients.roster.clients.keys() - absent, "evaluate")
+            return RoundPlan(number, kinds, absent)
+
+        def check(replies: Replies) -> None:
+            stopping.check_answers(replies, self._clients.roster, self.settings.run)
+
+        return self._exchange_until(grid, plan, state, check)
 
     def _commit(self, finished: FinishedRound) -> RoundRecord:
         """Make a finished round count: on disk first, then in memory.

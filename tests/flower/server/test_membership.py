@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from pbfl_flwr.config import RunSettings, Scalar
 from pbfl_flwr.errors import PbflError
@@ -22,7 +22,7 @@ from pbfl_flwr.flower.client import session
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import membership as memberships
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED, Membership
-from pbfl_flwr.flower.server.roster import Roster, client_from_reply
+from pbfl_flwr.flower.server.roster import NO_NODE, Roster, client_from_reply
 from pbfl_flwr.method import Round
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs.directory import RunDirectory
@@ -456,6 +456,36 @@ def test_client_continues_on_another_node(tmp_path: Path) -> None:
     assert fed.strategy.roster is not None
     assert fed.strategy.roster.clients[1].node == 99
     assert stored_rounds(fed)[1] == (3, 2)  # its own state, two participations
+
+
+def test_a_client_on_another_node_counts_what_it_declared_at_first() -> None:
+    """More than twice as many samples are rejected until the run is resumed, also if it declares them anew."""
+    counts = {"num-train": 2**30, "num-test": 2**30, "num-validation": 2**30}
+    for before, declared in ((12, 2**20), (NO_NODE, 2**30)):  # after a resume a new declaration counts
+        membership = membership_of({1: member(1, 12).on_node(before)}, 2)
+        assert placed(membership, member(1, 22, **counts), online={22}) == {}
+        client = membership.roster.clients[1]
+        assert client.node == 22
+        assert {client.num_train, client.num_test, client.num_validation} == {declared}
+
+
+def test_a_client_that_joins_with_nearly_all_test_samples_is_named(tmp_path: Path) -> None:
+    fed = begun(tmp_path, sites(tmp_path, "a", "b", "c"), {1: [0, 1], 2: [2]}, num_clients=4)
+    assert "decides the weighted accuracy" not in str(fed.strategy.history)
+    huge = altered(declares({"num-test": 10**9}))
+    nodes = sites(tmp_path / "huge", "a", "b", "c")
+    fed = begun(tmp_path / "huge", nodes, {1: [0, 1], 2: [2]}, num_clients=4, faults={(2, 0): huge})
+    (named,) = (line for line in fed.strategy.history[1].warnings if "decides the weighted accuracy" in line)
+    assert named.startswith("client c declares 1000000000 of 10000000")
+
+
+def declares(fields: dict[str, Any]) -> Callable[[RecordDict], RecordDict]:
+    """The content of a handshake's reply with these fields in place of its own."""
+
+    def changed(content: RecordDict) -> RecordDict:
+        return RecordDict({"c": ConfigRecord({**content.config_records["c"], **fields})})
+
+    return changed
 
 
 def test_disconnected_node_is_reported_and_not_asked(tmp_path: Path) -> None:

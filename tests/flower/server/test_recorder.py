@@ -722,6 +722,18 @@ def test_rejects_a_checkpoint_that_is_ahead_of_the_history(tmp_path: Path) -> No
         federation(tmp_path, on_disk=True, resume=True).run()
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_rejects_a_history_of_the_clients_that_lacks_rounds(tmp_path: Path, kept: int) -> None:
+    run = federation(tmp_path, on_disk=True).run()
+    files = run.directory.path
+    lines = (files / "clients.jsonl").read_text().splitlines(keepends=True)
+    (files / "clients.jsonl").write_text("".join(lines[:kept]))
+    before = {file.name: file.read_bytes() for file in files.glob("*.json*")}
+    with pytest.raises(DamagedState, match=rf"clients.jsonl holds {kept} of the 2 finished rounds$"):
+        federation(tmp_path, on_disk=True, resume=True, num_server_rounds=3).run()
+    assert {file.name: file.read_bytes() for file in files.glob("*.json*")} == before
+
+
 @pytest.mark.parametrize(
     ("moment", "made", "fewer"),
     [

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flwr.app import Message
@@ -10,8 +11,17 @@ from flwr.common.constant import ErrorCode
 
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.stopping import RunEnded
-from pbfl_flwr.flower.server.strategy import MAX_REPEATS
-from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, federation, flower_error, raises, silent
+from pbfl_flwr.flower.server.strategy import MAX_REPEATS, REPEATED
+from tests.flower.inprocess import (
+    NUM_CLIENTS,
+    Answer,
+    Fault,
+    Federation,
+    federation,
+    flower_error,
+    raises,
+    silent,
+)
 
 CODES = [ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE]
 
@@ -98,6 +108,33 @@ def test_run_ends_if_nodes_do_not_return_in_time(tmp_path: Path, caplog: pytest.
     with pytest.raises(RunEnded, match="round 2: 0 valid replies"):
         run.run()
     assert "Waiting up to 0 s for nodes" in caplog.text  # join-timeout is half a second here
+
+
+def scored_last(directory: Path, tries: int, **options: Any) -> Federation:
+    """A run of FedAvg that is scored before training, in whose final scoring all nodes are lost so many times."""
+    final = {(client, -1): while_it_lasts(tries) for client in range(NUM_CLIENTS)}
+    return federation(
+        directory, "fedavg", models="cnn4", num_server_rounds=1, on_disk=True, faults=final, **options
+    )
+
+
+def test_repeats_the_final_scoring_if_all_nodes_were_lost(tmp_path: Path) -> None:
+    whole, lost = scored_last(tmp_path / "whole", 0).run(), scored_last(tmp_path / "lost", 1).run()
+    assert lost.directory.result() == whole.directory.result()
+    (once,), (twice,) = whole.strategy.history, lost.strategy.history
+    assert twice.final == once.final
+    assert REPEATED in twice.warnings
+    assert (twice.bytes_up, twice.bytes_down) == (once.bytes_up, once.bytes_down)  # as if it had answered
+
+
+def test_a_run_whose_final_scoring_nobody_answers_is_not_finished(tmp_path: Path) -> None:
+    whole = scored_last(tmp_path / "whole", 0).run()
+    with pytest.raises(
+        RunEnded, match="round 1: 0 valid replies, min-replies is 1: client 0: Error: Node Un"
+    ):
+        scored_last(tmp_path / "lost", MAX_REPEATS + 1).run()
+    resumed = scored_last(tmp_path / "lost", 0, resume=True).run()
+    assert resumed.directory.result() == whole.directory.result()
 
 
 @pytest.mark.parametrize(("least", "failed"), [(3, [0, 1]), (4, [1]), (5, None)])
