@@ -115,6 +115,8 @@ def _is_ours(maps: Tensor) -> bool:
 def _replacement(conv: nn.Conv2d) -> nn.Conv2d | None:
     """Return an equivalent layer of this module with the same parameters, None if none applies."""
     padding = conv.padding
+    if any(hooks for name, hooks in vars(conv).items() if name.endswith("_hooks")):
+        return None  # they know this layer; torch's weight_norm also keeps its weight by one
     if isinstance(padding, str) or conv.padding_mode != "zeros" or {*conv.dilation} != {1}:
         return None
     if not len({*conv.kernel_size}) == len({*conv.stride}) == len({*padding}) == 1:

@@ -97,6 +97,7 @@ def test_a_single_map_and_no_map_at_all_are_the_librarys(conv: nn.Conv2d) -> Non
         nn.Conv2d(4, 4, (3, 1), padding=(1, 0), groups=4),
         nn.Conv2d(4, 4, 1, stride=2),
         nn.Conv2d(4, 4, 1, padding=1),
+        nn.utils.weight_norm(nn.Conv2d(4, 4, 1)),  # keeps its weight by a hook
     ],
 )
 def test_other_convolutions_stay_the_librarys(conv: nn.Conv2d) -> None:
