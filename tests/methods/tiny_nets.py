@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import weight_norm
 
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.task import Task
@@ -27,6 +28,20 @@ class Plain(nn.Module):
         """Return (B, d)."""
         features: Tensor = self.body(inputs)
         return features
+
+
+def by_function(task: Task) -> nn.Module:
+    """The same network, whose features are a function that knows it."""
+    net = Plain(task)
+    net.features = lambda inputs: net.body(inputs)  # type: ignore[method-assign]
+    return net
+
+
+def weight_normed(task: Task) -> SplitModel:
+    """Layers that keep a computed tensor."""
+    stages = [weight_norm(nn.Conv2d(task.input_shape[0], 4, 3, 2, 1))]
+    neck = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), weight_norm(nn.Linear(64, task.feature_dim)))
+    return SplitModel(task, stages, neck, nn.Linear(task.feature_dim, task.num_classes))
 
 
 class Odd(Plain):

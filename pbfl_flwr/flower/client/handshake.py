@@ -46,7 +46,7 @@ def answer_handshake(message: Message, context: Context, worker: Worker) -> Mess
     for name in calls.auxiliary_architectures(method):
         digest_of_weights(name)  # raises if they are missing
     device = choose_device(settings.training.device)
-    built = worker.network(architecture, task, settings.run.seed, device, settings.training)
+    built = worker.network(architecture, task, settings, device)
     body, head = count_parameters(built.network)
     attempt = (architecture, task, device, settings.fingerprint())
     if attempt not in worker.checked and _fits(architecture, method, task):

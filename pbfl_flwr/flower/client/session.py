@@ -101,7 +101,7 @@ def open_client(message: Message, context: Context, worker: Worker) -> ClientSes
     device = choose_device(training.device)
     if device.type == "cuda":
         make_deterministic()
-    built = worker.network(store.architecture, task, settings.run.seed, device, training)
+    built = worker.network(store.architecture, task, settings, device)
     model = built.network
     check_network(config, store.architecture, count_parameters(model))
     model.load_state_dict(dict(stored.model if stored else built.initial))

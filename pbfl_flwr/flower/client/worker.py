@@ -18,7 +18,7 @@ import torch
 from flwr.app import ArrayRecord, Context
 from torch import Tensor
 
-from pbfl_flwr.config import Scalar, Settings, TrainingSettings, parse
+from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, LoadedData
 from pbfl_flwr.errors import PbflError, quoting_data
 from pbfl_flwr.flower.client.device import Identity, own_settings, simulated
@@ -28,6 +28,7 @@ from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.cpu_convolutions import optimize_layout
+from pbfl_flwr.models.isolation import is_copyable
 from pbfl_flwr.models.precision import set_precision
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
@@ -153,24 +154,23 @@ class Worker:
 
     # Networks -----------------------------------------------------------------------------------------------
 
-    def network(
-        self, architecture: str, task: Task, seed: int, device: torch.device, training: TrainingSettings
-    ) -> Built:
+    def network(self, architecture: str, task: Task, settings: Settings, device: torch.device) -> Built:
         """Return the process's network of an architecture, whose weights may be those of another client.
 
-        A network from outside the package may keep more than its weights and buffers, so every call returns a new copy
-        of it as it was built.
+        A network from outside the package may keep more than its weights and buffers, and so may any network to which a
+        method from outside does something: then every call returns another one as it was built, a copy if that is
+        :func:`apart <pbfl_flwr.models.isolation.is_copyable>` from all others.
         """
-        key = (architecture, task, seed, device, training.layout, training.precision)
+        training, seed = settings.training, settings.run.seed
+        of_user = isinstance(architecture, UserCode) or is_external(settings.run.method)
+        key = (architecture, task, seed, device, training.layout, training.precision, of_user)
         if key not in self._networks:
-            self._networks[key] = _built(architecture, task, seed, device, training)
+            built = _built(architecture, task, settings, device)
+            if of_user and not is_copyable(built.network):
+                return built  # kept by nobody: the next message builds another
+            self._networks[key] = built
         built = self._networks[key]
-        if not isinstance(architecture, UserCode):
-            return built
-        try:
-            return replace(built, network=deepcopy(built.network))
-        except Exception:  # it holds something that cannot be copied, such as a random generator
-            return _built(architecture, task, seed, device, training)
+        return replace(built, network=deepcopy(built.network)) if of_user else built
 
     def release_networks(self) -> None:
         """Drop all networks, e.g. after a GPU ran out of memory."""
@@ -205,10 +205,9 @@ def arrived(name: str, data: DataSource | None, settings: Settings | None) -> Wo
     return _ARRIVED[name]
 
 
-def _built(
-    architecture: str, task: Task, seed: int, device: torch.device, training: TrainingSettings
-) -> Built:
-    model = build_model(architecture, task, seed)
+def _built(architecture: str, task: Task, settings: Settings, device: torch.device) -> Built:
+    training = settings.training
+    model = build_model(architecture, task, settings.run.seed)
     model = set_precision(optimize_layout(model, training.layout), training.precision).to(device)
     return Built(model, {name: tensor.clone() for name, tensor in model.state_dict().items()})
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pbfl_flwr.config import parse
+from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client
 from pbfl_flwr.flower.client import session
-from pbfl_flwr.flower.client.worker import Worker
+from pbfl_flwr.flower.client.worker import Built, Worker
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.checkpoints import as_file
@@ -27,9 +27,9 @@ def test_layout_and_precision_reach_the_network(tmp_path: Path, monkeypatch: pyt
     seen: set[tuple[str, str]] = set()
     original = Worker.network
 
-    def network(*arguments: Any) -> Any:
-        seen.add((arguments[-1].layout, arguments[-1].precision))
-        return original(*arguments)
+    def network(worker: Worker, name: str, task: Task, settings: Settings, device: torch.device) -> Built:
+        seen.add((settings.training.layout, settings.training.precision))
+        return original(worker, name, task, settings, device)
 
     monkeypatch.setattr(Worker, "network", network)
     run = federation(tmp_path, num_server_rounds=1, layout="contiguous", precision="bfloat16").run()

@@ -20,10 +20,14 @@ from tests.flower.inprocess import federation
 
 NETS = '''
 import random
+from dataclasses import dataclass
 from math import prod
 import numpy as np
 import torch
 from torch import nn
+from pbfl_flwr.methods.sharing import SharedWeights
+from pbfl_flwr.models.mlp import mlp5
+from pbfl_flwr.training.loop import classification, fit
 
 
 class Net(nn.Module):
@@ -112,6 +116,50 @@ class Complex(Net):
         self.register_buffer("waves", torch.ones(3, dtype=torch.complex128))
 
 
+def adapted(task):
+    """Net with its features in a function, and BatchNorm."""
+    net = Net(task)
+    net.body.append(nn.BatchNorm1d(task.feature_dim))
+    net.features = lambda x: net.body(x)
+    return net
+
+
+class Normed(Net):
+    def __init__(self, task):
+        super().__init__(task)
+        self.body.append(nn.BatchNorm1d(task.feature_dim))
+
+
+class Hooked(Net):
+    def __init__(self, task):
+        super().__init__(task)
+        kept = self.kept = {}
+        self.body.register_forward_hook(lambda module, inputs, output: kept.update(z=output))
+
+    def features(self, x):
+        self.body(x)
+        return self.kept["z"]
+
+
+def same(task):
+    return mlp5(task)
+
+
+@dataclass(frozen=True)
+class Warm(SharedWeights):
+    """Trains the head alone in round 1, and what it does to the network it never takes back."""
+
+    def train(self, client, received):
+        if client.round == 1:
+            client.model.requires_grad_(False).head.requires_grad_(True)
+        client.model.head.register_forward_hook(lambda module, inputs, output: 1.1 * output)
+        return fit(client, classification(client.model))
+
+
+def warm(settings):
+    return Warm.configured("warm", settings)
+
+
 class Failing(Net):
     def features(self, x):
         if self.training:
@@ -159,6 +207,26 @@ def test_what_a_users_network_keeps_or_draws_passes_to_nobody(tmp_path: Path, ne
     federate(tmp_path / "c", {**keys, "resume": True}, 3, Resources(workers=1))
     results = {RunDirectory(tmp_path / name).result() for name in "abc"}
     assert len(results) == 1, results
+    assert results != {""}
+
+
+@pytest.mark.parametrize(
+    ("method", "network", "equal"),
+    [
+        ("fedavg", "kept_nets:adapted", "kept_nets:Normed"),
+        ("fedavg", "kept_nets:Hooked", "kept_nets:Net"),
+        ("kept_nets:warm", "mlp5", "kept_nets:same"),
+    ],
+)
+def test_equal_networks_give_equal_results_however_they_are_made(
+    tmp_path: Path, method: str, network: str, equal: str
+) -> None:
+    """A function of one network does not run another's layers; nor does what a user's method does to one last."""
+    for models in (network, equal):
+        keys = {**KEYS, "method": method, "models": models, "aggregation": "auto"}
+        federate(tmp_path / models, keys, 3, Resources(workers=1))
+    results = {RunDirectory(tmp_path / models).result() for models in (network, equal)}
+    assert len(results) == 1
     assert results != {""}
 
 

@@ -1,0 +1,43 @@
+"""Networks apart from one another; whether a deep copy is one."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from io import BytesIO
+from pickle import Pickler, PicklingError
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def is_copyable(model: nn.Module) -> bool:
+    """Return whether ``copy.deepcopy`` gives an equal network that has nothing in common with this one.
+
+    Not if it holds functions that have no name in their module (lambdas, functions within functions, methods of classes
+    within functions): a deep copy shares them, and what they refer to is the original's. Nor if a tensor has hooks or
+    attributes, which copies lose.
+    """
+    try:
+        _Inspector(BytesIO()).dump(model)
+        deepcopy(model)
+    except Exception:  # of whatever it holds
+        return False
+    return True
+
+
+class _Inspector(Pickler):
+    """Raises at what a deep copy shares or loses; pickle refuses functions without a name by itself."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        """Stand in for tensors, so that nothing large is written."""
+        if not isinstance(obj, Tensor):
+            return None
+        if vars(obj) or obj._backward_hooks or obj._post_accumulate_grad_hooks:
+            raise PicklingError("a tensor with hooks or attributes")
+        return "tensor"
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Take bound methods apart, of which pickle writes the name without looking at the function."""
+        return (partial, (obj.__func__, obj.__self__)) if isinstance(obj, MethodType) else NotImplemented
