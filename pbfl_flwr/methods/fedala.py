@@ -18,7 +18,6 @@ training, from the same seed.
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.averaging import copies, load_parameters
 from pbfl_flwr.methods.sharing import SharedWeights, answer
 from pbfl_flwr.models.contract import body_names, has_batch_norm, head_names
+from pbfl_flwr.models.isolation import restored
 from pbfl_flwr.payloads import Weights, part_of
 from pbfl_flwr.training.loop import classification, take
 
@@ -100,7 +100,7 @@ class FedALA(SharedWeights):
             for name, tensor in local.items()
         }
         devices = [client.device] if client.device.type == "cuda" else []
-        with seeds.restored(devices):
+        with seeds.restored(devices), restored(client.model):
             seeds.seed_code(client.device, client.seed, "ala-layers", client.key, client.round)
             passes = self._learn(client, local, received, amounts, once=bool(memory))
         load_parameters(client.model, mix(local, received, amounts))
@@ -115,9 +115,9 @@ class FedALA(SharedWeights):
         amounts: dict[str, Tensor],
         once: bool,
     ) -> int:
-        """Train A in place; return the number of passes."""
+        """Train A in place, with the network as θ̂; return the number of passes."""
         config, size = self.config, client.training.batch_size
-        trial = copy.deepcopy(client.model).train().requires_grad_(False)
+        trial = client.model.train().requires_grad_(False)
         upper = {name: p.requires_grad_(True) for name, p in trial.named_parameters() if name in local}
         load_parameters(trial, mix(local, received, amounts))
         n = len(client.data.train.labels)

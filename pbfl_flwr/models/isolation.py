@@ -1,7 +1,9 @@
-"""Networks apart from one another; whether a deep copy is one."""
+"""Networks apart from one another: whether a deep copy is one, and training that leaves no trace."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from io import BytesIO
@@ -41,3 +43,34 @@ class _Inspector(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Take bound methods apart, of which pickle writes the name without looking at the function."""
         return (partial, (obj.__func__, obj.__self__)) if isinstance(obj, MethodType) else NotImplemented
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Within the context the network may be trained; then its weights, buffers, modes and attributes are as before.
+
+    Graphs of gradients that were made within the context can still be used. What an attribute refers to, such as a
+    list, is not restored.
+    """
+    weights = [(p, p.requires_grad, p.detach().clone()) for p in model.parameters()]
+    modules = [(module, module.training, dict(vars(module))) for module in model.modules()]
+    buffers = [
+        (module, *named)
+        for module, *_ in modules
+        for named in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    others = {id(buffer): buffer.detach().clone() for *_, buffer in buffers}
+    for module, name, buffer in buffers:
+        setattr(module, name, others[id(buffer)])
+    try:
+        yield
+    finally:
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)
+        for module, training, attributes in modules:
+            module.training = training  # which is no attribute of a scripted one
+            vars(module).clear()
+            vars(module).update(attributes)
+        for parameter, trained, weight in weights:
+            parameter.requires_grad_(trained)
+            parameter.data.copy_(weight)  # unseen by graphs, which need these very values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from pbfl_flwr.data import Shard
 from pbfl_flwr.method import Client
 from pbfl_flwr.models.contract import SplitModel, has_batch_norm
+from pbfl_flwr.models.isolation import restored
 from pbfl_flwr.training.loop import Loss, batches, take
 
 Batches = Sequence[tuple[Tensor, Tensor]]
@@ -27,7 +27,7 @@ def look_ahead(
 ) -> tuple[Tensor, Tensor]:
     """Return ∂J(θ')/∂v, a second-order gradient, and J(θ'), with θ' = θ - η·∇L(θ, v).
 
-    The network stays as it is, its buffers included; both losses see a copy in training mode.
+    The network stays as it is, its buffers included; both losses see it in training mode.
 
     Args:
         model: gives θ, its parameters that can be trained.
@@ -36,17 +36,16 @@ def look_ahead(
         rate: η.
         tensor: v, of any shape, which requires a gradient.
     """
-    now, ahead = (copy.deepcopy(model).train() for _ in range(2))
-    before, after = ([p for p in network.parameters() if p.requires_grad] for network in (now, ahead))
-    with _differentiable_twice(now):
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with restored(model), _differentiable_twice(model):
         slopes = torch.autograd.grad(
-            _mean(learnt[0](now), learnt[1]), before, create_graph=True, materialize_grads=True
+            _mean(learnt[0](model.train()), learnt[1]), parameters, create_graph=True, materialize_grads=True
         )
-    with torch.no_grad():
-        for parameter, slope in zip(after, slopes, strict=True):
-            parameter.sub_(rate * slope)
-    value = _mean(judged[0](ahead), judged[1])
-    wanted = torch.autograd.grad(value, after, materialize_grads=True)
+    with restored(model):
+        for parameter, slope in zip(parameters, slopes, strict=True):
+            parameter.data.sub_(rate * slope.detach())  # unseen by the graph of the slopes
+        value = _mean(judged[0](model.train()), judged[1])
+        wanted = torch.autograd.grad(value, parameters, materialize_grads=True)
     change = torch.stack([(w * slope).sum() for w, slope in zip(wanted, slopes, strict=True)]).sum()
     (gradient,) = torch.autograd.grad(-rate * change, tensor)
     return gradient, value.detach()

@@ -87,6 +87,24 @@ def test_the_last_tensors_are_the_classifiers_in_any_order_of_declaration(make_m
     assert set(memory) == {"own.head.weight", "own.head.bias"}
 
 
+def second_round(make_method, make_client, task, network):
+    architecture = f"tests.methods.tiny_nets:{network}"
+    method = make_method("fedala", models=architecture, own={"max_epochs": 2, "tensors": 0})
+    first = method.local_update(make_client(architecture=architecture), method.init(task, 5))
+    return method.local_update(
+        make_client(architecture=architecture, round=2, memory=first.memory), method.init(task, 6)
+    )
+
+
+def test_takes_networks_that_cannot_be_copied(make_method, make_client, task):
+    plain, other = (
+        second_round(make_method, make_client, task, name).memory for name in ("Plain", "by_function")
+    )
+    assert all(torch.equal(tensor, other[name]) for name, tensor in plain.items())
+    assert not bool((plain["ala.body.1.weight"] == 1).all())
+    assert second_round(make_method, make_client, task, "weight_normed").metrics["ala.passes"] == 2
+
+
 def test_passes_over_batches_follow_a_literal_loop(make_method, make_client, task):
     # Two rounds as the paper's Algorithm 1 has them: A until the window of losses is calm, then one pass on the same A.
     own = {"rate": 5.0, "sample_share": 1.0, "window": 3, "threshold": 0.002}

@@ -142,6 +142,19 @@ def test_the_quiz_is_taken_in_training_mode_whatever_the_networks_mode(make_clie
     assert abs(float(evaluated - expected)) > 0.001
 
 
+def test_takes_networks_that_cannot_be_copied(fedl2g, make_client):
+    method = fedl2g()
+    plain, other, weighted = (
+        method.local_update(
+            make_client(architecture=f"tests.methods.tiny_nets:{name}"), method.init(TASK, 3)
+        ).payload
+        for name in ("Plain", "by_function", "weight_normed")
+    )
+    assert torch.equal(plain.values, other.values)
+    assert plain.values.any()
+    assert weighted.values.any()
+
+
 class Attending(nn.Module):
     """Attention without dropout, for which torch has a fused kernel without a second derivative."""
 

@@ -1,4 +1,4 @@
-"""Which networks can be copied."""
+"""Which networks can be copied, and what is left of training that leaves no trace."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.models.build import build_model
-from pbfl_flwr.models.isolation import is_copyable
+from pbfl_flwr.models.isolation import is_copyable, restored
 from pbfl_flwr.task import Task
-from tests.methods.tiny_nets import Plain, by_function
+from tests.methods.tiny_nets import Plain, Twice, by_function
 from tests.models.kinds import EXAMPLES, shapes, task_of
 
 TASK = Task(4, 6, (1, 8, 8))
@@ -67,3 +67,23 @@ def test_networks_with_functions_without_a_name_or_hooks_on_weights_cannot_be_co
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if not name.startswith(("vit", "resnet"))])
 def test_the_packages_networks_can_be_copied(name: str) -> None:
     assert is_copyable(build_model(name, task_of(name, 8, shapes(name)[-1]), 0))
+
+
+def test_training_that_leaves_no_trace() -> None:
+    net, inputs = Twice(TASK), torch.randn(3, *TASK.input_shape)
+    net.eval().head.train().requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with restored(net):
+        net.train().requires_grad_(True)
+        net.head(net.features(inputs + 1))
+        assert net.mean is net.again
+        assert net.mean != before["mean"]
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(1)
+        vars(net)["count"] = 3
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert [net.training, net.head.training] == [False, True]
+    assert [p.requires_grad for p in net.parameters()] == [True, True, False, False]
+    assert net.mean is net.again
+    assert not hasattr(net, "count")
