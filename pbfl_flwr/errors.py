@@ -103,6 +103,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or any(message in str(error) for message in messages)
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error of the system means that a disk, or the user's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def abbreviate(names: Sequence[str], most: int = FEW) -> str:
     """Return the first names of a list, and how many more there are, in one line."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -144,7 +149,7 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # of what is written or printed meanwhile
+        if is_disk_full(error):  # of what is written or printed meanwhile
             raise
         raise PbflError(f"{error.filename or what} cannot be read ({error.strerror or error})") from error
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

@@ -11,6 +11,7 @@ import sys
 import traceback
 from bdb import BdbQuit
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from logging import ERROR, WARNING
 
@@ -23,7 +24,14 @@ from flwr.common import log
 from pbfl_flwr import calls, seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import LoadedData
-from pbfl_flwr.errors import PbflError, QuotesData, format_exception, is_out_of_memory, pass_on_exit
+from pbfl_flwr.errors import (
+    PbflError,
+    QuotesData,
+    format_exception,
+    is_disk_full,
+    is_out_of_memory,
+    pass_on_exit,
+)
 from pbfl_flwr.flower.client.device import peak_gpu_memory, release_gpu_memory, simulated
 from pbfl_flwr.flower.client.handshake import answer_handshake, reason_of
 from pbfl_flwr.flower.client.mods import call_with_mods, checked_mods
@@ -37,6 +45,7 @@ from pbfl_flwr.models.contract import has_batch_norm
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.training.evaluation import Scores, evaluate
 from pbfl_flwr.training.loop import REMEDY, Diverged
+from pbfl_flwr.util.atomic_files import UnsavedState
 from pbfl_flwr.util.memory import peak_memory
 
 RAISED = 2  # Flower's code for "the ClientApp raised an exception"
@@ -87,14 +96,14 @@ def make_client_app(
 
 def _guarded(message: Message, context: Context, handler: ClientAppCallable, worker: Worker) -> Message:
     """Return the handler's reply, or an error reply with a one-line reason."""
-    of_device = not simulated(context.node_config)
+    of_device, unsaved = not simulated(context.node_config), False
     try:
         return handler(message, context)
     except PbflError as error:
         if of_device and isinstance(error, QuotesData):
             log(ERROR, "%s", error)
             error = PbflError(error.told)
-        reason = reason_of(error, message, context)
+        reason, unsaved = reason_of(error, message, context), isinstance(error, UnsavedState)
     except BdbQuit:
         reason = (
             "a breakpoint() was quit with q, or has no terminal here; with one worker (--engine processes --workers "
@@ -103,11 +112,14 @@ def _guarded(message: Message, context: Context, handler: ClientAppCallable, wor
     except (Exception, SystemExit) as error:  # an exception here must not affect other clients
         pass_on_exit(error)
         reason = format_exception(error, text=not of_device) + "; see the device's log" * of_device
-        traceback.print_exc(file=sys.stderr)
+        unsaved = is_disk_full(error)
+        with suppress(OSError):  # the log is on a full disk
+            traceback.print_exc(file=sys.stderr)
         if is_out_of_memory(error):
             worker.release_networks()
     release_gpu_memory()  # only now: the exception, which referenced tensors, has been released
-    return Message(Error(code=RAISED, reason=reason), reply_to=message)
+    code = RAISED if of_device or not unsaved else wire.UNSAVED
+    return Message(Error(code=code, reason=reason), reply_to=message)
 
 
 def _train(message: Message, context: Context, worker: Worker) -> Message:

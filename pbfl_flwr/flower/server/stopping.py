@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pbfl_flwr.config import RunSettings, Settings, TrainingSettings
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
-from pbfl_flwr.flower.server.replies import LOST, Replies, worker_died
+from pbfl_flwr.flower.server.replies import LOST, Replies, error_reason, worker_died
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.task import Task
@@ -23,8 +24,9 @@ def check_replies(replies: Replies, roster: Roster, settings: Settings) -> None:
     """Check that a round counts.
 
     Raises:
-        RunEnded: if a client failed and failure-policy is "stop", a worker of a simulation died, too few clients
-            trained, or in the first round no client of the federation could make a step; gives the first reasons.
+        RunEnded: if a client failed and failure-policy is "stop", a worker of a simulation died or its disk is
+            full, too few clients trained, or in the first round no client of the federation could make a step; gives
+            the first reasons.
         NodesUnreachable: if too few trained, but lost nodes and replies would have made up for it; likewise.
     """
     check_answers(replies, roster, settings.run)
@@ -55,14 +57,18 @@ def _need_success(replies: Replies, run: RunSettings) -> None:
 
 def _need_workers(replies: Replies, roster: Roster) -> None:
     # A device could send such an error itself, and must not be able to end the run.
-    simulation = all(client.simulated for client in roster.clients.values())
-    if simulation and any(worker_died(reply) for reply in replies.messages if reply.has_error()):
-        phase = replies.phase
+    if not all(client.simulated for client in roster.clients.values()):
+        return
+    phase, errors = replies.phase, [reply for reply in replies.messages if reply.has_error()]
+    kept = f"Rounds up to {phase.number - 1} are kept and can be resumed"
+    if any(map(worker_died, errors)):
+        clients = ", ".join(map(phase.client_label, replies.failures))
         raise RunEnded(
-            f"round {phase.number}: a simulation worker died (client "
-            f"{', '.join(map(phase.client_label, replies.failures))}); Flower cannot replace it. Rounds up to "
-            f"{phase.number - 1} are kept and can be resumed"
+            f"round {phase.number}: a simulation worker died (client {clients}); Flower cannot replace it. {kept}"
         )
+    for reply in errors:
+        if reply.error.code == wire.UNSAVED:
+            raise RunEnded(f"round {phase.number}: {error_reason(reply)}. {kept}")
 
 
 def _need_replies(replies: Replies, min_replies: int) -> None:

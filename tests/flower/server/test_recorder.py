@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -41,6 +42,7 @@ from tests.flower.inprocess import (
     KINDS,
     NUM_CLIENTS,
     Answer,
+    Fault,
     Federation,
     InProcessGrid,
     after_round,
@@ -480,14 +482,49 @@ def test_best_state_is_the_scored_one(tmp_path: Path, moment: str) -> None:
     assert same_tensors(tensors, sent[best])
 
 
-def test_full_disk_of_a_client_fails_its_round_only(tmp_path: Path) -> None:
+def on_a_full_disk(message: Message, answer: Answer) -> Message:
+    with patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")):
+        return answer()
+
+
+def with_full_log(message: Message, answer: Answer) -> Message:
+    """The client's code prints, to a file on a full disk, as does whoever prints the traceback."""
+    full = OSError(28, "No space left on device")
+    with patch.object(calls, "local_update", side_effect=full), patch.object(sys, "stderr") as stderr:
+        stderr.write.side_effect = full
+        return answer()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (on_a_full_disk, r"\S*client-00002.safetensors cannot be written \(No space"),
+        (with_full_log, "OSError: "),
+    ],
+)
+def test_full_disk_of_a_simulation_ends_the_run_which_can_be_resumed(
+    tmp_path: Path, fault: Fault, reason: str
+) -> None:
+    whole = federation(tmp_path / "b", on_disk=True).run()
+    run = federation(tmp_path / "a", on_disk=True, faults={(2, 2): fault})
+    with pytest.raises(RunEnded, match=rf"^round 2: {reason}.*\. Rounds up to 1 are kept"):
+        run.run()
+    resumed = federation(tmp_path / "a", on_disk=True, resume=True).run()
+    assert resumed.fingerprint == whole.fingerprint
+
+
+def test_full_disk_of_a_device_fails_its_round_only(tmp_path: Path) -> None:
     """Client 2's disk is full in round 2: an error, the state of round 1; then it has room again and goes on."""
 
-    def full(message: Message, answer: Answer) -> Message:
-        with patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")):
-            return answer()
+    def devices(place: Path) -> list[dict[str, Scalar]]:
+        return [{"client-id": n, "state-dir": str(place / "run" / "clients")} for n in range(5)]
 
-    run = federation(tmp_path / "a", num_server_rounds=3, faults={(2, 2): full})
+    run = federation(
+        tmp_path / "a",
+        num_server_rounds=3,
+        faults={(2, 2): on_a_full_disk},
+        node_configs=devices(tmp_path / "a"),
+    )
     after: list[Any] = []
     with after_round(2, lambda: after.append(stored_rounds(run)[2])):
         run.run()
@@ -499,7 +536,9 @@ def test_full_disk_of_a_client_fails_its_round_only(tmp_path: Path) -> None:
     assert "\n" not in failure.reason
     assert after == [(1, 1)]
     # From then on all is as if it had not been reached in round 2.
-    without = federation(tmp_path / "b", num_server_rounds=3, faults={(2, 2): silent}).run()
+    without = federation(
+        tmp_path / "b", num_server_rounds=3, faults={(2, 2): silent}, node_configs=devices(tmp_path / "b")
+    ).run()
     assert same_tensors(run.strategy.state.to_tensors(), without.strategy.state.to_tensors())
     assert stored_rounds(run) == stored_rounds(without)
     assert not list((tmp_path / "a").rglob("*.tmp"))

@@ -34,6 +34,7 @@ from pbfl_flwr.util.atomic_files import UnsavedState
 from tests.flower.inprocess import (
     NUM_CLIENTS,
     Answer,
+    Fault,
     Federation,
     InProcessGrid,
     federation,
@@ -190,9 +191,10 @@ def test_dead_worker_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None:
     assert resumed.fingerprint == federation(tmp_path / "b").run().fingerprint
 
 
-def test_device_reporting_a_dead_worker_only_fails_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [DIED, flower_error("the disk is full", wire.UNSAVED)])
+def test_device_reporting_a_fault_of_a_simulation_only_fails_itself(tmp_path: Path, error: Fault) -> None:
     nodes = [{"client-id": client} for client in range(5)]
-    run = federation(tmp_path, faults={(3, 1): DIED}, node_configs=nodes).run()
+    run = federation(tmp_path, faults={(3, 1): error}, node_configs=nodes).run()
     assert run.strategy.done == 2
     assert [failure.client for failure in run.strategy.history[0].failures] == [3]
 
