@@ -18,7 +18,10 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, plan, selected
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.runs.directory import RESULT, RunDirectory
 from pbfl_flwr.runs.records import VERSION, ClientsRecord, RoundRecord
+
+HASH = "0123456789ab"  # of the results of a written run that is finished
 
 
 def pbfl(*arguments: object) -> Result:
@@ -178,8 +181,14 @@ def over(clients: int, line: dict[str, Any], predictor: str = "global") -> dict[
     return {**line, "accuracy": accuracy}
 
 
+def end_early(run: Path, done: int) -> None:
+    """Let a written run be one that patience ended after so many rounds."""
+    RunDirectory(run).update(ended_after=done)
+    RunDirectory(run).write_line(RESULT, HASH)
+
+
 def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
-    """Write a run of two clients and three classes that ended after these rounds."""
+    """Write a run of two clients and three classes that ended after these rounds, finished if they are all."""
     config = parse(
         {"num-clients": 2, "num-server-rounds": len(rounds), "feature-dim": 4, **changes}, SECTIONS
     ).as_dict()
@@ -208,6 +217,8 @@ def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
     (path / "run.json").write_text(json.dumps(about))
     (path / "rounds.jsonl").touch()
     write_lines(path / "rounds.jsonl", *rounds)
+    if len(rounds) >= int(config["num-server-rounds"]):
+        RunDirectory(path).write_line(RESULT, HASH)
     # By FedProto's paper (K_1 + K)·d + (K_2 + K)·d = (2 + 3)·4 + (1 + 3)·4 scalars travel in a round.
     (path / "partition.json").write_text(
         json.dumps(

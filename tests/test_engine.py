@@ -103,9 +103,9 @@ def test_failed_run_says_why(tmp_path: Path) -> None:
     result = pbfl("run", *PROCESSES, "1", "--run-dir", tmp_path / "run", *SMALL, *broken)
     assert result.exit_code == 1, result.output
     text = " ".join(result.output.split())
-    assert "the run failed: round 1: 0 valid replies, min-replies is 1" in text
-    assert "client 0:" in text
+    assert "the run failed: round 1: state-dir " in text
     assert "a-file" in text
+    assert "cannot be written (Not a directory)" in text
 
 
 def test_run_directory_is_used_once(tmp_path: Path) -> None:

@@ -38,10 +38,11 @@ def show_run(run_dir: Path, console: Console) -> None:
     say(console, settings_line(about, done))
     if done:
         _show_results(FinishedRun.load(run_dir), console)
-    if done < about.last_round:
+    result = directory.result()
+    if not result or done < about.last_round:
         rest = "running" if running else f"resume with: {resume_command(run_dir, about)}"
         say(console, f"{done} of {about.last_round} rounds; {rest}")
-    if result := directory.result():
+    if result:
         say(console, f"result hash {result}")
     if (error := directory.error()) and not running:
         say(console, f"ended with: {error}", "red")

@@ -39,6 +39,7 @@ class RunStatus:
         path: the directory.
         about: content of run.json; None before it exists.
         rounds: finished rounds.
+        result: hash of the results; empty while the run is not finished.
         error: why the run ended early; empty if it did not.
         waiting: text on the clients that the server has been waiting for; it appears after a minute.
         active: whether a process works on the run.
@@ -47,6 +48,7 @@ class RunStatus:
     path: Path
     about: RunRecord | None
     rounds: Sequence[RoundRecord]
+    result: str
     error: str
     waiting: str
     active: bool
@@ -64,7 +66,7 @@ class RunStatus:
     @property
     def state(self) -> State:
         """Status of the run: "stopped" if no process works on it; "waiting" before it begins."""
-        if self.about is not None and len(self.rounds) >= self.wanted:
+        if self.about is not None and self.result and len(self.rounds) >= self.wanted:
             return "finished"
         if self.error:
             return "failed"
@@ -88,7 +90,7 @@ def snapshot(path: Path) -> RunStatus:
     run = RunDirectory(path)
     about = run.record() if run.taken else None
     rounds = run.round_records()
-    return RunStatus(path, about, rounds, run.error(), run.waiting(), active)
+    return RunStatus(path, about, rounds, run.result(), run.error(), run.waiting(), active)
 
 
 def show_status(status: RunStatus, console: Console) -> None:

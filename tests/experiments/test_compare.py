@@ -23,11 +23,12 @@ from pbfl_flwr.experiments.plan import planned_runs
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys
 from pbfl_flwr.flower.engines.placement import Resources, Slot
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
-from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.directory import RESULT, RunDirectory
 from tests.real_runs import left_behind, sets, start, wait_for_rounds
 from tests.small_runs import (
     columns,
     edit,
+    end_early,
     entry,
     over,
     pbfl,
@@ -292,6 +293,16 @@ def test_an_interrupted_run_ends_after_the_default_number_of_rounds_if_none_is_a
     assert "num-server-rounds=20" in several.command(run, Path(), Resources())
 
 
+def test_a_run_killed_after_its_last_round_is_to_be_resumed(file: Path, tmp_path: Path) -> None:
+    run, _ = rows(file, tmp_path)
+    write_run(run.directory, LINES[:2], **run.requested.values)
+    assert planned_runs.standing(run).state == "finished"
+    (run.directory / RESULT).unlink()
+    now = planned_runs.standing(run)
+    assert (now.state, now.rounds) == ("to resume", 2)
+    assert not planned_runs.finished(run)
+
+
 def test_a_run_without_a_key_of_an_app_is_not_the_one_with_it(file: Path, tmp_path: Path) -> None:
     run, _ = rows(file, tmp_path)
     write_run(run.directory, LINES[:2], **run.requested.values)
@@ -308,7 +319,7 @@ def test_a_run_that_patience_ended_is_finished_for_who_asks_with_the_same_patien
     first, second = planned_of(sections, more, [0, 1], ["A"], tmp_path)
     for run, made in ((first, LINES[:3]), (second, LINES)):
         write_run(run.directory, made, **run.requested.values)
-        RunDirectory(run.directory).update(ended_after=len(made))
+        end_early(run.directory, len(made))
     assert planned_runs.check_finished(first)
     assert [summary.ROUNDS.cell(row) for row in planned_runs.finished_groups([first, second])] == ["3–4"]
     assert [summary.ROUNDS.cell(row) for row in planned_runs.finished_groups([second])] == ["4"]
@@ -562,7 +573,7 @@ def test_a_dry_run_of_a_run_that_patience_ended_lacks_nothing(file: Path, tmp_pa
     more = ["num-server-rounds=9", "patience=1", "patience-on=test"]
     (run,) = rows(file, tmp_path, more, only=["A"])
     write_run(run.directory, LINES[:2], **run.requested.values)
-    RunDirectory(run.directory).update(ended_after=2)
+    end_early(run.directory, 2)
     code, table, _ = dry(file, "--only", "A", "--out", tmp_path, *sets(*more))
     assert code == 0
     assert table[2][:5] == ["A", "fedproto", "finished", "0", "2/2"]

@@ -12,9 +12,9 @@ from filelock import FileLock
 from pbfl_flwr.experiments import status
 from pbfl_flwr.experiments.execute import progress
 from pbfl_flwr.experiments.execute.progress import follow
-from pbfl_flwr.runs.directory import ERROR, SERVER_LOCK, WAITING, RunDirectory
+from pbfl_flwr.runs.directory import ERROR, RESULT, SERVER_LOCK, WAITING, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK, claim, lock_of
-from tests.small_runs import edit, entry, pbfl, printed, records, terminal, write_run
+from tests.small_runs import HASH, edit, entry, pbfl, printed, records, terminal, write_run
 
 
 def shown(view: status.RunStatus) -> str:
@@ -89,6 +89,10 @@ def test_a_run_is_over_when_nobody_holds_a_lock_of_it(tmp_path: Path) -> None:
     done = write_run(tmp_path / "done", [entry(1, 0.5, 0.5)])
     (done / RUN_LOCK).touch()
     assert status.snapshot(done).state == "finished"
+    (done / RESULT).unlink()  # it was killed after its last round
+    assert status.snapshot(done).state == "stopped"
+    assert f"1 of 1 rounds; resume with: pbfl run --resume {done}" in pbfl("show", done).stdout
+    assert not pbfl("report", done, "--out", tmp_path / "r.html").exit_code
 
 
 @with_flock
@@ -117,6 +121,7 @@ def test_a_stopped_run_has_a_minute_to_be_gone_on_with(tmp_path: Path) -> None:
         with lock_of(run):
             time.sleep(0.2)
             RunDirectory(run).add_round(*records(2))
+            RunDirectory(run).write_line(RESULT, HASH)
 
     other = threading.Thread(target=somebody_else)
     other.start()
@@ -170,6 +175,7 @@ def test_it_prints_every_round_until_the_run_ends(tmp_path: Path) -> None:
         run = RunDirectory(made.rename(tmp_path / "run"))  # a real run's files are there whole or not at all
         time.sleep(0.2)
         run.add_round(*records(2))
+        run.write_line(RESULT, HASH)
 
     other = threading.Thread(target=somebody_else)
     other.start()

@@ -300,7 +300,10 @@ def resumed(
 
 
 def is_complete(run: Path, settings: Settings) -> bool:
-    """Whether a run is finished and has as many rounds as requested, or ended early with the same patience."""
+    """Whether a run is finished and has as many rounds as requested, or ended early with the same patience.
+
+    Without its result hash it is not: it was killed after its last round, and resuming settles it.
+    """
     directory = RunDirectory(run)
     about, wanted = directory.record(), settings.run.num_server_rounds
     if about.ended_after is not None and (settings.run.patience, settings.run.patience_on) == (

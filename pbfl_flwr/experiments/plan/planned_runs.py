@@ -220,7 +220,7 @@ def check_finished(run: PlannedRun) -> bool:
             f"{run.directory} was run with num-server-rounds = {until}, not {rounds}; give at least as many "
             "rounds, or another --out"
         )
-    return done >= rounds
+    return configuration.is_complete(run.directory, wanted)
 
 
 def _patience(settings: Settings) -> dict[str, Scalar]:
