@@ -78,12 +78,15 @@ def _eight_bits(image: Image.Image, where: str) -> Image.Image:
     """
     from PIL import Image
 
-    if image.mode in ("I", "F"):
+    sixteen = image.mode.startswith("I;16") or (
+        image.mode == "I" and image.format == "PPM"
+    )  # scaled to 65535
+    if image.mode in ("I", "F") and not sixteen:
         raise PbflError(
             f"{where} is an image of mode {image.mode}, whose value range is unknown; must be 8 or 16 bits "
             "per channel"
         )
-    if image.mode.startswith("I;16"):  # convert() would clip at 255
+    if sixteen:  # convert() would clip at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image
 

@@ -185,6 +185,21 @@ def test_keeps_the_high_byte_of_16_bit_channels(tmp_path, name):
     assert one_image(tmp_path / "dog" / name, 1, (3, 2)).tolist() == [expected]  # what predict reads
 
 
+@pytest.mark.parametrize(
+    ("maxval", "magic", "expected"),
+    [(65_535, "P5", [0, 1, 15]), (4095, "P5", [0, 16, 255]), (4095, "P2", [0, 16, 255])],
+)
+def test_keeps_the_high_byte_of_a_pgm_on_the_scale_of_its_header(tmp_path, maxval, magic, expected):
+    def save(path: Path) -> None:
+        values = [0, 258, 4095]
+        raster = np.array(values, ">u2").tobytes() if magic == "P5" else " ".join(map(str, values)).encode()
+        path.write_bytes(f"{magic} 3 1 {maxval}\n".encode() + raster)
+
+    pool = load_pool(folder_of(tmp_path, "0.pgm", save))
+    assert pool.inputs.tolist() == [[[expected]] * 3] * 2
+    assert one_image(tmp_path / "dog" / "0.pgm", 1, (3, 1)).tolist() == [[expected]]
+
+
 @pytest.mark.parametrize(("mode", "dtype"), [("I", np.int32), ("F", np.float32)])
 def test_rejects_images_of_unknown_range(tmp_path, mode, dtype):
     settings = folder_of(tmp_path, "0.tif", Image.fromarray(np.full((2, 2), 1000, dtype)).save)
