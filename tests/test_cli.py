@@ -32,9 +32,11 @@ from pbfl_flwr.experiments.plan import reproduction as reproduce
 from pbfl_flwr.experiments.results import resume_command
 from pbfl_flwr.flower.deploy import local_federation
 from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.runs.directory import RunDirectory, RunRefused
 from pbfl_flwr.runs.locks import lock_of
-from pbfl_flwr.runs.records import ClientsRecord
+from pbfl_flwr.runs.records import NOT_CONNECTED, ClientsRecord
+from pbfl_flwr.util import extras
 from tests.real_runs import sets
 from tests.small_runs import (
     columns,
@@ -332,15 +334,49 @@ def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
 
 def test_the_noise_is_told_of_the_client_for_whom_it_is_worth_least() -> None:
     lines = [
-        columns(1, [{}] * 3, metrics=[{"epsilon": 1.0}, {"epsilon": 2.0}, {}]),
-        columns(2, [{}] * 2, metrics=[{"epsilon": 4.0}, {}]),
+        columns(1, [{}] * 3, metrics=[{"epsilon": 1.0}, {"epsilon": 2.0}, {}], participations=[1, 1, 0]),
+        columns(2, [{}] * 2, metrics=[{"epsilon": 4.0}, {}], participations=[2, 1]),
     ]
+    rounds = rounds_of(entry(1, 0.5, 0.5), entry(2, 0.5, 0.5))
     answers = [ClientsRecord.from_json(line, "a line") for line in lines]
     config: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 2.0, "dp-unit": "sample", "dp-delta": 1e-5}
-    said = show.privacy_line(config, answers)
+    said = show.privacy_line(config, rounds, answers)
     assert said is not None
     assert said.endswith("at δ = 1e-05 ε = 4 for client 0, 3 on average")
-    assert show.privacy_line(config, [ClientsRecord.from_json(columns(1, [{}]), "a line")]) is None
+    assert show.privacy_line({**config, "dp-noise": 0.0}, rounds, answers) is None
+
+
+def test_uploads_that_were_not_accepted_count_as_releases_until_the_client_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failed(number: int, **reasons: str) -> dict[str, Any]:
+        failures = [{"client": int(client[1:]), "reason": reason} for client, reason in reasons.items()]
+        return entry(number, 0.5, 0.5, failures=failures)
+
+    config: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 2.0, "dp-unit": "sample", "dp-delta": 1e-5}
+    two, three = (epsilon_of(2.0, releases, 1e-5) for releases in (2, 3))
+
+    def line(*third: dict[str, Any]) -> str:
+        """Client 1 is never accepted; client 0 was, and then reports that its failure in round 2 was no release."""
+        reports = [
+            columns(1, [{}], metrics=[{"epsilon": 1.0}]),
+            {**columns(2, []), "seconds": {}},
+            columns(3, [{}], metrics=[{"epsilon": 1.5}], participations=[2]),
+        ]
+        answers = [ClientsRecord.from_json(each, "a line") for each in reports]
+        first = failed(1, c1="upload rejected: a number")
+        second = failed(2, c0="no answer within 9 s", c1=NOT_CONNECTED)
+        said = show.privacy_line(config, rounds_of(first, second, *third), answers[: 2 + len(third)])
+        assert said is not None
+        return said.partition("ε = ")[2]
+
+    assert line().startswith(f"at most {two:.3g} for client 0, ")
+    busy = failed(3, c1="still busy with round 1")
+    assert line(busy).startswith(f"at most {epsilon_of(2.0, 1, 1e-5):.3g} for client 1, ")
+    assert line(failed(3, c1="lost"), failed(4, c1="lost")).startswith(f"at most {three:.3g} for client 1, ")
+    monkeypatch.setattr(extras, "find_spec", lambda module: None)
+    assert line().startswith("at least 1 for client 0, ")
+    assert line().endswith("needs scipy, which is not installed: pip install 'pbfl-flwr[privacy]'")
 
 
 def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +24,7 @@ from pbfl_flwr.experiments.run_tables import (
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.locks import in_use
 from pbfl_flwr.runs.records import ClientsRecord, RoundRecord, RunRecord
+from pbfl_flwr.util.extras import lacking
 
 
 def show_run(run_dir: Path, console: Console) -> None:
@@ -61,7 +63,7 @@ def _show_results(run: FinishedRun, console: Console) -> None:
     if any(client.name or client.natural_id for client in run.about.clients):
         client_sheet([group]).show(console)
     cost_sheet(run).show(console)
-    if line := privacy_line(run.config, run.clients):
+    if line := privacy_line(run.config, run.rounds, run.clients):
         say(console, line)
     for line in warning_lines(run):
         say(console, line, "yellow")
@@ -100,20 +102,44 @@ def settings_line(about: RunRecord, num_rounds: int) -> str:
     )
 
 
-def privacy_line(configuration: Mapping[str, Scalar], clients: Sequence[ClientsRecord]) -> str | None:
-    """Return a line with the differential privacy budget ε that the uploads have spent; None without noise."""
-    last: dict[int, float] = {}
-    for columns in clients:
-        for client, metrics in zip(columns.client, columns.metrics, strict=True):
-            if "epsilon" in metrics:
-                last[client] = metrics["epsilon"]
-    if not last:
+def privacy_line(
+    configuration: Mapping[str, Scalar], rounds: Sequence[RoundRecord], clients: Sequence[ClientsRecord]
+) -> str | None:
+    """Return a line with the differential privacy budget ε that the uploads have spent; None without noise.
+
+    "At most", if uploads were lost or rejected, each of which may have been a release that somebody saw: until its next
+    report, which counts it if it was, a client that failed in a round counts as having made one.
+    """
+    releases: Counter[int] = Counter()
+    told: dict[int, tuple[int, float]] = {}  # client -> its count and ε when it last reported an ε
+    by_round = {columns.round: columns for columns in clients}
+    for record in rounds if configuration["dp-noise"] else ():
+        if (columns := by_round.get(record.round)) is not None:
+            for client, count, metrics in zip(
+                columns.client, columns.participations, columns.metrics, strict=True
+            ):
+                releases[client] = count
+                if "epsilon" in metrics:
+                    told[client] = count, metrics["epsilon"]
+        releases.update(failure.client for failure in record.failures if not failure.unasked)
+    spent = {client: told.get(client, (0, 0.0)) for client, count in releases.items() if count}
+    if not spent:
         return None
-    worst = max(last, key=lambda client: last[client])
+    more = [client for client, (count, _) in spent.items() if count != releases[client]]
+    missing = lacking("counting uploads that were not accepted", "scipy") if more else ""
+    budget = {client: epsilon for client, (_, epsilon) in spent.items()}
+    if more and not missing:
+        from pbfl_flwr.prototypes.privacy import epsilon_of
+
+        noise, delta = float(configuration["dp-noise"]), float(configuration["dp-delta"])
+        budget |= {client: epsilon_of(noise, releases[client], delta) for client in more}
+    worst = max(budget, key=lambda client: budget[client])
+    bound = "at least" if missing else "at most" if more else ""
     return (
         f"differential privacy of the prototypes (clip {configuration['dp-clip']:g}, noise "
         f"{configuration['dp-noise']:g}, unit {configuration['dp-unit']}): at δ = {configuration['dp-delta']:g} "
-        f"ε = {last[worst]:.3g} for client {worst}, {fmean(last.values()):.3g} on average"
+        f"ε = {bound}{' ' * bool(bound)}{budget[worst]:.3g} for client {worst}, {fmean(budget.values()):.3g} on average"
+        f"{'; ' * bool(missing)}{missing}"
     )
 
 

@@ -19,6 +19,8 @@ from pbfl_flwr.util.atomic_files import DamagedState
 from pbfl_flwr.util.source_hash import code_hashes
 
 VERSION = 2
+NOT_CONNECTED = "its node is not connected"  # reason of a failure
+BUSY = "still busy with round"  # likewise, followed by the number
 
 
 class Record(BaseModel):
@@ -93,6 +95,11 @@ class Failure(Record):
     def label(self) -> str:
         """The client's name, or its number if it has none."""
         return self.name or str(self.client)
+
+    @property
+    def unasked(self) -> bool:
+        """Whether the client got no message in the round, so that it has sent nothing either."""
+        return self.reason == NOT_CONNECTED or self.reason.startswith(BUSY)
 
 
 class Bytes(Record):

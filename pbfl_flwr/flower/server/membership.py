@@ -35,10 +35,10 @@ from pbfl_flwr.flower.server.overdue import OverdueReplies
 from pbfl_flwr.flower.server.replies import size_of
 from pbfl_flwr.flower.server.roster import NO_NODE, NOBODY, Roster, dominant, other_weights
 from pbfl_flwr.runs.directory import RunRefused
-from pbfl_flwr.runs.records import Bytes, ClientRecord
+from pbfl_flwr.runs.records import BUSY, Bytes, ClientRecord
+from pbfl_flwr.runs.records import NOT_CONNECTED as NOT_CONNECTED
 
 RECONNECT_TIMEOUT = 60.0  # seconds at most, for the handshake of a node that connects during a run
-NOT_CONNECTED = "its node is not connected"
 MAX_RETRY_ROUNDS = 32  # at most, until a node that was refused gets another handshake
 
 RosterCheck = Callable[[Roster], None]
@@ -339,7 +339,7 @@ class Membership:
             if client.node not in online
         }
         busy = {
-            number: f"still busy with round {of_round}"
+            number: f"{BUSY} {of_round}"
             for number, of_round in self.overdue.outstanding(server_round).items()
         }
         return {**busy, **disconnected}

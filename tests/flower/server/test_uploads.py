@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message, RecordDict
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments.show import privacy_line
@@ -16,7 +16,7 @@ from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.runs.tensor_files import load_tensors
-from tests.flower.inprocess import FIRST_NODE, NUM_CLIENTS, Answer, Fault, federation
+from tests.flower.inprocess import FIRST_NODE, NUM_CLIENTS, Answer, Fault, altered, federation, lost
 
 NOISE: dict[str, Any] = {"dp_clip": 5.0, "dp_noise": 2.0}
 SUMS: dict[str, Any] = {"aggregation": "ppa", "total_examples": 100}
@@ -39,9 +39,22 @@ def test_every_protected_method_uploads_noise_and_reports_epsilon(
     for releases, line in enumerate(lines, start=1):
         assert [m["epsilon"] for m in line["metrics"]] == [epsilon_of(2.0, releases, 1e-5)] * NUM_CLIENTS
     about: dict[str, Scalar] = {"dp-clip": 5.0, "dp-noise": 2.0, "dp-unit": unit, "dp-delta": 1e-5}
-    clients = run.directory.client_records()
-    assert f"ε = {epsilon_of(2.0, 2, 1e-5):.3g} for client 0" in str(privacy_line(about, clients))
-    assert privacy_line(about, []) is None
+    rounds, clients = run.directory.round_records(), run.directory.client_records()
+    assert f"ε = {epsilon_of(2.0, 2, 1e-5):.3g} for client 0" in str(privacy_line(about, rounds, clients))
+    assert privacy_line(about, [], []) is None
+
+
+def test_shows_the_releases_that_the_server_lost_or_rejected(tmp_path: Path) -> None:
+    """Client 0's uploads are lost in all but the first round, client 1's all rejected; 2's is lost and made up for."""
+    damaged = altered(lambda content: RecordDict({**content, "p": ArrayRecord()}))
+    faults: dict[tuple[int, int], Fault] = {(0, 2): lost, (0, 3): lost, (2, 2): lost}
+    faults |= {(1, number): damaged for number in (1, 2, 3)}
+    run = federation(tmp_path, on_disk=True, num_server_rounds=3, faults=faults, **NOISE).run()
+    rounds, clients = run.directory.round_records(), run.directory.client_records()
+    epsilon = epsilon_of(2.0, 3, 1e-5)
+    assert clients[2].metrics[0]["epsilon"] == epsilon
+    said = str(privacy_line(run.strategy.settings.as_dict(), rounds, clients))
+    assert said.endswith(f"ε = at most {epsilon:.3g} for client 0, {epsilon:.3g} on average")
 
 
 IDLE = "made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client 1"
