@@ -31,7 +31,7 @@ from pbfl_flwr.flower.engines.executors import Executor, WorkerDied
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.flower.engines.ray_cluster import connected
 from pbfl_flwr.runs.client_store import ClientStore
-from pbfl_flwr.util.atomic_files import make_directory, write_atomically
+from pbfl_flwr.util.atomic_files import UnsavedState, make_directory, write_atomically
 
 DIED = "the Ray worker that ran it or its node died"
 RETRY_SECONDS = 10.0  # until a worker that did not start is tried again
@@ -164,6 +164,7 @@ class RayExecutor(Executor):
 
         Raises:
             WorkerDied: if the actor or its node died meanwhile.
+            UnsavedState: if a disk does not take the client's states, here or on its node; the run ends.
         """
         client = int(context.node_config["partition-id"])
         state_files = _read(self._states, client) if self._states else {}
@@ -171,6 +172,8 @@ class RayExecutor(Executor):
             answer = ray.get(self._actor.handle.remote(message, context, state_files))
         except ray.exceptions.RayActorError:
             raise WorkerDied(DIED) from None
+        except UnsavedState as error:  # Ray has made a traceback of its text
+            raise UnsavedState(_last_line(error).partition(": ")[2]) from None
         except ray.exceptions.RayError as error:
             raise WorkerDied(f"the Ray worker that ran it failed: {_last_line(error)}") from None
         reply: Message

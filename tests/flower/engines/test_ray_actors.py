@@ -1,6 +1,7 @@
 """Ray actors: the result of one process on a cluster, whose nodes may be lost."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import ray
 from flwr.app import Context, Message
 
 from pbfl_flwr.config import Scalar
@@ -23,6 +26,7 @@ from pbfl_flwr.flower.engines.executors import Executor, ExecutorPool, WorkerDie
 from pbfl_flwr.flower.engines.local import LocalGrid, federate
 from pbfl_flwr.flower.engines.placement import Machine, Resources
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.util.atomic_files import UnsavedState
 from tests.flower.engines.test_local import KEYS, ask, echo, said
 from tests.real_runs import ROOT
 
@@ -145,6 +149,19 @@ def test_names_a_node_with_another_version(
     ):
         federate(tmp_path, KEYS, 3, cluster.resources)
     assert not (tmp_path / "run.json").exists()
+
+
+def test_a_full_disk_of_a_node_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states that travel with a message find no room there."""
+    unsaved = UnsavedState("/tmp/pbfl-x/client-00000.safetensors cannot be written (No space left on device)")
+    failed = ray.exceptions.RayTaskError(
+        "handle", f"Traceback:\n  in _write\na.UnsavedState: {unsaved}", unsaved
+    )
+    monkeypatch.setattr(ray, "get", Mock(side_effect=failed.as_instanceof_cause()))
+    executor = ray_actors.RayExecutor(Resources(), tmp_path)
+    executor._actor = Mock()
+    with pytest.raises(UnsavedState, match=f"^{re.escape(str(unsaved))}$"):
+        executor.handle(Mock(), Mock(node_config={"partition-id": 0}))
 
 
 @pytest.mark.slow
