@@ -19,7 +19,7 @@ import pytest
 import typer
 
 from pbfl_flwr.cli import app
-from pbfl_flwr.cli.common import INTERRUPTED, INTERRUPTED_NOTE, running
+from pbfl_flwr.cli.common import INTERRUPTED, INTERRUPTED_NOTE, NON_EMPTY_PATH, running
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.config.toml import flatten, toml
 from pbfl_flwr.errors import PbflError
@@ -61,10 +61,20 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
 
 
+def parameters(command: click.Command) -> list[click.Parameter]:
+    """Those of a command, or of all commands of a group."""
+    below = command.commands.values() if isinstance(command, click.Group) else []
+    return [*command.params, *(one for each in below for one in parameters(each))]
+
+
+def test_no_path_may_be_empty() -> None:
+    paths = [one for one in parameters(typer.main.get_command(app)) if "Path" in type(one.type).__name__]
+    assert len(paths) > 30
+    assert {type(one.type) for one in paths} == {type(NON_EMPTY_PATH)}
+
+
 def test_every_argument_has_a_help_text() -> None:
-    group = typer.main.get_command(app)
-    assert isinstance(group, click.Group)
-    every = [one for command in group.commands.values() for one in command.params]
+    every = parameters(typer.main.get_command(app))
     arguments = [one for one in every if one.param_type_name == "argument"]
     assert len(arguments) > 10
     assert all(getattr(one, "help", None) for one in arguments)
@@ -101,6 +111,8 @@ TABLES = ("compare table.toml", "sweep fedproto-digits --set cps-dim=8,16")
     ("words", "said"),
     [
         ("run nowhere.toml", "preset 'nowhere.toml'"),
+        ("run ''", "preset '': no such file"),
+        ("keys --out keys " + "x" * 65, "must be 1 to 64 letters"),
         ("run --set dataset=npz --set data-dir=nowhere.npz", "nowhere.npz"),
         ("run --set models=har-cnn", "har-cnn"),
         ("run --set method=fedavg", "one architecture"),

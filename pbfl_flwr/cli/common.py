@@ -94,7 +94,12 @@ RayAddress = Annotated[
     ),
 ]
 AppDirectory = Annotated[
-    Path | None, typer.Option("--app", help="Directory of the Flower app; default: this package's checkout.")
+    Path | None,
+    typer.Option(
+        "--app",
+        click_type=NON_EMPTY_PATH,
+        help="Directory of the Flower app; default: this package's checkout.",
+    ),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", click_type=NON_EMPTY_PATH, help="A run directory.")]
 NewRunDir = Annotated[

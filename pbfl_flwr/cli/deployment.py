@@ -170,10 +170,21 @@ def register(
     ] = "",
     run: Annotated[
         Path | None,
-        typer.Option("--run", metavar="RUN", help="A run of these devices: their networks and versions."),
+        typer.Option(
+            "--run",
+            metavar="RUN",
+            click_type=NON_EMPTY_PATH,
+            help="A run of these devices: their networks and versions.",
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Inventory; default KEYS/inventory.json.")
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            click_type=NON_EMPTY_PATH,
+            help="Inventory; default KEYS/inventory.json.",
+        ),
     ] = None,
 ) -> None:
     """Register the public keys of a folder with their names, write an inventory and print it; may be repeated.

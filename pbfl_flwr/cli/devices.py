@@ -20,7 +20,11 @@ UNWRITABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # invalid in TOML, gar
 
 DataPath = Annotated[
     Path,
-    typer.Argument(metavar="PATH", help="An .npz, CSV or Parquet file, an image folder, a PFLlib folder."),
+    typer.Argument(
+        metavar="PATH",
+        click_type=NON_EMPTY_PATH,
+        help="An .npz, CSV or Parquet file, an image folder, a PFLlib folder.",
+    ),
 ]
 Labels = Annotated[
     str, typer.Option("--labels", help="All class names, 'a,b,c', or a file with one name per line.")
@@ -160,7 +164,12 @@ def weights(
 
 def export(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A run, a device's state directory, or a state file.")
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            click_type=NON_EMPTY_PATH,
+            help="A run, a device's state directory, or a state file.",
+        ),
     ],
     out: Annotated[
         Path, typer.Option("--out", click_type=NON_EMPTY_PATH, metavar="DIR", help="A new directory.")
@@ -210,10 +219,19 @@ def export(
 
 
 def predict(
-    model_dir: Annotated[Path, typer.Argument(metavar="EXPORTED", help="Directory written by pbfl export.")],
+    model_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="EXPORTED", click_type=NON_EMPTY_PATH, help="Directory written by pbfl export."
+        ),
+    ],
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILES...", help="Images, folders of images, .npz, CSV, Parquet."),
+        typer.Argument(
+            metavar="FILES...",
+            click_type=NON_EMPTY_PATH,
+            help="Images, folders of images, .npz, CSV, Parquet.",
+        ),
     ],
     by: Annotated[
         str, typer.Option("--by", help="head, or nearest prototype: global, global-local, local.")

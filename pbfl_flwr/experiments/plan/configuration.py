@@ -62,7 +62,7 @@ def gather(preset: str | None, assignments: Iterable[str]) -> RequestedKeys:
     Raises:
         PbflError: if the preset cannot be read.
     """
-    tables = read_toml("preset", preset, PRESETS) if preset else {}
+    tables = {} if preset is None else read_toml("preset", preset, PRESETS)
     if "runs" in tables or "runs-of" in tables:
         raise PbflError(
             f"preset '{preset}' has several runs; must be the keys of one, else see `pbfl compare`"

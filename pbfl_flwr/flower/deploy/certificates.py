@@ -179,8 +179,10 @@ def make_keys(directory: Path, names: Sequence[str]) -> None:
         PbflError: if a name is invalid or repeated, or if a file exists; nothing is written then.
     """
     for name in names:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name) or name.endswith(".pub"):
-            raise PbflError(f"name {name!r}: must be letters, digits, '.', '-' and '_', not ending in .pub")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name) or name.endswith(".pub"):
+            raise PbflError(
+                f"name {name!r}: must be 1 to 64 letters, digits, '.', '-' and '_', not ending in .pub"
+            )
     if len(set(names)) < len(names):
         raise PbflError(f"names {', '.join(names)}: must differ")
     files = [directory / file for name in names for file in (name, f"{name}.pub")]
