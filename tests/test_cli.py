@@ -35,7 +35,7 @@ from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.runs.directory import RunDirectory, RunRefused
 from pbfl_flwr.runs.locks import lock_of
-from pbfl_flwr.runs.records import NOT_CONNECTED, ClientsRecord
+from pbfl_flwr.runs.records import NOT_CONNECTED, REPEATED, ClientsRecord
 from pbfl_flwr.util import extras
 from tests.real_runs import sets
 from tests.small_runs import (
@@ -385,6 +385,8 @@ def test_uploads_that_were_not_accepted_count_as_releases_until_the_client_repor
     assert line().startswith(f"at most {two:.3g} for client 0, ")
     busy = failed(3, c1="still busy with round 1")
     assert line(busy).startswith(f"at most {epsilon_of(2.0, 1, 1e-5):.3g} for client 1, ")
+    repeated = {**busy, "warnings": [REPEATED]}  # it may have answered the first try
+    assert line(repeated).startswith(f"at most {two:.3g} for client 1, ")
     assert line(failed(3, c1="lost"), failed(4, c1="lost")).startswith(f"at most {three:.3g} for client 1, ")
     monkeypatch.setattr(extras, "find_spec", lambda module: None)
     assert line().startswith("at least 1 for client 0, ")

@@ -23,7 +23,7 @@ from pbfl_flwr.experiments.run_tables import (
 )
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.locks import in_use
-from pbfl_flwr.runs.records import ClientsRecord, RoundRecord, RunRecord
+from pbfl_flwr.runs.records import REPEATED, ClientsRecord, RoundRecord, RunRecord
 from pbfl_flwr.util.extras import lacking
 
 
@@ -121,7 +121,8 @@ def privacy_line(
                 releases[client] = count
                 if "epsilon" in metrics:
                     told[client] = count, metrics["epsilon"]
-        releases.update(failure.client for failure in record.failures if not failure.unasked)
+        tried = REPEATED in record.warnings  # it may have answered the try before
+        releases.update(failure.client for failure in record.failures if tried or not failure.unasked)
     spent = {client: told.get(client, (0, 0.0)) for client, count in releases.items() if count}
     if not spent:
         return None

@@ -8,7 +8,7 @@ from copy import deepcopy
 from functools import partial
 from io import BytesIO
 from pickle import Pickler, PicklingError
-from types import MethodType
+from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ class _Inspector(Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Take bound methods apart, of which pickle writes the name without looking at the function."""
+        if isinstance(obj, BuiltinMethodType) and not isinstance(obj.__self__, ModuleType | type | None):
+            raise PicklingError("a built-in method of an object, which copies share")
         return (partial, (obj.__func__, obj.__self__)) if isinstance(obj, MethodType) else NotImplemented
 
 

@@ -21,6 +21,7 @@ from pbfl_flwr.util.source_hash import code_hashes
 VERSION = 2
 NOT_CONNECTED = "its node is not connected"  # reason of a failure
 BUSY = "still busy with round"  # likewise, followed by the number
+REPEATED = "round repeated because too many nodes were unreachable"  # warning
 
 
 class Record(BaseModel):

@@ -1,5 +1,6 @@
 """Which networks can be copied, and what is left of training that leaves no trace."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -45,6 +46,24 @@ def with_a_hook_on_a_weight() -> nn.Module:
     return net
 
 
+def with_a_mark_on_a_weight() -> nn.Module:
+    net = Plain(TASK)
+    net.head.weight.decays = False  # type: ignore[attr-defined]
+    return net
+
+
+def with_a_method_of_a_tensor() -> nn.Module:
+    net = Plain(TASK)
+    net.scaled = net.head.weight.mul  # type: ignore[assignment]
+    return net
+
+
+def with_built_in_functions() -> nn.Module:
+    net = Plain(TASK)
+    net.functions = [torch.relu, torch.nn.functional.gelu, math.sqrt, len, dict.fromkeys]  # type: ignore[assignment]
+    return net
+
+
 @pytest.mark.parametrize(
     ("net", "expected"),
     [
@@ -56,6 +75,9 @@ def with_a_hook_on_a_weight() -> nn.Module:
         (with_features(lambda net: partial(lambda net, inputs: net.body(inputs), net)), False),
         (of_a_local_class(), False),
         (with_a_hook_on_a_weight(), False),
+        (with_a_mark_on_a_weight(), False),
+        (with_a_method_of_a_tensor(), False),
+        (with_built_in_functions(), True),
     ],
 )
 def test_networks_with_functions_without_a_name_or_hooks_on_weights_cannot_be_copied(

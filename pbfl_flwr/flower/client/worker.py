@@ -6,6 +6,8 @@ computed again.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
@@ -84,6 +86,9 @@ class Worker:
         self._loaded = loaded or LoadedData()
         self._runs = lru_cache(maxsize=64)(self._run)
         self._networks: dict[tuple[object, ...], Built] = {}
+        self._last: Callable[[], SplitModel | None] = lambda: (
+            None
+        )  # that was handed out and is kept by nobody
         self._broadcast: tuple[object, Payload] | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Worker], tuple[str, DataSource | None, Settings | None]]:
@@ -162,15 +167,22 @@ class Worker:
         :func:`apart <pbfl_flwr.models.isolation.is_copyable>` from all others.
         """
         training, seed = settings.training, settings.run.seed
+        # A function within it that refers to it keeps it, and what it has on a GPU, until a collection.
+        if self._last() is not None:
+            gc.collect()
         of_user = isinstance(architecture, UserCode) or is_external(settings.run.method)
         key = (architecture, task, seed, device, training.layout, training.precision, of_user)
         if key not in self._networks:
             built = _built(architecture, task, settings, device)
             if of_user and not is_copyable(built.network):
+                self._last = weakref.ref(built.network)
                 return built  # kept by nobody: the next message builds another
             self._networks[key] = built
         built = self._networks[key]
-        return replace(built, network=deepcopy(built.network)) if of_user else built
+        if of_user:
+            built = replace(built, network=deepcopy(built.network))
+            self._last = weakref.ref(built.network)
+        return built
 
     def release_networks(self) -> None:
         """Drop all networks, e.g. after a GPU ran out of memory."""

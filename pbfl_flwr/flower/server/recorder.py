@@ -340,8 +340,13 @@ class RunRecorder(Recorder):
         return warnings
 
     def close(self, ending: Ending) -> None:
-        """Write the result hash if the run is finished, and close the sinks."""
+        """Write the result hash if the run is finished, and close the sinks.
+
+        Raises:
+            PbflError: if a finished run's hash cannot be written, so that resuming has to do it.
+        """
         self.set_waiting("")
+        unwritten: PbflError | None = None
         try:
             rounds, done = self.directory.record().last_round, self.directory.finished_rounds()
             self.directory.settle(done)
@@ -349,11 +354,13 @@ class RunRecorder(Recorder):
                 result = result_hash(self.directory, rounds)
                 self.directory.write_line(RESULT, result)
                 log(INFO, "result hash %s", result)
-        except PbflError as error:  # the results are complete nevertheless
-            log(WARNING, "no result hash: %s", error)
+        except PbflError as error:
+            unwritten = error
         if self._sinks is not None:
             self._warn(self._sinks.close(ending))
             self._sinks = None
+        if unwritten is not None and ending == "finished":  # otherwise the run ends with another error
+            raise unwritten
 
     @property
     def _configuration(self) -> str:

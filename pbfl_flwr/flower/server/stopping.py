@@ -29,20 +29,30 @@ def check_replies(replies: Replies, roster: Roster, settings: Settings) -> None:
             the first reasons.
         NodesUnreachable: if too few trained, but lost nodes and replies would have made up for it; likewise.
     """
-    check_answers(replies, roster, settings.run)
+    _need_success(replies, settings.run)
+    _need_workers(replies, roster)
+    _need_replies(replies, settings.run.min_replies)
     if replies.phase.number == 1 and len(replies.trained) == len(roster.clients):
         _need_steps(replies, settings.training)
 
 
-def check_answers(replies: Replies, roster: Roster, run: RunSettings) -> None:
-    """Check that enough clients did what they were to do: trained, or in the final scoring were scored.
+def check_scored(replies: Replies, roster: Roster, run: RunSettings) -> None:
+    """Check that the final scoring counts: clients that fail in it do, as they would again, unless all do.
 
     Raises:
-        RunEnded, NodesUnreachable: as above.
+        RunEnded: if a client failed and failure-policy is "stop", a worker of a simulation died or its disk is full, or
+            nobody was scored.
+        NodesUnreachable: if fewer than min-replies were, but lost nodes and replies would have made up for it.
     """
     _need_success(replies, run)
     _need_workers(replies, roster)
-    _need_replies(replies, run.min_replies)
+    try:
+        _need_replies(replies, run.min_replies)
+    except NodesUnreachable:
+        raise
+    except RunEnded:
+        if not replies.reports:
+            raise
 
 
 def _need_success(replies: Replies, run: RunSettings) -> None:

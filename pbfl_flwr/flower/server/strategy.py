@@ -49,7 +49,7 @@ from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Payload, Serializable, separate
 from pbfl_flwr.runs.directory import RunDirectory, RunRefused
 from pbfl_flwr.runs.early_stopping import Score, early_stop_warning, score_on, scores_on
-from pbfl_flwr.runs.records import ClientsRecord, RoundRecord
+from pbfl_flwr.runs.records import REPEATED, ClientsRecord, RoundRecord
 from pbfl_flwr.runs.tensor_files import checksum_of
 from pbfl_flwr.sinks import Ending
 from pbfl_flwr.sinks import check as check_sinks
@@ -57,7 +57,6 @@ from pbfl_flwr.task import Task
 from pbfl_flwr.util.source_hash import check_unedited
 
 MAX_REPEATS = 3  # of one round, because nodes became unreachable during it
-REPEATED = "round repeated because too many nodes were unreachable"
 
 
 class MethodStrategy(Strategy):
@@ -395,7 +394,7 @@ class MethodStrategy(Strategy):
         Without a grid there is no last scoring. ``started`` is the :func:`time.perf_counter` of the round's begin.
 
         Raises:
-            RunEnded: if the aggregate is not finite, or too few clients answer in the scoring.
+            RunEnded: if the aggregate is not finite, or nobody is scored, see :meth:`_final_scoring`.
         """
         number, members, method = replies.phase.number, self._clients, self.method
         aggregating = time.perf_counter()
@@ -439,7 +438,7 @@ class MethodStrategy(Strategy):
         """Score all clients with the final state.
 
         Raises:
-            RunEnded: as for the round's training, which is not committed then.
+            RunEnded: see :func:`stopping.check_scored`; the round is not committed then.
         """
 
         def plan() -> RoundPlan:
@@ -448,7 +447,7 @@ class MethodStrategy(Strategy):
             return RoundPlan(number, kinds, absent)
 
         def check(replies: Replies) -> None:
-            stopping.check_answers(replies, self._clients.roster, self.settings.run)
+            stopping.check_scored(replies, self._clients.roster, self.settings.run)
 
         return self._exchange_until(grid, plan, state, check)
 
@@ -507,6 +506,8 @@ class MethodStrategy(Strategy):
         received = self._read(self._phase, list(replies), self.state)
         stopping.check_replies(received, self._clients.roster, self.settings)
         record = self._commit(self._finished(received, self._phase.started))
+        if self.done >= self.schedule.num_rounds:
+            self._recorder.close("finished")
         return self._next_arrays(), results.train_metrics(record)
 
     def configure_evaluate(

@@ -1,7 +1,9 @@
 """What a process keeps between messages changes no result; and the check before round 1 is a real step."""
 
+import gc
 import random
 import sys
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.api import Resources, RunDirectory, federate, federate_app
+from pbfl_flwr.flower.client.worker import Worker
 from pbfl_flwr.flower.engines.only_run import only_run
+from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.strategies import FedProto, make_client_app
+from pbfl_flwr.task import Task
+from pbfl_flwr.util.user_code import own_code
 from tests.flower.inprocess import federation
 
 NETS = '''
@@ -228,6 +235,39 @@ def test_equal_networks_give_equal_results_however_they_are_made(
     results = {RunDirectory(tmp_path / models).result() for models in (network, equal)}
     assert len(results) == 1
     assert results != {""}
+
+
+@pytest.mark.parametrize(
+    ("method", "network"),
+    [("fedavg", "kept_nets:adapted"), ("fedavg", "kept_nets:Net"), ("kept_nets:warm", "mlp5")],
+)
+def test_networks_of_earlier_messages_are_freed(method: str, network: str) -> None:
+    """Also those that functions within them refer to: they may be large, and Python counts objects only."""
+    worker, task, device = Worker(), Task(4, 6, (1, 8, 8)), torch.device("cpu")
+    settings, name = parse({"method": method, "models": network}, SECTIONS), own_code(network, [network])
+    handed_out: list[weakref.ref[Any]] = []
+    gc.disable()
+    try:
+        for _ in range(5):
+            model = worker.network(name, task, settings, device).network
+            model.head.register_forward_hook(lambda module, inputs, output, model=model: output)
+            handed_out.append(weakref.ref(model))
+            del model
+        alive = [each for each in handed_out if each() is not None]
+    finally:
+        gc.enable()
+    assert len(alive) == 1
+
+
+def test_a_users_method_gets_none_of_the_networks_of_others() -> None:
+    worker, task, device = Worker(), Task(4, 6, (1, 8, 8)), torch.device("cpu")
+    ours, theirs = (
+        parse({"method": name, "models": "mlp5"}, SECTIONS) for name in ("fedavg", "kept_nets:warm")
+    )
+    shared = worker.network("mlp5", task, ours, device).network
+    assert worker.network("mlp5", task, ours, device).network is shared
+    shared.requires_grad_(False)
+    assert all(p.requires_grad for p in worker.network("mlp5", task, theirs, device).network.parameters())
 
 
 def test_a_run_leaves_the_users_random_states_as_they_were(tmp_path: Path) -> None:

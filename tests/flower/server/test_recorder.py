@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from pbfl_flwr import calls
 from pbfl_flwr.config import DataSettings, Scalar
@@ -759,6 +759,35 @@ def test_rejects_a_checkpoint_that_is_ahead_of_the_history(tmp_path: Path) -> No
     file.write_text(file.read_text().splitlines(keepends=True)[0])
     with pytest.raises(DamagedState, match=r"is of round 2, but the history holds 1 rounds$"):
         federation(tmp_path, on_disk=True, resume=True).run()
+
+
+def test_a_run_whose_hash_cannot_be_written_fails_and_is_resumed(tmp_path: Path) -> None:
+    whole = federation(tmp_path / "a", on_disk=True).run()
+    write = RunDirectory.write_line
+
+    def full(self: RunDirectory, name: str, line: str) -> None:
+        if name == "result.txt":
+            raise UnsavedState("result.txt cannot be written (No space left on device)")
+        write(self, name, line)
+
+    run = federation(tmp_path / "b", on_disk=True)
+    with patch.object(RunDirectory, "write_line", full), pytest.raises(UnsavedState, match="No space left"):
+        run.run()
+    assert "No space left" in run.directory.error()
+    resumed = federation(tmp_path / "b", on_disk=True, resume=True).run()
+    assert resumed.directory.result() == whole.directory.result()
+
+
+def test_a_loop_of_ones_own_finishes_the_run_with_its_last_round(tmp_path: Path) -> None:
+    whole = federation(tmp_path / "a", on_disk=True, num_server_rounds=2).run()
+    run = federation(tmp_path / "b", on_disk=True, num_server_rounds=2)
+    results = []
+    for number in (1, 2, 3):
+        messages = run.strategy.configure_train(number, ArrayRecord(), ConfigRecord(), run.grid)
+        run.strategy.aggregate_train(number, run.grid.send_and_receive(messages))
+        results.append(run.directory.result())
+    assert results[:2] == ["", whole.directory.result()]
+    assert snapshot(run.directory.path).state == "finished"  # also if it goes on
 
 
 @pytest.mark.parametrize("kept", [0, 1])

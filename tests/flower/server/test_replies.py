@@ -19,10 +19,11 @@ from pbfl_flwr.errors import LONGEST
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server.overdue import MAX_OVERDUE_ROUNDS
-from pbfl_flwr.flower.server.strategy import REPEATED, MethodStrategy
+from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.runs.records import REPEATED
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import (
     InProcessGrid,

@@ -11,7 +11,8 @@ from flwr.common.constant import ErrorCode
 
 from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.stopping import RunEnded
-from pbfl_flwr.flower.server.strategy import MAX_REPEATS, REPEATED
+from pbfl_flwr.flower.server.strategy import MAX_REPEATS
+from pbfl_flwr.runs.records import REPEATED
 from tests.flower.inprocess import (
     NUM_CLIENTS,
     Answer,
@@ -135,6 +136,16 @@ def test_a_run_whose_final_scoring_nobody_answers_is_not_finished(tmp_path: Path
         scored_last(tmp_path / "lost", MAX_REPEATS + 1).run()
     resumed = scored_last(tmp_path / "lost", 0, resume=True).run()
     assert resumed.directory.result() == whole.directory.result()
+
+
+def test_a_client_that_cannot_be_scored_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """It would fail again, whatever min-replies says of the clients that train."""
+    run = scored_last(tmp_path, 0, min_replies=NUM_CLIENTS)
+    run.grid.faults[0, -1] = flower_error("boom", 2)
+    (record,) = run.run().strategy.history
+    assert record.final is not None
+    assert [failure.client for failure in record.final.failures] == [0]
+    assert run.directory.result()
 
 
 @pytest.mark.parametrize(("least", "failed"), [(3, [0, 1]), (4, [1]), (5, None)])
