@@ -22,11 +22,10 @@ from pbfl_flwr.flower.deploy.findings import Status
 from pbfl_flwr.flower.deploy.inventory import Inventory, register
 from pbfl_flwr.flower.deploy.local_federation import Deployment, complete
 from pbfl_flwr.flower.deploy.superlink import ENDED
-from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.records import RoundRecord
+from pbfl_flwr.runs.records import NOT_CONNECTED, RoundRecord
 from pbfl_flwr.runs.tensor_files import load_tensors
 from tests.flower.inprocess import Fault, InProcessGrid, lost, same_tensors, silent
 from tests.real_runs import MARK, ROOT, left_behind, rounds_of, sets, start, wait

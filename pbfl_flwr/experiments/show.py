@@ -135,12 +135,12 @@ def privacy_line(
         noise, delta = float(configuration["dp-noise"]), float(configuration["dp-delta"])
         budget |= {client: epsilon_of(noise, releases[client], delta) for client in more}
     worst = max(budget, key=lambda client: budget[client])
-    bound = "at least" if missing else "at most" if more else ""
+    bound = "at least " if missing else "at most " if more else ""
     return (
         f"differential privacy of the prototypes (clip {configuration['dp-clip']:g}, noise "
         f"{configuration['dp-noise']:g}, unit {configuration['dp-unit']}): at δ = {configuration['dp-delta']:g} "
-        f"ε = {bound}{' ' * bool(bound)}{budget[worst]:.3g} for client {worst}, {fmean(budget.values()):.3g} on average"
-        f"{'; ' * bool(missing)}{missing}"
+        f"ε = {bound}{budget[worst]:.3g} for client {worst}, {fmean(budget.values()):.3g} on average"
+        + (missing and f"; {missing}")
     )
 
 

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pbfl_flwr import seeds
-from pbfl_flwr.errors import PbflError, pass_on_exit
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.layers import deeper_head
 from pbfl_flwr.models.pretrained import load_pretrained
 from pbfl_flwr.models.registry import ARCHITECTURES, ModelName, architectures, base_and_sizes
 from pbfl_flwr.task import Task
-from pbfl_flwr.util.user_code import call_user_function, describe_user_error, is_external
+from pbfl_flwr.util.user_code import call_user_function, explained, is_external
 
 
 def build_model(name: str, task: Task, seed: int) -> SplitModel:
@@ -106,7 +106,7 @@ def _build_external(spec: str, task: Task) -> SplitModel:
 
 def _check_state(spec: str, model: nn.Module) -> None:
     """Check that the network's state_dict can be stored, and loads back as before every round."""
-    try:
+    with explained(f"model '{spec}' cannot load its own state_dict, as it must before every round:", spec):
         state = model.state_dict()
         for name, kept in state.items():
             if not isinstance(kept, Tensor):
@@ -123,14 +123,6 @@ def _check_state(spec: str, model: nn.Module) -> None:
                 ) from None
             state[name] = kept.clone()
         model.load_state_dict(state)
-    except PbflError:
-        raise
-    except (Exception, SystemExit) as error:  # external code may raise anything
-        pass_on_exit(error)
-        raise PbflError(
-            f"model '{spec}' cannot load its own state_dict, as it must before every round: "
-            f"{describe_user_error(error, spec)}"
-        ) from error
 
 
 def check_models(spec: str, task: Task, code: Collection[str] = ()) -> None:

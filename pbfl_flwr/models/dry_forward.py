@@ -5,10 +5,10 @@ import traceback
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.errors import PbflError, pass_on_exit
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel, random_inputs
 from pbfl_flwr.task import Task
-from pbfl_flwr.util.user_code import describe_user_error
+from pbfl_flwr.util.user_code import explained
 
 # Raised by torch for inputs that a layer does not accept.
 SHAPE_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
@@ -39,25 +39,19 @@ def dry_forward(name: str, model: SplitModel, task: Task, batch: int = 2) -> Non
     with torch.no_grad():
         for step, expected in (("features", task.feature_dim), ("head", task.num_classes)):
             version = inputs._version
-            try:
-                outputs = getattr(model, step)(inputs)
-            except SHAPE_ERRORS as error:
-                where, refused = f"{step}:", _shape(inputs)
-                if call := _failing_call(model, error):
-                    layer_name, layer, layer_input = call
-                    where = f"layer {layer_name}, {type(layer).__name__}({layer.extra_repr()}),"
-                    refused = _shape(layer_input)
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise PbflError(
-                    f"model '{name}', {where} does not accept input of shape {refused} ({reason})"
-                ) from error
-            except PbflError:
-                raise
-            except (Exception, SystemExit) as error:  # external code may raise anything
-                pass_on_exit(error)
-                raise PbflError(
-                    f"model '{name}', {step}: raised {describe_user_error(error, name)}"
-                ) from error
+            with explained(f"model '{name}', {step}: raised", name):
+                try:
+                    outputs = getattr(model, step)(inputs)
+                except SHAPE_ERRORS as error:
+                    where, refused = f"{step}:", _shape(inputs)
+                    if call := _failing_call(model, error):
+                        layer_name, layer, layer_input = call
+                        where = f"layer {layer_name}, {type(layer).__name__}({layer.extra_repr()}),"
+                        refused = _shape(layer_input)
+                    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                    raise PbflError(
+                        f"model '{name}', {where} does not accept input of shape {refused} ({reason})"
+                    ) from error
             if inputs._version != version:
                 raise PbflError(f"model '{name}', {step}: {CHANGES_ITS_INPUT}")
             if not isinstance(outputs, Tensor) or outputs.shape != (batch, expected):

@@ -12,7 +12,8 @@ import re
 import reprlib
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -148,16 +149,9 @@ def called(function: Callable[..., T], key: str, spec: str, what: str, *argument
     Raises:
         PbflError: if the function raises; a PbflError of its own is passed on unchanged.
     """
-    try:
+    name = spec.partition(":")[2]
+    with explained(f"{key} = '{spec}': {name}({what}) raised", spec, function):
         return function(*arguments)
-    except PbflError:
-        raise
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        pass_on_exit(error)
-        name = spec.partition(":")[2]
-        raise PbflError(
-            f"{key} = '{spec}': {name}({what}) raised {describe_user_error(error, spec, place_of(function))}"
-        ) from error
 
 
 def place_of(function: object) -> str:
@@ -203,6 +197,28 @@ def wrong_result(function: object, value: object, expected: str, part: str = "")
 
 def _with_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
+
+
+@contextmanager
+def explained(what: str, spec: str, function: object = None) -> Iterator[None]:
+    """Within the context an exception of user code becomes one line.
+
+    Args:
+        what: its beginning, for example what was called.
+        spec: as in :func:`describe_user_error`.
+        function: that is called; its place is named if no user code is in the traceback.
+
+    Raises:
+        PbflError: instead of any other exception; its own are passed on unchanged.
+    """
+    try:
+        yield
+    except PbflError:
+        raise
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        pass_on_exit(error)
+        otherwise = "" if function is None else place_of(function)
+        raise PbflError(f"{what} {describe_user_error(error, spec, otherwise)}") from error
 
 
 def describe_user_error(error: BaseException, spec: str, otherwise: str = "") -> str:

@@ -15,9 +15,8 @@ import pytest
 from pbfl_flwr import sinks
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy.processes import free_port
-from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.records import RunRecord
+from pbfl_flwr.runs.records import NOT_CONNECTED, RunRecord
 from tests.flower.inprocess import federation
 from tests.small_runs import entry, rounds_of
 

@@ -78,9 +78,8 @@ def _eight_bits(image: Image.Image, where: str) -> Image.Image:
     """
     from PIL import Image
 
-    sixteen = image.mode.startswith("I;16") or (
-        image.mode == "I" and image.format == "PPM"
-    )  # scaled to 65535
+    # Pillow scales the values of a PGM with more than 8 bits to 65535.
+    sixteen = image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM")
     if image.mode in ("I", "F") and not sixteen:
         raise PbflError(
             f"{where} is an image of mode {image.mode}, whose value range is unknown; must be 8 or 16 bits "

@@ -35,8 +35,7 @@ from pbfl_flwr.flower.server.overdue import OverdueReplies
 from pbfl_flwr.flower.server.replies import size_of
 from pbfl_flwr.flower.server.roster import NO_NODE, NOBODY, Roster, dominant, other_weights
 from pbfl_flwr.runs.directory import RunRefused
-from pbfl_flwr.runs.records import BUSY, Bytes, ClientRecord
-from pbfl_flwr.runs.records import NOT_CONNECTED as NOT_CONNECTED
+from pbfl_flwr.runs.records import BUSY, NOT_CONNECTED, Bytes, ClientRecord
 
 RECONNECT_TIMEOUT = 60.0  # seconds at most, for the handshake of a node that connects during a run
 MAX_RETRY_ROUNDS = 32  # at most, until a node that was refused gets another handshake

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pbfl_flwr.config import RunSettings, Settings, TrainingSettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.replies import LOST, Replies, error_reason, worker_died
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.runs.records import NOT_CONNECTED
 from pbfl_flwr.task import Task
 
 

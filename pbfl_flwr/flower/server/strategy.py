@@ -506,7 +506,7 @@ class MethodStrategy(Strategy):
         received = self._read(self._phase, list(replies), self.state)
         stopping.check_replies(received, self._clients.roster, self.settings)
         record = self._commit(self._finished(received, self._phase.started))
-        if self.done >= self.schedule.num_rounds:
+        if self.done == self.schedule.num_rounds:
             self._recorder.close("finished")
         return self._next_arrays(), results.train_metrics(record)
 

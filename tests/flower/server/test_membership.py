@@ -21,12 +21,12 @@ from pbfl_flwr.flower.client import handshake as client_handshake
 from pbfl_flwr.flower.client import session
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import membership as memberships
-from pbfl_flwr.flower.server.membership import NOT_CONNECTED, Membership
+from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.roster import NO_NODE, Roster, client_from_reply
 from pbfl_flwr.method import Round
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.records import ClientRecord
+from pbfl_flwr.runs.records import NOT_CONNECTED, ClientRecord
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import (
     KINDS,

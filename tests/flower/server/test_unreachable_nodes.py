@@ -9,10 +9,9 @@ import pytest
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
 
-from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MAX_REPEATS
-from pbfl_flwr.runs.records import REPEATED
+from pbfl_flwr.runs.records import NOT_CONNECTED, REPEATED
 from tests.flower.inprocess import (
     NUM_CLIENTS,
     Answer,
