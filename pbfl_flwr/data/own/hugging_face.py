@@ -13,7 +13,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,7 @@ from pbfl_flwr.util.extras import require
 if TYPE_CHECKING:
     import pandas as pd
     from datasets import Dataset
+    from PIL.Image import Image
 
 SHUFFLE_SEED = 42  # FederatedDataset shuffles with it before a partitioner is applied
 ROW = "pbfl row"
@@ -111,10 +114,20 @@ def _splits(settings: DataSettings) -> tuple[Dataset, Dataset | None]:
     except Exception as error:  # the library raises what its many formats raise
         raise PbflError(f"dataset 'flwr-datasets': {where} cannot be read ({_line(error)})") from error
     if isinstance(content, datasets.Dataset):
-        return content, None
+        return _plain(content), None
     if "train" not in content:
         raise PbflError(f"{where} has the splits {', '.join(content)}; one of them must be 'train'")
-    return content["train"], content.get("test")
+    return _plain(content["train"]), _plain(content["test"]) if "test" in content else None
+
+
+def _plain(part: Dataset) -> Dataset:
+    """Return a part with decoded images, whatever it was saved to give."""
+    from datasets import Image
+
+    for name, feature in part.features.items():
+        if isinstance(feature, Image) and not feature.decode:
+            part = part.cast_column(name, replace(feature, decode=True))
+    return part
 
 
 def _partition_ids(train: Dataset, settings: DataSettings) -> tuple[Rows, list[str]]:
@@ -215,8 +228,8 @@ def _inputs(
     images = [name for name, feature in others.items() if isinstance(feature, Image)]
     if len(images) == 1:
         with small_enough(Path(where)):
-            channels, side = image_size(settings, _channels(parts[0], images[0]))
-            samples = ((row[images[0]], 0) for part in parts for row in part.select_columns(images))
+            channels, side = image_size(settings, channels=None)
+            samples = _images(parts, images[0], where)
             total = sum(map(len, parts))
             inputs, _, notes = decode_images(samples, total, allocate, side, Path(where), channels)
         return inputs, notes, ()
@@ -247,9 +260,14 @@ def _inputs(
     return (columns[0], (), ()) if arrays else (np.stack(columns, axis=1), (), tuple(names))
 
 
-def _channels(rows: Dataset, column: str) -> int:
-    """Return 1 if the first image is grey, else 3."""
-    return 1 if len(rows) and rows[0][column].mode in ("L", "1") else 3
+def _images(parts: Sequence[Dataset], column: str, where: str) -> Iterator[tuple[Image, int]]:
+    """Yield every row's image, and 0."""
+    from PIL.Image import Image
+
+    for row, cells in enumerate(chain(*(part.select_columns([column]) for part in parts)), start=1):
+        if not isinstance(cells[column], Image):
+            raise PbflError(f"{where}, row {row}, column '{column}': the cell holds no image")
+        yield cells[column], 0
 
 
 def _line(error: object) -> str:

@@ -132,8 +132,8 @@ def _folders(place: Path) -> list[Path]:
     return [Path(entry) for entry in os.scandir(place) if entry.is_dir() and entry.name[0] != "."]
 
 
-def image_size(settings: DataSettings, channels: int = 3) -> tuple[int, tuple[int, int] | None]:
-    """Return the target (channels, (width, height)) of images; None: the size of the first one.
+def image_size(settings: DataSettings, channels: int | None = 3) -> tuple[int | None, tuple[int, int] | None]:
+    """Return the target (channels, (width, height)) of images; None: those of the first one.
 
     Args:
         settings: ``input-shape``.

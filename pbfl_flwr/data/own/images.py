@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Of image files, as for torchvision's ``ImageFolder``."""
+_UNREADABLE = (OSError, SyntaxError, ValueError)  # what Pillow raises of a damaged file
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def open_image(path: Path) -> Image.Image:
             # By way of RGBA the colours are the same, without Pillow's warning.
             plain = image.convert("RGBA") if transparent else _eight_bits(image, str(path))
             return _as_mode(plain, "RGB")
-    except (OSError, SyntaxError, ValueError) as error:
+    except _UNREADABLE as error:
         raise PbflError(f"{path} is not a readable image: {error}") from error
 
 
@@ -96,7 +97,7 @@ def decode_images(
     allocate: Allocate,
     side: tuple[int, int] | None,
     where: Path,
-    channels: int = 3,
+    channels: int | None = 3,
 ) -> tuple[NDArray[Any], Rows, tuple[str, ...]]:
     """Decode images as RGB or grey, all of one size.
 
@@ -107,10 +108,11 @@ def decode_images(
         side: (width, height) in pixels; None: the size of the first image. Other images are resized with PIL's
             bilinear filter, as by torchvision's ``Resize``, without keeping their aspect ratio.
         where: named in errors.
-        channels: 3 is RGB, 1 is grey.
+        channels: 3 is RGB, 1 is grey; None: grey if the first image is.
 
     Returns:
-        inputs (N, channels, height, width) uint8, labels (N,), and a note if images were resized with ``side`` None.
+        inputs (N, channels, height, width) uint8, labels (N,), and notes if images were resized with ``side`` None, or
+        made grey with ``channels`` None.
 
     Raises:
         PbflError: naming an image that cannot be read, or whose range of values is not known.
@@ -119,26 +121,32 @@ def decode_images(
 
     labels = np.empty(total, dtype=np.int64)
     inputs: NDArray[Any] | None = None
-    row, resized, target = 0, 0, side
-    mode = "L" if channels == 1 else "RGB"
+    row, resized, greyed, target, depth = 0, 0, 0, side, channels
     try:
-        for row, (image, label) in enumerate(samples):
+        for image, label in samples:
             labels[row] = label
-            converted = _as_mode(_eight_bits(image, f"{where}: number {row + 1}"), mode)
+            depth = depth or (1 if image.mode in ("L", "1") else 3)
+            greyed += depth == 1 and Image.getmodebase(image.mode) != "L"
+            converted = _as_mode(
+                _eight_bits(image, f"{where}: number {row + 1}"), "L" if depth == 1 else "RGB"
+            )
             target = target or converted.size
             if inputs is None:
-                inputs = allocate((total, channels, target[1], target[0]), np.uint8)
+                inputs = allocate((total, depth, target[1], target[0]), np.uint8)
             if converted.size != target:
                 converted = converted.resize(target, Image.Resampling.BILINEAR)
                 resized += 1
-            inputs[row] = np.asarray(converted).reshape(target[1], target[0], channels).transpose(2, 0, 1)
+            inputs[row] = np.asarray(converted).reshape(target[1], target[0], depth).transpose(2, 0, 1)
             del image, converted  # before the next one is decoded
-    except OSError as error:
-        raise PbflError(f"{where} holds an image after row {row} that cannot be read: {error}") from error
+            row += 1
+    except _UNREADABLE as error:
+        raise PbflError(f"{where}: number {row + 1} is not a readable image: {error}") from error
     if inputs is None or target is None:
         raise PbflError(f"no image in {where}")
     notes: tuple[str, ...] = ()
     if side is None and resized:
         size = f"{target[0]}x{target[1]}"
         notes = (f"{resized} of {total} images were resized to {size}, the size of the first image",)
+    if channels is None and greyed:
+        notes = (*notes, f"{greyed} of {total} images lost their colours, since the first image is grey")
     return inputs, labels, notes

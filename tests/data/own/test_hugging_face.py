@@ -252,9 +252,67 @@ def test_of_sixteen_bits_the_high_byte_is_kept(tmp_path: Path) -> None:
 
 
 def _tiff(array: Any) -> dict[str, Any]:
+    return {"bytes": _encoded(array, "TIFF"), "path": None}
+
+
+def _encoded(array: Any, kind: str) -> bytes:
     content = BytesIO()
-    PIL.fromarray(array).save(content, format="TIFF")
-    return {"bytes": content.getvalue(), "path": None}
+    PIL.fromarray(array).save(content, format=kind)
+    return content.getvalue()
+
+
+def _images(path: Path, images: list[bytes | None], **feature: Any) -> Path:
+    cells = [image and {"bytes": image, "path": None} for image in images]
+    features = datasets.Features({"image": datasets.Image(**feature), "label": datasets.Value("int64")})
+    columns = {"image": cells, "label": [row % 2 for row in range(len(images))]}
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(path)
+    return path
+
+
+NOISE = np.random.default_rng(0).integers(0, 255, (300, 300, 3), dtype=np.uint8)
+PNG = _encoded(NOISE, "PNG")
+SECOND_CHUNK = PNG.index(b"IDAT", PNG.index(b"IDAT") + 4)
+
+
+@pytest.mark.parametrize("row", [1, 2])
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (None, r"t, row {row}, column 'image': the cell holds no image"),
+        (b"text", r"t: number {row} is not a readable image: cannot identify"),
+        (PNG[:5000], r"t: number {row} is not a readable image: image file is truncated"),
+        (
+            PNG[:SECOND_CHUNK] + b"\1\2\3\4" + PNG[SECOND_CHUNK + 4 :],
+            r"t: number {row} is not a readable image: broken PNG file",
+        ),
+    ],
+    ids=["none", "text", "truncated", "broken"],
+)
+def test_an_image_that_is_missing_or_damaged_is_named(
+    tmp_path: Path, row: int, image: bytes | None, message: str
+) -> None:
+    images = [PNG, PNG, PNG]
+    path = _images(tmp_path / "t", [*images[: row - 1], image, *images[row:]])
+    with pytest.raises(PbflError, match=message.format(row=row)):
+        load_pool(settings(path))
+
+
+def test_images_saved_as_bytes_are_decoded(tmp_path: Path) -> None:
+    pool = load_pool(settings(_images(tmp_path / "t", [PNG, PNG], decode=False)))
+    assert np.array_equal(pool.inputs[1], NOISE.transpose(2, 0, 1))
+
+
+def test_a_note_says_that_images_lost_their_colours(tmp_path: Path) -> None:
+    grey, colours = (_encoded(pixels, "PNG") for pixels in (NOISE[:4, :4, 0], NOISE[:4, :4]))
+    path = _images(tmp_path / "grey-first", [grey, colours, grey, colours])
+    pool = load_pool(settings(path))
+    assert (pool.input_shape, pool.notes) == (
+        (1, 4, 4),
+        ("2 of 4 images lost their colours, since the first image is grey",),
+    )
+    assert load_pool(settings(path, input_shape="1,4,4")).notes == ()
+    pool = load_pool(settings(_images(tmp_path / "colours-first", [colours, grey])))
+    assert (pool.input_shape, pool.notes) == ((3, 4, 4), ())
 
 
 def test_refuses_an_image_of_too_many_pixels(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from PIL import ExifTags, Image, ImageFile
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.data.own.image_folder import one_image
+from pbfl_flwr.data.own.images import decode_images
 from pbfl_flwr.errors import PbflError
 
 
@@ -205,6 +206,26 @@ def test_rejects_images_of_unknown_range(tmp_path, mode, dtype):
     settings = folder_of(tmp_path, "0.tif", Image.fromarray(np.full((2, 2), 1000, dtype)).save)
     with pytest.raises(PbflError, match=rf"0\.tif is an image of mode {mode}, whose value range is unknown"):
         load_pool(settings)
+
+
+def test_the_first_of_opened_images_decides_between_grey_and_rgb(tmp_path):
+    images = [(Image.new(mode, (2, 2)), 0) for mode in ("L", "RGB", "LA", "P")]
+    inputs, _, notes = decode_images(images, 4, np.empty, None, tmp_path, None)
+    assert inputs.shape == (4, 1, 2, 2)
+    assert notes == ("2 of 4 images lost their colours, since the first image is grey",)
+    inputs, _, notes = decode_images(images[::-1], 4, np.empty, None, tmp_path, None)
+    assert (inputs.shape, notes) == ((4, 3, 2, 2), ())
+    assert decode_images(images, 4, np.empty, None, tmp_path, 1)[2] == ()
+
+
+@pytest.mark.parametrize("error", [OSError, SyntaxError, ValueError])  # what Pillow raises
+def test_of_opened_images_a_damaged_one_is_named(tmp_path, error):
+    def images():
+        yield Image.new("L", (2, 2)), 0
+        raise error("broken PNG file")
+
+    with pytest.raises(PbflError, match="number 2 is not a readable image: broken PNG file"):
+        decode_images(images(), 2, np.empty, None, tmp_path)
 
 
 @pytest.mark.parametrize("pixels", [59, 29])  # Pillow warns above its limit, and raises above twice the limit
