@@ -53,7 +53,17 @@ def saved(place: Path, ids: list[int]) -> str:
     return "flwr-datasets"
 
 
-@pytest.fixture(params=[arrays, texts, table, folders, pflib, saved])
+def saved_names(place: Path, ids: list[int]) -> str:
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("flwr_datasets")
+    label = datasets.ClassLabel(names=[f"{number} " for number in range(max(ids), -1, -1)])
+    features = datasets.Features({"a": datasets.Value("float32"), "label": label})
+    columns = {"a": [0.0] * len(ids), "label": [f"{number} " for number in ids]}
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(place / "a")
+    return "flwr-datasets"
+
+
+@pytest.fixture(params=[arrays, texts, table, folders, pflib, saved, saved_names])
 def read(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[list[int], str], list[int]]:
     """The numbers of ascending classes under ``labels``."""
 

@@ -5,11 +5,13 @@ data-dir is a folder written by ``save_to_disk`` (``flwr-datasets create`` write
 training part, ``test`` the official test part; a dataset without splits has only samples.
 
 Classes are in ``label-column``, by default ``label``, else in the only column of type ``ClassLabel``. Inputs are the
-column of images, else the only column of arrays, else all columns of numbers.
+column of images, else the only column of arrays, else all columns of numbers, among which is any other ``ClassLabel``.
+The format of a dataset (``set_format``) and ``Image(decode=False)`` change nothing.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -25,7 +27,7 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import HUB, DataSettings, named_arguments
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool, Rows
-from pbfl_flwr.data.labels import numbered_classes, owner_names, shown
+from pbfl_flwr.data.labels import by_name, names_in, numbered_classes, owner_names, shown
 from pbfl_flwr.data.own.columns import CLIENT, LABEL, row_names
 from pbfl_flwr.data.own.image_folder import image_size
 from pbfl_flwr.data.own.images import decode_images, small_enough
@@ -100,7 +102,7 @@ def _column(parts: Sequence[Dataset], name: str) -> pd.Series:
 
 
 def _splits(settings: DataSettings) -> tuple[Dataset, Dataset | None]:
-    """Return the training and the test part."""
+    """Return the training and the test part; None: it has no samples."""
     import datasets
 
     where = settings.data_dir
@@ -110,20 +112,31 @@ def _splits(settings: DataSettings) -> tuple[Dataset, Dataset | None]:
         else:
             with _quietly():
                 saved = is_saved_dataset(Path(where))
-                content = datasets.load_from_disk(where) if saved else datasets.load_dataset(where)
+                content = _saved_splits(Path(where)) if saved else datasets.load_dataset(where)
     except Exception as error:  # the library raises what its many formats raise
         raise PbflError(f"dataset 'flwr-datasets': {where} cannot be read ({_line(error)})") from error
-    if isinstance(content, datasets.Dataset):
-        return _plain(content), None
-    if "train" not in content:
-        raise PbflError(f"{where} has the splits {', '.join(content)}; one of them must be 'train'")
-    return _plain(content["train"]), _plain(content["test"]) if "test" in content else None
+    parts = {split: _plain(part) for split, part in content.items() if len(part)}
+    if "train" not in parts:
+        raise PbflError(f"{where} has samples in {', '.join(parts) or 'no split'}; must be in 'train'")
+    return parts["train"], parts.get("test")
+
+
+def _saved_splits(folder: Path) -> dict[str, Dataset]:
+    """Return the parts that ``save_to_disk`` wrote, but for those without samples, which cannot be loaded."""
+    from datasets import load_from_disk
+
+    index, splits = folder / "dataset_dict.json", {"train": folder}
+    if index.is_file():
+        splits = {split: folder / split for split in json.loads(index.read_bytes())["splits"]}
+    states = {split: json.loads((part / "state.json").read_bytes()) for split, part in splits.items()}
+    return {split: load_from_disk(str(splits[split])) for split in splits if states[split]["_data_files"]}
 
 
 def _plain(part: Dataset) -> Dataset:
-    """Return a part with decoded images, whatever it was saved to give."""
+    """Return all columns of a part as Python's values and decoded images, whatever it was saved to give."""
     from datasets import Image
 
+    part = part.with_format(None)
     for name, feature in part.features.items():
         if isinstance(feature, Image) and not feature.decode:
             part = part.cast_column(name, replace(feature, decode=True))
@@ -200,25 +213,34 @@ def _labels(parts: Sequence[Dataset], column: str, settings: DataSettings) -> tu
     from datasets import ClassLabel
 
     where, features = settings.data_dir, [part.features[column] for part in parts]
+    place = f"{where}, column '{column}'"
     values = _column(parts, column)
     if not isinstance(features[0], ClassLabel):
-        distinct, codes = row_names(values, where, "class")
-        return numbered_classes(distinct, codes, settings.classes, f"{where}, column '{column}'")
+        return numbered_classes(*row_names(values, where, "class"), settings.classes, place)
     if any(feature != features[0] for feature in features):
-        raise PbflError(f"{where}, column '{column}': 'train' and 'test' do not have the same classes")
-    known = np.array([isinstance(value, int) and value >= 0 for value in values], dtype=bool)
+        raise PbflError(f"{place}: 'train' and 'test' do not have the same classes")
+    names = features[0].names
+    known = np.array([value in range(len(names)) for value in values], dtype=bool)
     if not known.all():
-        raise PbflError(
-            f"{where}, row {known.argmin() + 1}, column '{column}': the cell is empty; a class is expected"
-        )
-    return tuple(features[0].names), values.to_numpy(np.int64)
+        row = int(known.argmin())
+        found = "the cell is empty" if values[row] is None else f"{values[row]} stands for no class"
+        raise PbflError(f"{where}, row {row + 1}, column '{column}': {found}; a class is expected")
+    distinct, numbers = names_in(
+        names, np.arange(len(names)), "class", lambda id_: f"{place}, name {id_ + 1}"
+    )
+    codes = numbers[values.to_numpy(np.int64)]
+    if settings.classes:  # only those that occur must be among them
+        present, codes = np.unique(codes, return_inverse=True)
+        return numbered_classes([distinct[code] for code in present], codes, settings.classes, place)
+    classes = tuple(dict.fromkeys(distinct[number] for number in numbers))  # in the order of the ClassLabel
+    return classes, np.array(by_name(distinct, classes, place), dtype=np.int64)[codes]
 
 
 def _inputs(
     parts: Sequence[Dataset], label: str, settings: DataSettings, allocate: Allocate
 ) -> tuple[NDArray[Any], tuple[str, ...], tuple[str, ...]]:
     """Return the inputs (N, ...), notes, and the names of features."""
-    from datasets import Image, Value
+    from datasets import ClassLabel, Image, Value
 
     features, where = parts[0].features, settings.data_dir
     about = {label, CLIENT}
@@ -233,7 +255,7 @@ def _inputs(
             total = sum(map(len, parts))
             inputs, _, notes = decode_images(samples, total, allocate, side, Path(where), channels)
         return inputs, notes, ()
-    arrays = [name for name, feature in others.items() if not isinstance(feature, Value)]
+    arrays = [name for name, feature in others.items() if not isinstance(feature, (Value, ClassLabel))]
     if len(images) > 1 or len(arrays) > 1:
         raise PbflError(f"{where} has several columns of inputs: {', '.join(images or arrays)}; must be one")
     names = arrays or list(others)

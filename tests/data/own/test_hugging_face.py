@@ -126,6 +126,62 @@ def test_arrays_keep_their_shape(tmp_path: Path) -> None:
     assert np.array_equal(load_pool(settings(tmp_path / "w")).inputs, windows)
 
 
+@pytest.mark.parametrize(
+    ("others", "names", "shape"),
+    [({"a": [0.5, 1.5]}, ("a", "kind"), (2,)), ({"a": [[0.5, 1, 2], [1.5, 1, 2]]}, (), (3,))],
+)
+def test_a_classlabel_that_is_not_the_label_is_a_number(
+    tmp_path: Path, others: dict[str, Any], names: tuple[str, ...], shape: tuple[int, ...]
+) -> None:
+    rows = datasets.Dataset.from_dict({**others, "kind": [1, 0], "label": [0, 1]})
+    for column in ("kind", "label"):
+        rows = rows.cast_column(column, datasets.ClassLabel(names=["u", "v"]))
+    rows.save_to_disk(tmp_path / "t")
+    pool = load_pool(settings(tmp_path / "t"))
+    assert (pool.columns, pool.input_shape) == (names, shape)
+    if names:
+        assert pool.inputs.tolist() == [[0.5, 1], [1.5, 0]]
+
+
+def test_names_of_a_classlabel_keep_their_order_and_lose_spaces(tmp_path: Path) -> None:
+    label = datasets.ClassLabel(names=["2", "10", "b ", "b"])
+    rows = datasets.Dataset.from_dict({"a": [1, 2, 3], "label": [1, 3, 2]}).cast_column("label", label)
+    rows.save_to_disk(tmp_path / "t")
+    pool = load_pool(settings(tmp_path / "t"))
+    assert (pool.label_names, pool.labels.tolist()) == (("2", "10", "b"), [1, 2, 2])
+
+
+@pytest.mark.parametrize(
+    "saved_with",
+    [{"type": kind} for kind in ("torch", "numpy", "pandas", "arrow")] + [{"columns": ["image"]}],
+)
+@pytest.mark.parametrize("label", ["label", "number"])
+def test_the_format_of_a_dataset_changes_nothing(
+    tmp_path: Path, saved_with: dict[str, Any], label: str
+) -> None:
+    rows = pictures(30).add_column("number", [row % 3 for row in range(30)])
+    rows.save_to_disk(tmp_path / "plain")
+    rows.with_format(**saved_with).save_to_disk(tmp_path / "formatted")
+    dealt = {"partitioner": "IidPartitioner", "partitioner_settings": "num-partitions=3"}
+    for keys in ({}, dealt):
+        plain, formatted = (
+            load_pool(settings(tmp_path / name, label_column=label, **keys))
+            for name in ("plain", "formatted")
+        )
+        assert (formatted.label_names, formatted.fingerprint) == (plain.label_names, plain.fingerprint)
+
+
+@pytest.mark.parametrize("parts", [["train", "test"], ["train", "unused"]])
+def test_a_split_without_samples_is_no_split(tmp_path: Path, parts: list[str]) -> None:
+    rows = datasets.Dataset.from_dict({"a": [1, 2, 3], "label": [0, 1, 0]})
+    datasets.DatasetDict({parts[0]: rows, parts[1]: rows.select([])}).save_to_disk(tmp_path / "t")
+    pool = load_pool(settings(tmp_path / "t"))
+    assert (len(pool.labels), pool.num_train) == (3, 3)
+    rows.select([]).save_to_disk(tmp_path / "empty")
+    with pytest.raises(PbflError, match="empty has samples in no split; must be in 'train'"):
+        load_pool(settings(tmp_path / "empty"))
+
+
 LISTS = (
     "distribution-array=[[0.5,0.5],[0.5,0.5],[1.0,0.0]],num-partitions=3,num-unique-labels-per-partition=2,"
     "partition-by='label',preassigned-num-samples-per-label=1"
@@ -215,6 +271,7 @@ def test_what_a_partitioner_warns_of_becomes_a_note(tmp_path: Path) -> None:
         ({"b": [1.0, 2.0]}, {"a": [1.0, 2.0]}, "'test' has no column 'b', which 'train' has"),
         ({"label": ("x", "y")}, {"label": ("y", "x")}, "'train' and 'test' do not have the same classes"),
         ({"label": (None, "x", "y")}, {}, "row 1, column 'label': the cell is empty; a class is expected"),
+        ({"label": (-1, "x", "y")}, {}, "row 1, column 'label': -1 stands for no class; a class is expected"),
     ],
 )
 def test_a_cell_without_a_value_is_named(
@@ -224,8 +281,8 @@ def test_a_cell_without_a_value_is_named(
         filled = {"a": [1.0, 2.0], "label": ["x", "y"], **columns}
         features = None
         if isinstance(names := filled["label"], tuple):
-            filled["label"] = [None, 1] if names[0] is None else [0, 1]
-            kept = [name for name in names if name]
+            kept = [name for name in names if isinstance(name, str)]
+            filled["label"] = [0 if names[0] in kept else names[0], 1]
             features = datasets.Features(
                 {"a": datasets.Value("float32"), "label": datasets.ClassLabel(names=kept)}
             )
@@ -344,7 +401,7 @@ def test_bad_input_gives_one_line(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="columns a: must be numbers"):
         load_pool(settings(tmp_path / "words"))
     datasets.DatasetDict({"all": pictures(3)}).save_to_disk(tmp_path / "all")
-    with pytest.raises(PbflError, match="has the splits all; one of them must be 'train'"):
+    with pytest.raises(PbflError, match="has samples in all; must be in 'train'"):
         load_pool(settings(tmp_path / "all"))
 
 
