@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pbfl_flwr.config import PREDICTOR_NAME, PROTECTIONS, PROTOCOLS, STAGES, Group, Settings, parse
+from pbfl_flwr.config import PREDICTOR_NAME, PROTECTIONS, STAGES, Group, Settings, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.user_code import is_external
 
@@ -215,10 +215,9 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
                 for key in unused
             )
         )
-    # Above its default under every protocol, a value asks for protection.
-    most = {key: max(map(float, PROTOCOLS.get(key, {"": defaults[key]}).values())) for key in PROTECTIONS}
+    # A number above its default asks for protection; settings of noise do nothing without it.
     others = [key for key in PROTECTIONS if key not in method.uses and values[key] != "auto"]
-    if asked := [key for key in others if float(values[key]) > most[key]]:
+    if asked := [key for key in others if float(values[key]) > float(defaults[key])]:
         raise PbflError(
             f"{', '.join(f'{key} = {values[key]!r}' for key in asked)}: method '{run.method}' sends "
             f"{method.up.__name__}, which these settings cannot protect; they apply to {', '.join(using(asked[0]))}"

@@ -343,6 +343,10 @@ def test_an_attribute_of_another_kind_is_refused(monkeypatch, attribute, value, 
             {"method": "feddyn:build", "min-class-count": 5},
             "min-class-count = 5: .*which these settings cannot protect",
         ),
+        (
+            {"method": "gfpl", "protocol": "htfl", "min-class-count": 2},  # the default of another protocol
+            "min-class-count = 2: .*which these settings cannot protect",
+        ),
         ({"method": "feddyn:"}, "must be one of local, .*, or my_package.module:build"),
     ],
 )
