@@ -77,7 +77,7 @@ def one_architecture(key: str, value: str, code: Collection[str]) -> str:
     Raises:
         PbflError: if the value does not name exactly one, or code that may not be imported.
     """
-    names = architectures(value, code)
+    names = architectures(value, code, key)
     if len(names) != 1:
         raise PbflError(f"{key} = '{value}': must be one architecture, found {', '.join(names)}")
     if is_external(names[0]):

@@ -229,13 +229,14 @@ def _whole_numbers(name: str, before: str, text: str, takes: Sizes) -> tuple[int
     return tuple(map(int, numbers))
 
 
-def architectures(spec: str, code: Collection[str] = ()) -> tuple[str, ...]:
+def architectures(spec: str, code: Collection[str] = (), key: str = "models") -> tuple[str, ...]:
     """Return the architectures of a federation, in the order of client ids (modulo).
 
     Args:
         spec: a family, a model, ``my_package.module:function``, or a comma list of these. A label after a family
             applies to all its models. Nothing is imported.
         code: functions that may be imported; see :attr:`pbfl_flwr.config.Settings.code`. Others can only be compared.
+        key: the configuration key, for messages.
 
     Raises:
         PbflError: if a name is unknown; the message suggests the closest one.
@@ -249,7 +250,7 @@ def architectures(spec: str, code: Collection[str] = ()) -> tuple[str, ...]:
             try:
                 base_and_sizes(models[0])
             except PbflError as error:
-                raise PbflError(f"models = '{spec}': {error}") from None
+                raise PbflError(f"{key} = '{spec}': {error}") from None
         names.extend(own_code(name, code) for name in models)
     return tuple(names)
 

@@ -69,6 +69,8 @@ def test_a_round_follows_the_reference_loop(make_method, make_client, task):
 def test_what_does_not_fit_is_refused(make_method, make_client, task):
     with pytest.raises(PbflError, match=r"fml\.auxiliary = 'small-4': must be one architecture"):
         make_method("fml", own={"auxiliary": "small-4"})
+    with pytest.raises(PbflError, match=r"fml\.auxiliary = 'cnn5': unknown model 'cnn5'"):
+        make_method("fml", own={"auxiliary": "cnn5"})
     with pytest.raises(PbflError, match=r"fml\.auxiliary: model 'cnn4'"):
         make_method("fml").check(Task(4, 6, (2,)), ["mlp5"])
     method = make_method("fml")
