@@ -34,6 +34,7 @@ from pbfl_flwr.experiments.summary import (
 )
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.util.atomic_files import write_atomically
 from pbfl_flwr.util.extras import require
 
@@ -166,11 +167,21 @@ def configuration_sheet(groups: Sequence[RunGroup]) -> Sheet:
 
 
 def version_sheet(groups: Sequence[RunGroup]) -> Sheet:
-    """Return the table of software versions of the runs."""
-    versions = [group.first.about.versions for group in groups]
+    """Return the table of software versions of the runs, with those of later rounds of resumed runs."""
+    versions = [_versions(group.first.about) for group in groups]
     names = dict.fromkeys(name for installed in versions for name in installed)
     rows = tuple((name, *(installed.get(name, "-") for installed in versions)) for name in names)
     return Sheet("Versions", ("", *(group.label for group in groups)), rows, (), 1 + len(groups))
+
+
+def _versions(about: RunRecord) -> dict[str, str]:
+    texts, before = dict(about.versions), about.versions
+    for change in about.changes:
+        for name, version in change.versions.items():
+            if version != before.get(name):
+                texts[name] = f"{texts.get(name, '-')}; from round {change.from_round} on {version}"
+        before = change.versions
+    return texts
 
 
 def _value(value: object) -> str:

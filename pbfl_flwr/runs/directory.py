@@ -181,15 +181,13 @@ class RunDirectory:
         return read_regular(self.path / name, LARGEST[Path(name).suffix])
 
     def start(self, **fields: Any) -> None:
-        """Write run.json: the versions of these records and of packages, and the other fields of a RunRecord.
+        """Write run.json: the version of these records, and the other fields of a RunRecord.
 
         Raises:
             RunRefused: if the directory already holds a run.
         """
         self.check_new()
-        versions = {"python": platform.python_version(), "machine": platform.platform()}
-        versions |= {name: _version(name) for name in PACKAGES}
-        self._write("run.json", RunRecord(version=VERSION, versions=versions, **fields))
+        self._write("run.json", RunRecord(version=VERSION, **fields))
 
     def update(self, **changes: Any) -> None:
         """Change fields of run.json, e.g. ``ended_after``, or the configuration of a resumed run.
@@ -406,6 +404,12 @@ def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 def _is_file(path: Path) -> bool:
     """Return whether this is a regular file in a directory, neither of them a link, which might lead anywhere."""
     return path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python, the operating system and the packages that make a run."""
+    versions = {"python": platform.python_version(), "machine": platform.platform()}
+    return versions | {name: _version(name) for name in PACKAGES}
 
 
 def _version(package: str) -> str:

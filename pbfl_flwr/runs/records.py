@@ -330,12 +330,13 @@ class Change(Record):
 
     Attributes:
         from_round: the first round that was made so.
-        method, code: as in :class:`RunRecord`.
+        method, code, versions: as in :class:`RunRecord`.
     """
 
     from_round: int
     method: dict[str, bool | int | float | str]
     code: dict[str, str]
+    versions: dict[str, str] = {}
 
 
 class RunRecord(Record):
@@ -347,8 +348,8 @@ class RunRecord(Record):
         method: settings of the method as it was built for round 1, where "auto" has its value.
         code: hash of the source of every function of a user's that took part, by its name my_package.module:function,
             see :mod:`pbfl_flwr.util.source_hash`; of the server's process, devices have their own.
-        changes: method and code of later rounds, where they differ from those before.
-        versions: of packages, Python and the operating system.
+        changes: method, code and versions of later rounds, where they differ from those before.
+        versions: of packages, Python and the operating system; of pbfl-flwr with a hash of its code.
         experiment: the name under which clients keep their state.
         primary_predictor: by which the run is reported.
         moment: when clients are scored, "before" or "after" local training.
@@ -379,16 +380,17 @@ class RunRecord(Record):
 
     @property
     def latest(self) -> Change:
-        """Method and code of the last rounds, and since which round."""
-        return [Change(from_round=1, method=self.method, code=self.code), *self.changes][-1]
+        """What the last rounds were made with, and since which round."""
+        first = Change(from_round=1, method=self.method, code=self.code, versions=self.versions)
+        return [first, *self.changes][-1]
 
     def continued(self, now: Change) -> dict[str, Any]:
         """Return the fields that change if the rounds from ``now.from_round`` on are made so."""
         if now.from_round == 1:
-            return {"method": now.method, "code": now.code, "changes": []}
+            return {"method": now.method, "code": now.code, "versions": now.versions, "changes": []}
         changes = [change for change in self.changes if change.from_round < now.from_round]
         before = self.model_copy(update={"changes": changes}).latest
-        same = (before.method, before.code) == (now.method, now.code)
+        same = before.model_copy(update={"from_round": now.from_round}) == now
         return {"changes": changes if same else [*changes, now]}
 
     @property

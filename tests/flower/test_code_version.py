@@ -9,8 +9,11 @@ import pytest
 
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import results
+from pbfl_flwr.experiments.report import version_sheet
 from pbfl_flwr.flower.client import handshake as client_handshake
 from pbfl_flwr.flower.code_version import NOT_SENT, code_version
+from pbfl_flwr.flower.server import recorder
 from tests.flower.inprocess import federation
 from tests.flower.sites import run, sites
 
@@ -56,6 +59,22 @@ def test_warns_once_of_differing_code_versions(message: str | None, tmp_path: Pa
         client.code_version == (code_version() if message is None else message)
         for client in fed.directory.record().clients
     )
+
+
+def test_a_resumed_run_says_what_its_later_rounds_were_made_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    federation(tmp_path, on_disk=True, num_server_rounds=1).run()
+    newer = [patch.object(module, "code_version", lambda: "new") for module in (recorder, client_handshake)]
+    with newer[0], newer[1]:
+        run = federation(tmp_path, on_disk=True, num_server_rounds=2, resume=True).run().directory
+    record = run.record()
+    (change,) = record.changes
+    assert (change.from_round, change.versions) == (2, {**record.versions, "pbfl-flwr": "new"})
+    assert f"from round 2 on with pbfl-flwr new, before {code_version()}; run.json says so" in caplog.messages
+    assert {client.code_version for client in record.clients} == {"new"}
+    shown = {row[0]: row[1] for row in version_sheet(results.load([run.path])).rows}
+    assert shown["pbfl-flwr"] == f"{code_version()}; from round 2 on new"
 
 
 def test_refusing_device_mentions_its_code_version(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.runs import directory
-from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory, installed_versions
 from pbfl_flwr.runs.records import Change, PartitionRecord, Record, RoundRecord, RunRecord
 from pbfl_flwr.util.atomic_files import DamagedState
 from tests.small_runs import columns, edit, entry, pbfl, write_lines, write_run
@@ -60,7 +60,7 @@ def test_a_run_of_another_version_is_refused_in_a_line(tmp_path: Path) -> None:
 def test_a_run_names_the_versions_that_made_it(tmp_path: Path) -> None:
     other = RunDirectory(write_run(tmp_path / "other", [entry(1, 0.5, 0.5)])).record()
     run = RunDirectory(tmp_path)
-    run.start(**other.model_dump(exclude={"version", "versions"}))
+    run.start(**other.model_dump(exclude={"version", "versions"}), versions=installed_versions())
     packages = {name: version(name) for name in ("pbfl-flwr", "flwr", "torch", "numpy")}
     made_with = {"python": platform.python_version(), **packages}
     assert made_with.items() <= run.record().versions.items()

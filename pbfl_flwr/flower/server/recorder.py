@@ -16,8 +16,10 @@ from pbfl_flwr import calls
 from pbfl_flwr.config import CHANGEABLE, Settings, completed, relevant
 from pbfl_flwr.data import LoadedData, same_deal
 from pbfl_flwr.errors import PbflError, printable
+from pbfl_flwr.flower.code_version import code_version
 from pbfl_flwr.flower.messages.identity import dealt_otherwise
 from pbfl_flwr.flower.server.replies import Replies
+from pbfl_flwr.flower.server.roster import NO_NODE
 from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.flower.server.schedule import schedule_of
 from pbfl_flwr.method import Method, resolved_moment, settings_in
@@ -25,7 +27,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs import checkpoint
-from pbfl_flwr.runs.directory import ERROR, RESULT, RunDirectory, RunRefused
+from pbfl_flwr.runs.directory import ERROR, RESULT, RunDirectory, RunRefused, installed_versions
 from pbfl_flwr.runs.early_stopping import Score, all_scores, best
 from pbfl_flwr.runs.records import (
     Change,
@@ -84,8 +86,8 @@ class Recorder:
         """Return what the run to resume holds, None if no round was finished."""
         return None
 
-    def reopen(self, done: int) -> None:
-        """Record the settings with which a run is resumed after ``done`` rounds, and open it."""
+    def reopen(self, done: int, clients: Iterable[ClientRecord]) -> None:
+        """Record with what a run is resumed after ``done`` rounds, and open it."""
 
     def go_on(self, done: int) -> None:
         """Open a run again, without what is left of a round after the ``done`` finished ones."""
@@ -146,9 +148,18 @@ class RunRecorder(Recorder):
             from_round=len(self.directory.round_records()) + 1,
             method=settings_in(self._method),  # may depend on the number of rounds
             code=self._code(),
+            versions=_versions(),
         )
-        continued = self.directory.record().continued(now)
-        self.directory.update(configuration=self._settings.as_dict(), ended_after=None, **continued)
+        record = self.directory.record()
+        if others := [
+            f"{name} {now.versions.get(name, 'not installed')}, before {then}"
+            for name, then in record.latest.versions.items()
+            if now.versions.get(name) != then
+        ]:
+            log(WARNING, "from round %s on with %s; run.json says so", now.from_round, "; ".join(others))
+        self.directory.update(
+            configuration=self._settings.as_dict(), ended_after=None, **record.continued(now)
+        )
 
     def _code(self) -> dict[str, str]:
         check_unedited(self._settings.code)
@@ -206,6 +217,7 @@ class RunRecorder(Recorder):
             configuration=self._settings.as_dict(),
             method=settings_in(self._method),
             code=code,
+            versions=_versions(),
             experiment=experiment,
             primary_predictor=self._primary_predictor,
             moment=moment,
@@ -240,9 +252,10 @@ class RunRecorder(Recorder):
         self._scores, self._written = all_scores(history, self._primary_predictor), done
         return Resumed(*resumed, history, [*self.directory.client_records()])
 
-    def reopen(self, done: int) -> None:
-        """Record the settings with which a run is resumed after ``done`` rounds, and open it."""
+    def reopen(self, done: int, clients: Iterable[ClientRecord]) -> None:
+        """Record with what a run is resumed after ``done`` rounds, and open it."""
         self._record_settings()
+        self._record_clients(clients)
         self._open_sinks()
         if done:
             log(INFO, "resumed after round %s", done)
@@ -266,7 +279,14 @@ class RunRecorder(Recorder):
 
     def add_clients(self, everyone: Iterable[ClientRecord], joined: list[str]) -> None:
         """Write which clients have just joined: in run.json, since an unfinished round has no line."""
-        self.directory.update(clients=[*everyone], joined=[*self.directory.record().joined, *joined])
+        self._record_clients(everyone)
+        self.directory.update(joined=[*self.directory.record().joined, *joined])
+
+    def _record_clients(self, clients: Iterable[ClientRecord]) -> None:
+        """Record the clients as they are now; those that have not reconnected as they were."""
+        known = {client.client: client for client in self.directory.record().clients}
+        present = {client.client: client for client in clients if client.node != NO_NODE}
+        self.directory.update(clients=[client for _, client in sorted((known | present).items())])
 
     def end_early(self, done: int) -> None:
         """Write that the run ends before its last configured round."""
@@ -444,3 +464,8 @@ def log_record(record: RoundRecord, primary_predictor: str, num_rounds: int, num
         len(record.trained),
         record.seconds.total,
     )
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what makes the rounds, of this package with a hash of its code."""
+    return installed_versions() | {"pbfl-flwr": code_version()}

@@ -179,7 +179,7 @@ class MethodStrategy(Strategy):
                     self._count_participations(clients)
                 if ends:
                     self._check_scored_last(self.settings)
-            self._recorder.reopen(self.done)
+            self._recorder.reopen(self.done, roster.clients.values())
             recorded = {label for record in self.history for label in record.joined}
             membership.add_joined([label for label in previous.joined if label not in recorded])
         self.membership = membership  # only now: after an error, another start prepares again
