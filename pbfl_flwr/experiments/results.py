@@ -292,7 +292,12 @@ class FinishedRun:
         directory = RunDirectory(path)
         about, (rounds, clients) = directory.record(), histories(directory)
         if not rounds:
-            raise PbflError(f"'{path}' has no finished round yet; there is nothing to report")
+            why = (
+                f", it failed: {reason}"
+                if (reason := directory.error())
+                else " yet; there is nothing to report"
+            )
+            raise PbflError(f"'{path}' has no finished round{why}")
         partition = directory.partition()
         return cls(path, about, rounds, clients, partition, frozenset(allowed), by, statistic, at)
 

@@ -31,11 +31,18 @@ _LATEX = {
     "≤": r"$\leq$",
     "–": "--",
     "…": r"\ldots{}",
-    "λ": r"$\lambda$",
-    "γ": r"$\gamma$",
     "[": "{[}",  # at the start of a row, "\\" or a rule before it would parse "[" as its optional argument
     "*": "{*}",  # "\\" before it would parse it as its starred form
 }
+_GREEK = {
+    "αβγδεζηθικλμνξπρστυφχψω": (
+        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi "
+        "omega"
+    ),
+    "ΓΔΘΛΞΠΣΥΦΨΩ": "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega",
+}
+for _letters, _names in _GREEK.items():
+    _LATEX |= {letter: rf"$\{name}$" for letter, name in zip(_letters, _names.split(), strict=True)}
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,17 @@ def test_a_run_has_one_colour_in_all_pictures(tmp_path: Path) -> None:
     assert {line.get_color() for line in curves.values()} == {style.COLOURS[1]}
 
 
+def test_legends_name_every_curve(tmp_path: Path) -> None:
+    """Matplotlib leaves labels out that begin with an underscore."""
+    runs = [
+        write_run(tmp_path / name, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.75)]) for name in ("_base", "other")
+    ]
+    (picture,) = progress.accuracy_over_rounds(results.load(runs))
+    assert isinstance(picture, style.Picture)
+    (legend,) = picture.figure.legends
+    assert [text.get_text().lstrip("\u200b") for text in legend.get_texts()] == ["_base", "other"]
+
+
 def test_a_line_a_client(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.75)], **{"num-clients": 120})
     for number in (1, 2):

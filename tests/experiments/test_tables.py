@@ -153,7 +153,9 @@ def test_methods_by_word_and_keys_by_word_group_and_method() -> None:
 
 # In files --------------------------------------------------------------------------------------------------
 
-WRITTEN = Sheet("A & B", ("run", "last, %"), (("my_run|1", "50.0 ± 1.0"), ("b\nc", "-")), ("± over 2 seeds",))
+WRITTEN = Sheet(
+    "A & B", ("run", "last, %"), (("my_run|1", "50.0 ± 1.0"), ("b\nc αμΩ", "-")), ("± over 2 seeds",)
+)
 
 
 def test_markdown_keeps_the_columns() -> None:
@@ -163,7 +165,7 @@ def test_markdown_keeps_the_columns() -> None:
         "| run | last, % |",
         "|---|---:|",
         "| my_run\\|1 | 50.0 ± 1.0 |",
-        "| b c | - |",
+        "| b c αμΩ | - |",
         "",
         "± over 2 seeds",
     ]
@@ -177,6 +179,7 @@ def test_latex_escapes_and_uses_booktabs() -> None:
     text = WRITTEN.latex()
     assert r"    run & last, \% \\" in text
     assert r"\begin{tabular}{lr}" in text  # words to the left, figures to the right
+    assert r"c $\alpha$$\mu$$\Omega$ & - \\" in text
     assert r"    my\_run$|$1 & 50.0 $\pm$ 1.0 \\" in text
     assert r"\caption{A \& B. $\pm$ over 2 seeds}" in text
     assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")

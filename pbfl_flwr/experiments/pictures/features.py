@@ -28,6 +28,7 @@ from pbfl_flwr.experiments.pictures.style import (
     canvas,
     curve_axes,
     legend_below,
+    legend_name,
     of_each_run,
     shortened,
     titled_picture,
@@ -143,7 +144,7 @@ def _points(axes: Axes, points: Tensor, labels: Tensor, names: Sequence[str], si
     classes = labels[chosen].numpy()
     known = set(axes.get_legend_handles_labels()[1])
     for k in np.unique(classes):
-        name = shortened(names[k])
+        name = legend_name(shortened(names[k]))
         axes.scatter(
             xy[classes == k, 0],
             xy[classes == k, 1],
@@ -158,7 +159,7 @@ def _points(axes: Axes, points: Tensor, labels: Tensor, names: Sequence[str], si
 def _plane(figure: Figure, axes: Axes, xlabel: str, ylabel: str, names: Sequence[str]) -> None:
     curve_axes(axes, xlabel, ylabel)
     axes.set_aspect("equal", adjustable="datalim")
-    legend_below(figure, axes, [shortened(name) for name in names], marker_scale=2.5)
+    legend_below(figure, axes, [legend_name(shortened(name)) for name in names], marker_scale=2.5)
 
 
 def _reach(points: Tensor) -> float:

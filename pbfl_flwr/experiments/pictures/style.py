@@ -169,6 +169,11 @@ def shortened(text: str, longest: int = 14) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
+def legend_name(text: str) -> str:
+    """Return a label that legends show: matplotlib leaves out those that begin with an underscore."""
+    return f"\u200b{text}" if text.startswith("_") else text
+
+
 def curve_axes(axes: Axes, xlabel: str, ylabel: str, *, whole: bool = False) -> None:
     """Set labels and a light grid on axes of curves; ``whole`` for whole numbers as x ticks."""
     axes.set_xlabel(xlabel)
@@ -204,7 +209,7 @@ def curve(
     ``band`` are its lower and upper edge, n values each; none if empty.
     """
     style = curve_style(number)
-    axes.plot(xs, ys, label=label, **{"markevery": max(1, len(xs) // 10), **style, **line})
+    axes.plot(xs, ys, label=legend_name(label), **{"markevery": max(1, len(xs) // 10), **style, **line})
     if band:
         axes.fill_between(xs, *band, color=style["color"], alpha=0.18, linewidth=0)
 
