@@ -33,6 +33,7 @@ from pbfl_flwr.method import Client, Method
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.cpu_convolutions import optimize_layout
+from pbfl_flwr.models.isolation import ties_kept
 from pbfl_flwr.models.precision import set_precision
 from pbfl_flwr.models.registry import architecture_of
 from pbfl_flwr.payloads import Payload
@@ -100,8 +101,10 @@ def _client(settings: Settings, number: int, done: int, data: ClientData, run: F
     if device.type == "cuda":
         make_deterministic()
     own = seeds.derive(seed, "weights", number) if settings.models.initial_weights == "own" else seed
-    network = build_model(architecture_of(settings.models.models, number, settings.code), task, own)
-    model = set_precision(optimize_layout(network, training.layout), training.precision).to(device)
+    architecture = architecture_of(settings.models.models, number, settings.code)
+    model = build_model(architecture, task, own)
+    with ties_kept(architecture, model):
+        model = set_precision(optimize_layout(model, training.layout), training.precision).to(device)
     return Client(number, done, task, model, data.on(device), training, settings.evaluation, seed)
 
 

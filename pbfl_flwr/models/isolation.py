@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from io import BytesIO
+from itertools import combinations
 from pickle import Pickler, PicklingError
 from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from pbfl_flwr.errors import PbflError
 
 
 def is_copyable(model: nn.Module) -> bool:
@@ -19,18 +24,75 @@ def is_copyable(model: nn.Module) -> bool:
 
     Not if it holds functions that have no name in their module (lambdas, functions within functions, methods of classes
     within functions): a deep copy shares them, and what they refer to is the original's. Nor if a tensor has hooks or
-    attributes, which copies lose.
+    attributes, which copies lose, or lies in the memory of another one, of which the copy of a parameter is apart.
     """
+    inspector = _Inspector(BytesIO())
     try:
-        _Inspector(BytesIO()).dump(model)
+        inspector.dump(model)
         deepcopy(model)
+        return not any(_overlapping(inspector.tensors.values()))
     except Exception:  # of whatever it holds
         return False
-    return True
+
+
+@contextmanager
+def ties_kept(name: str, model: nn.Module) -> Iterator[None]:
+    """Within the context the network may be moved to another device or layout, which gives each tensor its own memory.
+
+    Args:
+        name: of the network, for the error.
+        model: its parameters and buffers keep their names.
+
+    Raises:
+        PbflError: naming a parameter or buffer that lay in the memory of another one, and no longer does.
+    """
+    before = _tied_names(model)
+    yield
+    if lost := sorted(before - _tied_names(model)):
+        one, other = lost[0]
+        raise PbflError(
+            f"model '{name}': '{other}' lies in the memory of '{one}', and would be apart from it on this device or in "
+            f"this layout; must be one tensor under both names, or be computed from '{one}' where it is used"
+        )
+
+
+def _tied_names(model: nn.Module) -> set[tuple[str, str]]:
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names = {id(tensor): name for name, tensor in named.items()}
+    return {(names[id(one)], names[id(other)]) for one, other in _overlapping(named.values())}
+
+
+def _overlapping(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield all pairs of different tensors that have an element of memory in common."""
+    sharing = defaultdict[tuple[torch.device, int], list[Tensor]](list)
+    for tensor in tensors:
+        if tensor.layout is torch.strided and tensor.numel() and tensor.device.type != "meta":
+            sharing[tensor.device, tensor.untyped_storage().data_ptr()].append(tensor)
+    for together in sharing.values():
+        yield from (pair for pair in combinations(together, 2) if _overlap(*pair))
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage have an element in common, or elements of different sizes."""
+    if one.element_size() != other.element_size():
+        return True
+    places = torch.arange(one.untyped_storage().nbytes() // one.element_size())
+    of_one, of_other = (
+        places.as_strided(each.shape, each.stride(), each.storage_offset()).flatten() for each in (one, other)
+    )
+    return bool(torch.isin(of_one, of_other).any())
 
 
 class _Inspector(Pickler):
-    """Raises at what a deep copy shares or loses; pickle refuses functions without a name by itself."""
+    """Raises at what a deep copy shares or loses; pickle refuses functions without a name by itself.
+
+    Attributes:
+        tensors: all that were met, by identity.
+    """
+
+    def __init__(self, file: BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: dict[int, Tensor] = {}
 
     def persistent_id(self, obj: Any) -> str | None:
         """Stand in for tensors, so that nothing large is written."""
@@ -38,6 +100,7 @@ class _Inspector(Pickler):
             return None
         if vars(obj) or obj._backward_hooks or obj._post_accumulate_grad_hooks:
             raise PicklingError("a tensor with hooks or attributes")
+        self.tensors[id(obj)] = obj
         return "tensor"
 
     def reducer_override(self, obj: Any) -> Any:
@@ -54,12 +117,17 @@ def restored(model: nn.Module) -> Iterator[None]:
     Graphs of gradients that were made within the context can still be used. What an attribute refers to, such as a
     list, is not restored.
     """
-    weights = [(p, p.requires_grad, p.detach().clone()) for p in model.parameters()]
+    tied = {id(tensor) for pair in _overlapping([*model.parameters(), *model.buffers()]) for tensor in pair}
+    weights = [
+        (tensor, tensor.requires_grad, tensor.detach().clone())
+        for tensor in (*model.parameters(), *(buffer for buffer in model.buffers() if id(buffer) in tied))
+    ]
     modules = [(module, module.training, dict(vars(module))) for module in model.modules()]
     buffers = [
         (module, *named)
         for module, *_ in modules
         for named in module.named_buffers(recurse=False, remove_duplicate=False)
+        if id(named[1]) not in tied
     ]
     others = {id(buffer): buffer.detach().clone() for *_, buffer in buffers}
     for module, name, buffer in buffers:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.build import build_model
-from pbfl_flwr.models.isolation import is_copyable, restored
+from pbfl_flwr.models.isolation import is_copyable, restored, ties_kept
 from pbfl_flwr.task import Task
 from tests.methods.tiny_nets import Plain, Twice, by_function
 from tests.models.kinds import EXAMPLES, shapes, task_of
@@ -64,10 +65,39 @@ def with_built_in_functions() -> nn.Module:
     return net
 
 
+class Tied(Plain):
+    """A layer back from the features, whose weight is that of the body transposed."""
+
+    bias: Tensor
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        weight = self.body.get_parameter("1.weight")
+        self.back = nn.Linear(*weight.shape)
+        self.back.weight = nn.Parameter(weight.t())
+        self.register_buffer("bias", self.head.bias.detach())
+
+
+def with_a_view_in_an_attribute() -> nn.Module:
+    net = Plain(TASK)
+    net.rows = list(net.head.weight.detach())  # type: ignore[assignment]
+    return net
+
+
+def with_halves_of_one_tensor() -> nn.Module:
+    net, whole = Plain(TASK), torch.randn(4, 6)
+    net.halves = nn.ParameterList([whole[:, :3], whole[:, 3:]])
+    return net
+
+
 @pytest.mark.parametrize(
     ("net", "expected"),
     [
         (Plain(TASK), True),
+        (Tied(TASK), False),
+        (with_a_view_in_an_attribute(), False),
+        (with_halves_of_one_tensor(), True),
+        (Twice(TASK), True),
         (with_features(lambda net: MethodType(through_the_body, net)), True),
         (with_features(lambda net: partial(through_the_body, net)), True),
         (by_function(TASK), False),
@@ -80,7 +110,7 @@ def with_built_in_functions() -> nn.Module:
         (with_built_in_functions(), True),
     ],
 )
-def test_networks_with_functions_without_a_name_or_hooks_on_weights_cannot_be_copied(
+def test_networks_with_functions_without_a_name_or_hooks_or_views_of_weights_cannot_be_copied(
     net: nn.Module, expected: bool
 ) -> None:
     assert is_copyable(net) is expected
@@ -109,3 +139,28 @@ def test_training_that_leaves_no_trace() -> None:
     assert [p.requires_grad for p in net.parameters()] == [True, True, False, False]
     assert net.mean is net.again
     assert not hasattr(net, "count")
+
+
+def test_a_tie_by_a_view_holds_in_training_that_leaves_no_trace() -> None:
+    net = Tied(TASK)
+    bias, before = net.bias, net.bias.clone()
+    with restored(net):
+        net.head.bias.data.add_(1)
+        assert torch.equal(net.bias, before + 1)
+    assert net.bias is bias
+    assert torch.equal(net.bias, before)
+
+
+def test_what_would_lose_a_tie_by_a_view_is_refused() -> None:
+    net = Tied(TASK)
+    with ties_kept("tied", net):
+        net.to("cpu")
+    with (
+        pytest.raises(
+            PbflError, match=r"^model 'tied': 'back.weight' lies in the memory of 'body.1.weight', and"
+        ),
+        ties_kept("tied", net),
+    ):
+        net.body.double()
+    with ties_kept("twice", twice := Twice(TASK)):
+        twice.double()

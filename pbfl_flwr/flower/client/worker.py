@@ -30,7 +30,7 @@ from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.cpu_convolutions import optimize_layout
-from pbfl_flwr.models.isolation import is_copyable
+from pbfl_flwr.models.isolation import is_copyable, ties_kept
 from pbfl_flwr.models.precision import set_precision
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
@@ -220,7 +220,8 @@ def arrived(name: str, data: DataSource | None, settings: Settings | None) -> Wo
 def _built(architecture: str, task: Task, settings: Settings, device: torch.device) -> Built:
     training = settings.training
     model = build_model(architecture, task, settings.run.seed)
-    model = set_precision(optimize_layout(model, training.layout), training.precision).to(device)
+    with ties_kept(architecture, model):
+        model = set_precision(optimize_layout(model, training.layout), training.precision).to(device)
     return Built(model, {name: tensor.clone() for name, tensor in model.state_dict().items()})
 
 
