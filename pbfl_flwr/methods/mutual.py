@@ -7,7 +7,7 @@
     server   a <- mean of a_i
 
 The auxiliary network has the same architecture everywhere; clients' own networks may differ and never leave the client.
-Buffers of the auxiliary network (BatchNorm's) stay on the client, in its memory under ``aux.``.
+What the auxiliary network keeps besides (BatchNorm's buffers) stays on the client, in its memory under ``aux.``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.config import Settings
@@ -26,6 +25,7 @@ from pbfl_flwr.methods.averaging import load_parameters
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import SplitModel, count_parameters
 from pbfl_flwr.models.dry_forward import dry_forward
+from pbfl_flwr.models.isolation import ties_kept
 from pbfl_flwr.models.registry import architectures, without_weights
 from pbfl_flwr.payloads import part_of
 from pbfl_flwr.task import Task
@@ -96,17 +96,17 @@ def auxiliary_network(architecture: str, client: Client, parameters: Mapping[str
     if expected != {name: tensor.shape for name, tensor in parameters.items()}:
         raise PbflError(f"the received weights are not those of the auxiliary network '{architecture}'")
     load_parameters(network, parameters)
-    buffers = part_of(client.memory, AUXILIARY)
-    with torch.no_grad():
-        for name, buffer in network.named_buffers():
-            if name in buffers:
-                buffer.copy_(buffers[name])
-    return network.to(client.device)
+    if buffers := part_of(client.memory, AUXILIARY):
+        network.load_state_dict(buffers, strict=False)
+    with ties_kept(architecture, network):
+        return network.to(client.device)
 
 
 def buffers_of(network: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of the auxiliary network for the client's memory."""
-    return {f"{AUXILIARY}.{name}": buffer.detach().clone() for name, buffer in network.named_buffers()}
+    """Return what the auxiliary network keeps besides its parameters, for the client's memory."""
+    parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    kept = {name: tensor for name, tensor in network.state_dict().items() if name not in parameters}
+    return {f"{AUXILIARY}.{name}": tensor.detach().clone() for name, tensor in kept.items()}
 
 
 def check_auxiliary(key: str, architecture: str, task: Task) -> None:

@@ -1,5 +1,6 @@
 """What FML and FedKD share, a network that each client trains besides its own, and FML."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -7,13 +8,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.methods.averaging import load_parameters
 from pbfl_flwr.methods.mutual import Conventions
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
 from tests.methods.conftest import dealt, same_weights
+from tests.methods.tiny_nets import Plain
 
 
 def test_divergence_and_its_reductions():
@@ -64,6 +68,33 @@ def test_a_round_follows_the_reference_loop(make_method, make_client, task):
         step_a.step()
     same_weights(a, upload.tensors)
     same_weights(w, client.model.state_dict())
+
+
+class Counting(Plain):
+    """Counts its training steps, in what its state holds besides tensors."""
+
+    steps = 0
+
+    def features(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        return super().features(inputs)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.steps)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.steps = int(state)
+
+
+@pytest.mark.parametrize("method", ["fml", "fedkd", "fedmrl"])
+def test_all_that_the_auxiliary_network_keeps_lasts(make_client, method, task):
+    name = f"{__name__}:Counting"
+    built = build_method(parse({"method": method, f"{method}.auxiliary": name, "feature-dim": 6}, SECTIONS))
+    down = built.broadcast(built.init(task, 0), 0)
+    memory: Mapping[str, torch.Tensor] = {}
+    for number in (1, 2):
+        memory = built.local_update(make_client(round=number, memory=memory), down).memory
+        assert int(memory["aux._extra_state"]) == 2 * number  # 8 samples in batches of 4
 
 
 def test_what_does_not_fit_is_refused(make_method, make_client, task):
