@@ -47,7 +47,7 @@ def look_ahead(
         value = _mean(judged[0](model.train()), judged[1])
         wanted = torch.autograd.grad(value, parameters, materialize_grads=True)
     change = torch.stack([(w * slope).sum() for w, slope in zip(wanted, slopes, strict=True)]).sum()
-    (gradient,) = torch.autograd.grad(-rate * change, tensor)
+    (gradient,) = torch.autograd.grad(-rate * change, tensor, materialize_grads=True)
     return gradient, value.detach()
 
 

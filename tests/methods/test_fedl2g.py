@@ -15,6 +15,7 @@ from pbfl_flwr.methods.fedl2g import Guidance
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.training.look_ahead import look_ahead, some_batches
 from tests.methods.conftest import TASK, same_weights
+from tests.methods.tiny_nets import Plain
 
 LABELS = (0, 1, 2, 0, 0, 1, 1, 0, 2)
 FORMS = {"features": 6, "logits": 4}
@@ -153,6 +154,23 @@ def test_takes_networks_that_cannot_be_copied(fedl2g, make_client):
     assert torch.equal(plain.values, other.values)
     assert plain.values.any()
     assert weighted.values.any()
+
+
+def test_what_no_weight_depends_on_has_the_gradient_zero():
+    """θ is the head alone, and v acts on the body, which is frozen."""
+    model: Any
+    model, v = Plain(TASK), torch.zeros(4, 6, requires_grad=True)
+    model.body.requires_grad_(False)
+    batch = [(torch.randn(3, 1, 16, 16), torch.arange(3))]
+
+    def ce(net, x, y):
+        return F.cross_entropy(net.head(net.features(x)), y)
+
+    learnt = (lambda net: lambda x, y: {"ce": ce(net, x, y), "mse": F.mse_loss(net.features(x), v[y])}), batch
+    judged = (lambda net: lambda x, y: {"ce": ce(net, x, y)}), batch
+    gradient, value = look_ahead(model, learnt, judged, 0.1, v)
+    assert torch.equal(gradient, torch.zeros(4, 6))
+    assert value > 0
 
 
 class Attending(nn.Module):
