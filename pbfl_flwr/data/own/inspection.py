@@ -14,7 +14,7 @@ from pbfl_flwr.data import DATASETS, kind_of, names_file, own_pool, read_names
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.own.pflib import clients_in
 from pbfl_flwr.data.partition.assign import make_partition
-from pbfl_flwr.errors import expanded
+from pbfl_flwr.errors import PbflError, expanded
 
 LARGE = 100.0  # absolute feature value to warn about; networks need inputs around 1
 BAR = 40
@@ -121,11 +121,18 @@ def inspect(settings: DataSettings, files: int | None = None) -> Inspection:
             and the result is the first one's.
 
     Raises:
-        PbflError: for whatever a device would refuse, with the same message.
+        PbflError: for whatever a device would refuse, with the same message; also if the inputs of two clients of a
+            folder have different shapes.
     """
     clients = clients_in(Path(settings.data_dir)) if settings.dataset == "pflib" and files is None else []
     if len(clients) > 1:
-        first, *_ = [inspect(settings, client) for client in clients]
+        first, *others = [inspect(settings, client) for client in clients]
+        for client, other in zip(clients[1:], others, strict=True):
+            if other.input_shape != first.input_shape:
+                raise PbflError(
+                    f"the files of client {client} have inputs of shape {other.input_shape}, those of client "
+                    f"{clients[0]} of {first.input_shape}; must be the same for all"
+                )
         note = f"the files of {len(clients)} clients can be read; these are client {clients[0]}'s: each device needs a"
         return replace(first, notes=(*first.notes, f"{note} data-client of its own"))
     pool = own_pool(settings, files)
@@ -239,7 +246,7 @@ def swapped_axes_warning(pool: Pool) -> str:
     channels, length = shape
 
     def change(readings: NDArray[Any], axis: int) -> float:
-        return float(np.square(np.diff(readings, axis=axis)).mean())
+        return float(np.square(np.diff(readings.astype(np.float64), axis=axis)).mean())
 
     other = {
         "x.transpose(0, 2, 1)": change(windows, 1),

@@ -24,7 +24,7 @@ from pbfl_flwr.data.labels import numbered_classes
 from pbfl_flwr.data.own.restricted_pickle import load_arrays
 from pbfl_flwr.data.sources.files import given_path
 from pbfl_flwr.data.validation import check_labels
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, abbreviate
 from pbfl_flwr.util.atomic_files import create_private, make_directory
 
 PARTS = ("train", "test")
@@ -96,13 +96,20 @@ def _pool(settings: DataSettings, root: Path, clients: Iterable[int], config: _C
                 raise PbflError(f"{path} has inputs of shape {x.shape[1:]}; the previous files have {shape}")
             labels.append(y)
         if shape is None:
-            raise PbflError(f"no file of {root} holds a sample")
+            raise PbflError(f"no sample in {abbreviate([*map(str, files)])}; must be one or more")
         sizes = [len(y) for y in labels]
         inputs = allocate((sum(sizes), *shape), np.float32)
         start = 0
         for path, size in zip(files, sizes, strict=True):
             if size:
-                inputs[start : start + size] = _read_part(path)[0]
+                with np.errstate(over="ignore"):
+                    inputs[start : start + size] = _read_part(path)[0]
+                finite = np.isfinite(inputs[start : start + size]).all(axis=tuple(range(1, inputs.ndim)))
+                if not finite.all():
+                    raise PbflError(
+                        f"{path}: x[{int(finite.argmin())}] holds NaN, infinity or a number beyond float32 (3.4e38); "
+                        "must be finite numbers"
+                    )
             start += size
         return Pool(
             inputs,

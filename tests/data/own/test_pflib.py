@@ -9,6 +9,7 @@ import torch
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import check_data, client_data, export_pfl_directory, load_pool
+from pbfl_flwr.data.own.inspection import inspect, settings_for
 from pbfl_flwr.errors import PbflError
 from tests.small_runs import pbfl
 
@@ -139,6 +140,7 @@ NO_NUMBERS: list[list[Any]] = [[[1], [1, 2]], ["a" * 9, "b"], [10**400, 1], [{},
 REFUSED = "test/1.npz is refused|train/1.npz is refused"
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -164,6 +166,13 @@ REFUSED = "test/1.npz is refused|train/1.npz is refused"
         (arrays(data=np.zeros(3)), "one pickled object is expected"),
         (arrays(data=np.array({"x": 1})), "must hold a dict with x and y"),
         (one_client(np.zeros((2, 5)), TWO), "the previous files have"),
+        *(
+            (
+                one_client(np.full((2, 1, 4, 4), odd), TWO),
+                r"train/1\.npz: x\[0\] holds NaN, infinity or a number bey",
+            )
+            for odd in (np.nan, np.inf, 1e39)
+        ),
         (one_client(np.array(["a", "b"]), TWO), "only numbers are allowed"),
         (one_client(IMAGES, np.array(["a", "b"])), "only numbers are allowed"),
         *((one_client(x, TWO), REFUSED) for x in NO_NUMBERS),
@@ -199,3 +208,31 @@ def test_check_data_reads_every_client_and_asks_for_one(directory):
     result = pbfl("check-data", directory)
     assert result.exit_code == 2
     assert str(directory / "test" / "1.npz") in result.output.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "refused"),
+    [
+        (
+            np.zeros((0, 1, 4, 4)),
+            TWO[:0],
+            r"no sample in .*train/1\.npz, .*test/1\.npz; must be one or more$",
+        ),
+        (
+            np.zeros((2, 1, 4, 5)),
+            TWO,
+            r"the files of client 1 have inputs of shape \(1, 4, 5\), those of client 0 of \(1, 4, 4\); must be the",
+        ),
+    ],
+)
+def test_check_data_names_the_client_whose_files_do_not_fit(directory, x, y, refused):
+    one_client(x, y)(directory)
+    with pytest.raises(PbflError, match=refused):
+        inspect(settings_for(directory))
+
+
+@pytest.mark.filterwarnings("error")
+def test_check_data_takes_large_numbers_in_silence(tmp_path):
+    write_client(tmp_path, 0, *[(np.linspace(-1e30, 1e30, 160).reshape(2, 4, 20), np.array([0, 1]))] * 2)
+    (tmp_path / "config.json").write_text('{"num_clients": 1, "num_classes": 2}')
+    assert inspect(settings_for(tmp_path)).maximum == pytest.approx(1e30)
