@@ -32,6 +32,7 @@ from pbfl_flwr.serving.network import Served, rebuild
 from pbfl_flwr.serving.states import SavedModel
 from pbfl_flwr.util.atomic_files import create_private, make_directory, write_atomically
 from pbfl_flwr.util.extras import lacking
+from pbfl_flwr.util.user_code import explained
 
 CARD, WEIGHTS, PROTOTYPES, PROGRAM, ONNX = (
     "card.json",
@@ -52,13 +53,30 @@ def export(model: SavedModel, directory: Path, allowed_code: str = "") -> list[s
         allowed_code: see :func:`pbfl_flwr.serving.network.rebuild`.
 
     Raises:
-        PbflError: if the directory holds files, or the network cannot be rebuilt or exported.
+        PbflError: if the directory holds files, or the network cannot be rebuilt or exported; then nothing is left.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise PbflError(f"--out {directory} already holds files; must be a new directory")
     served = rebuild(model.card, model.weights, allowed_code, str(directory))
+    made = not directory.exists()
     with writing(directory):
         make_directory(directory)
+    try:
+        return _write(model, served, directory)
+    except BaseException:
+        for file in directory.iterdir():
+            file.unlink()
+        if made:
+            directory.rmdir()
+        raise
+
+
+def lacking_for_onnx() -> str:
+    """Return the line that says what to install to write ONNX; "" if it is written."""
+    return lacking("ONNX", "onnx", "onnxscript")
+
+
+def _write(model: SavedModel, served: Served, directory: Path) -> list[str]:
     write_atomically(directory / WEIGHTS, save(separate(model.weights)))
     if model.prototypes:
         write_atomically(directory / PROTOTYPES, save(separate(model.prototypes)))
@@ -71,33 +89,25 @@ def export(model: SavedModel, directory: Path, allowed_code: str = "") -> list[s
     return [CARD, *hashes]
 
 
-def lacking_for_onnx() -> str:
-    """Return the line that says what to install to write ONNX; "" if it is written."""
-    return lacking("ONNX", "onnx", "onnxscript")
-
-
 def _programs(served: Served, card: Card, directory: Path) -> None:
     example = torch.zeros(2, *card.input_shape, dtype=torch.int64 if card.vocabulary_size else torch.float32)
     batch = {"inputs": {0: torch.export.Dim("batch", min=1)}}
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that it lacks torchvision
-    with warnings.catch_warnings():  # from torch's own code
+    what = f"{card.architecture} cannot be exported as a torch.export program:"
+    with warnings.catch_warnings(), explained(what, card.architecture):  # from torch's own code
         warnings.simplefilter("ignore")
-        try:
-            program = torch.export.export(served, (example,), dynamic_shapes=batch)
+        program = torch.export.export(served, (example,), dynamic_shapes=batch)
+        with writing(directory):
             torch.export.save(program, create_private(directory / PROGRAM))
-            if not lacking_for_onnx():
-                onnx_program = torch.onnx.export(
-                    program,
-                    (),
-                    input_names=["inputs"],
-                    output_names=["logits", "features"],
-                    dynamic_shapes=batch,  # already in the program; sets the axis's name
-                    verbose=False,
-                )
-                assert onnx_program is not None
+        if not lacking_for_onnx():
+            onnx_program = torch.onnx.export(
+                program,
+                (),
+                input_names=["inputs"],
+                output_names=["logits", "features"],
+                dynamic_shapes=batch,  # already in the program; sets the axis's name
+                verbose=False,
+            )
+            assert onnx_program is not None
+            with writing(directory):
                 onnx_program.save(create_private(directory / ONNX))
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise PbflError(
-                f"{card.architecture} cannot be exported as a torch.export program: {reason}"
-            ) from error

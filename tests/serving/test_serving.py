@@ -502,6 +502,30 @@ def test_a_network_in_the_users_code_must_be_allowed(tmp_path: Path, monkeypatch
     torch.testing.assert_close(model.probabilities(x).float(), expected)
 
 
+def test_of_a_network_that_is_no_program_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scripted_nets.py").write_text(
+        CODE.replace(
+            "self.body = torch.nn.Linear(task.input_shape[0], task.feature_dim)",
+            "self.body = torch.jit.script(torch.nn.Linear(task.input_shape[0], task.feature_dim))",
+        )
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "scripted_nets:build"
+    card = card_of(name)
+    kept = SavedModel(card, build_model(own_code(name, [name]), card.task, 1).state_dict(), {})
+    (tmp_path / "empty").mkdir()
+    for place in ("new", "empty"):
+        with pytest.raises(
+            PbflError, match=f"^{name} cannot be exported as a torch.export program: "
+        ) as error:
+            export(kept, tmp_path / place, name)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "new").exists()
+    assert [*(tmp_path / "empty").iterdir()] == []
+
+
 def test_a_head_on_unit_features() -> None:
     """FedNH's predictor, written out, and the served network give the same logits."""
     assert build_method(parse({"method": "fednh", "models": "mlp5"})).unit_features
