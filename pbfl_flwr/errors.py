@@ -90,17 +90,27 @@ def format_exception(error: BaseException, *, text: bool = True) -> str:
         text: whether to include its text, which may quote data.
     """
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    message = type(error).__name__ + f": {' '.join(printable(str(error)).split())}" * text
+    message = type(error).__name__ + f": {' '.join(printable(text_of(error)).split())}" * text
     advice = f"; {OUT_OF_MEMORY_HINT}" if is_out_of_memory(error) else ""
-    if isinstance(error, MemoryError) or any(each in str(error) for each in NO_MEMORY):
+    if isinstance(error, MemoryError) or any(each in text_of(error) for each in NO_MEMORY):
         advice = "; this machine has too little memory, or this process a limit on memory or threads"
     return f"{message[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno}){advice}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an unexpected error, which that of a user's code may be unable to give."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"its text raises {type(another).__name__}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that a GPU ran out of memory: torch's own error, or that of a CUDA library."""
     messages = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED", "_DEVICE_ALLOCATION_FAILED")
-    return type(error).__name__ == "OutOfMemoryError" or any(message in str(error) for message in messages)
+    return type(error).__name__ == "OutOfMemoryError" or any(
+        message in text_of(error) for message in messages
+    )
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ import traceback
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, text_of
 from pbfl_flwr.models.contract import SplitModel, random_inputs
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import explained
@@ -48,7 +48,7 @@ def dry_forward(name: str, model: SplitModel, task: Task, batch: int = 2) -> Non
                         layer_name, layer, layer_input = call
                         where = f"layer {layer_name}, {type(layer).__name__}({layer.extra_repr()}),"
                         refused = _shape(layer_input)
-                    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                    reason = (text_of(error).strip() or type(error).__name__).splitlines()[0]
                     raise PbflError(
                         f"model '{name}', {where} does not accept input of shape {refused} ({reason})"
                     ) from error

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from pbfl_flwr.errors import LONGEST, PbflError, pass_on_exit, printable
+from pbfl_flwr.errors import LONGEST, PbflError, pass_on_exit, printable, text_of
 from pbfl_flwr.util.source_hash import remember_source
 
 T = TypeVar("T")
@@ -83,8 +83,8 @@ def import_named(key: str, spec: str) -> object:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise PbflError(
-            f"{key} = '{spec}': cannot import '{module_name}' ({error}); is it installed, or is its directory in "
-            "PYTHONPATH?"
+            f"{key} = '{spec}': cannot import '{module_name}' ({text_of(error)}); is it installed, or is its directory "
+            "in PYTHONPATH?"
         ) from error
     except (Exception, SystemExit) as error:  # user code may raise anything
         pass_on_exit(error)
@@ -234,5 +234,5 @@ def describe_user_error(error: BaseException, spec: str, otherwise: str = "") ->
     for frame, line in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).partition(".")[0] == package:
             where = f" ({Path(frame.f_code.co_filename).name}:{line})"
-    message = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
+    message = f"{type(error).__name__}: {' '.join(printable(text_of(error)).split())}"
     return message[:LONGEST].removesuffix(": ") + where

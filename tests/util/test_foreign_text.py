@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pbfl_flwr.errors import format_exception, printable
 from pbfl_flwr.sinks import steps
 from pbfl_flwr.util.csv_text import csv_text
+from pbfl_flwr.util.user_code import describe_user_error
 from tests.small_runs import entry, rounds_of
 
 ANYTHING = st.text(st.characters(), max_size=60)  # with surrogates
@@ -41,6 +42,19 @@ def test_foreign_text_is_one_harmless_line(text: str, shown: str) -> None:
 
 def test_text_of_several_lines_keeps_them() -> None:
     assert printable("a\n\tb\r\u202ec\u2028d", lines=True) == "a\n\tbc\nd"
+
+
+def test_an_error_without_a_text_is_told_all_the_same() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise KeyError
+
+    with pytest.raises(Silent) as raised:
+        raise Silent
+    assert format_exception(raised.value).startswith(
+        "Silent: its text raises KeyError (test_foreign_text.py:"
+    )
+    assert describe_user_error(raised.value, "my.module:f") == "Silent: its text raises KeyError"
 
 
 @given(ANYTHING, st.booleans())
