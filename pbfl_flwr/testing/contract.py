@@ -108,11 +108,13 @@ class Played:
         strategy: a :class:`Recorder` that has run.
         scored: client, predictor and scores (B, K) of every batch.
         broadcasts: each with a copy of its tensors when it came.
+        data: of the clients, likewise.
     """
 
     strategy: MethodStrategy
     scored: list[tuple[int, str, Tensor]] = field(default_factory=list)
     broadcasts: list[tuple[Payload, dict[str, Tensor]]] = field(default_factory=list)
+    data: list[tuple[ClientData, dict[str, Tensor]]] = field(default_factory=list)
 
     @property
     def method(self) -> Method[Any, Any, Any]:
@@ -127,7 +129,7 @@ class Played:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within the context keep what clients are sent and how they score."""
+        """Within the context keep what clients are sent, what data they have, and how they score."""
 
         def watching(one: Client, predictors: Mapping[str, Predictor], predicts: tuple[str, ...]) -> Scores:
             def watched(name: str, predictor: Predictor) -> Predictor:
@@ -146,8 +148,17 @@ class Played:
             self.broadcasts.append((down, copies(down)))
             return down
 
-        broadcast = Worker.broadcast
-        with patch.object(client_module, "evaluate", watching), patch.object(Worker, "broadcast", decoded):
+        def opened(*arguments: Any) -> ClientData:
+            data = on(*arguments)
+            self.data.append((data, copies(data)))
+            return data
+
+        broadcast, on = Worker.broadcast, ClientData.on
+        with (
+            patch.object(client_module, "evaluate", watching),
+            patch.object(Worker, "broadcast", decoded),
+            patch.object(ClientData, "on", opened),
+        ):
             yield
 
 
@@ -213,6 +224,15 @@ def clients_do_not_change_the_broadcast_that_they_share(seen: Played, directory:
     assert len(seen.broadcasts) >= 2 * NUM_CLIENTS
     for down, before in seen.broadcasts:
         assert same_tensors(copies(down), before)
+
+
+def clients_do_not_change_their_data(seen: Played, directory: Path) -> None:
+    """A process may read them once for all rounds, or for every message."""
+    for data, before in seen.data:
+        for name, tensor in copies(data).items():
+            assert torch.equal(tensor, before[name]), (
+                f"client.data{name} is changed; only client.model may be"
+            )
 
 
 def scores_are_finite_and_of_shape_b_by_k(seen: Played, directory: Path) -> None:
@@ -369,6 +389,7 @@ def _mutated(tensors: Mapping[str, Tensor], rng: random.Random) -> dict[str, Ten
 CHECKS: tuple[Callable[[Played, Path], None], ...] = (
     every_client_takes_part_in_every_round,
     clients_do_not_change_the_broadcast_that_they_share,
+    clients_do_not_change_their_data,
     scores_are_finite_and_of_shape_b_by_k,
     payloads_cross_the_wire,
     aggregate_leaves_its_input_alone,

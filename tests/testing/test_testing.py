@@ -33,6 +33,14 @@ class ChangesBroadcast(FedDistill):
         return super().local_update(client, down)
 
 
+class ChangesData(FedDistill):
+    """A client gives some samples another class."""
+
+    def local_update(self, client: Client, down: Logits) -> Update[Logits]:
+        client.data.train.labels[:1] = 0
+        return super().local_update(client, down)
+
+
 class ChangesUploads(FedDistill):
     """The server scales what it was sent."""
 
@@ -56,7 +64,9 @@ def _built(method: type[FedDistill]) -> Callable[[Settings], FedDistill]:
     return lambda settings: method(form="ce-soft")
 
 
-changes_broadcast, changes_uploads, draws = map(_built, (ChangesBroadcast, ChangesUploads, Draws))
+changes_broadcast, changes_data, changes_uploads, draws = map(
+    _built, (ChangesBroadcast, ChangesData, ChangesUploads, Draws)
+)
 
 
 def of_an_app(settings: Settings) -> FedDistill:
@@ -64,9 +74,17 @@ def of_an_app(settings: Settings) -> FedDistill:
     return FedDistill(form="ce-soft", weight=float(settings.app["my_share"]))
 
 
-@pytest.mark.parametrize("name", ["changes_broadcast", "changes_uploads", "draws"])
-def test_a_method_that_does_what_it_may_not_is_found(name: str) -> None:
-    with pytest.raises(AssertionError):
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("changes_broadcast", None),
+        ("changes_data", "^client.data.train.labels is changed; only client.model may be"),
+        ("changes_uploads", None),
+        ("draws", None),
+    ],
+)
+def test_a_method_that_does_what_it_may_not_is_found(name: str, says: str | None) -> None:
+    with pytest.raises(AssertionError, match=says):
         check_method(f"{__name__}:{name}")
 
 
