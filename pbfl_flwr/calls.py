@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Predictor, Update
-from pbfl_flwr.payloads import Payload, Serializable
+from pbfl_flwr.payloads import Payload, Serializable, is_storable
 from pbfl_flwr.payloads.metrics import check_metrics
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import named, returned, wrong_result
@@ -56,7 +56,7 @@ def local_update(method: AnyMethod, client: Client, down: Payload) -> Update[Any
 
     Raises:
         PbflError: if it is no Update, its payload is not of the method's type ``up``, its memory holds anything else
-            than tensors, or its metrics cannot be sent.
+            than tensors by name, or one that safetensors does not have, or its metrics cannot be sent.
     """
     function = method.local_update
     update: Update[Any] = returned(function, function(client, down), Update)
@@ -64,8 +64,17 @@ def local_update(method: AnyMethod, client: Client, down: Payload) -> Update[Any
     if not isinstance(update.payload, method.up):
         one = f"one with a {method.up.__name__}"
         raise wrong_result(function, update.payload, one, "an Update with the payload ")
-    if not (isinstance(memory, Mapping) and all(isinstance(kept, Tensor) for kept in memory.values())):
+    if not (
+        isinstance(memory, Mapping)
+        and all(isinstance(name, str) and isinstance(kept, Tensor) for name, kept in memory.items())
+    ):
         raise wrong_result(function, memory, "one with tensors by name", "an Update with the memory ")
+    for name, kept in memory.items():
+        if not is_storable(kept):
+            raise PbflError(
+                f"{named(function)} returned an Update whose memory '{name}' is {kept.layout} of {kept.dtype}, which "
+                "safetensors does not store from round to round; must be dense, of another type"
+            )
     if not isinstance(update.metrics, Mapping):
         raise wrong_result(
             function, update.metrics, "one with numbers by name", "an Update with the metrics "
@@ -98,7 +107,10 @@ def report(method: AnyMethod, state: object) -> Mapping[str, float]:
         PbflError: if they are no numbers by name.
     """
     metrics = method.report(state)
-    if not (isinstance(metrics, Mapping) and all(isinstance(value, Real) for value in metrics.values())):
+    if not (
+        isinstance(metrics, Mapping)
+        and all(isinstance(name, str) and isinstance(value, Real) for name, value in metrics.items())
+    ):
         raise wrong_result(method.report, metrics, "numbers by name")
     return metrics
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import Task
 
 MAX_MAGNITUDE = 1e8  # count-scaled features are far smaller
@@ -112,7 +114,7 @@ def root_mean_square(tensor: Tensor) -> float:
 def joined(**parts: Serializable) -> dict[str, Tensor]:
     """Return the tensors of several parts in one mapping, each under ``<name>.``."""
     return {
-        f"{name}.{key}": tensor for name, part in parts.items() for key, tensor in part.to_tensors().items()
+        key: tensor for name, part in parts.items() for key, tensor in under(name, part.to_tensors()).items()
     }
 
 
@@ -122,8 +124,37 @@ def part_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under ``<prefix>.<name>``, of which :func:`part_of` gives them back.
+
+    Raises:
+        PbflError: if a name is no text, as which it would come back.
+    """
+    _check_names(tensors)
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _check_names(tensors: Mapping[str, Tensor]) -> None:
+    if odd := [name for name in tensors if not isinstance(name, str)]:
+        raise PbflError(f"{odd[0]!r} is the name of a tensor; must be a text")
+
+
+def is_storable(tensor: Tensor) -> bool:
+    """Return whether safetensors has tensors of this layout and dtype."""
+    try:
+        save({"": torch.empty(0, dtype=tensor.dtype)})
+    except (KeyError, RuntimeError, ValueError):
+        return False
+    return tensor.layout is torch.strided
+
+
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors on the CPU, copied if they share memory: safetensors files cannot hold views."""
+    """Return contiguous tensors on the CPU, copied if they share memory: safetensors files cannot hold views.
+
+    Raises:
+        PbflError: if a name is no text.
+    """
+    _check_names(tensors)
     copies: dict[str, Tensor] = {}
     addresses: set[int] = set()
     for name, tensor in tensors.items():

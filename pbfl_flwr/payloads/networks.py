@@ -20,6 +20,7 @@ from pbfl_flwr.payloads.contract import (
     num_examples_of,
     part_of,
     root_mean_square,
+    under,
     whole_numbers,
 )
 from pbfl_flwr.task import Task
@@ -39,8 +40,8 @@ class Weights:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the tensors under ``w.<name>`` and n_i."""
-        tensors = {f"w.{name}": tensor.detach().contiguous() for name, tensor in self.tensors.items()}
-        return {**tensors, "n": torch.tensor([self.num_examples])}
+        tensors = {name: tensor.detach().contiguous() for name, tensor in self.tensors.items()}
+        return {**under("w", tensors), "n": torch.tensor([self.num_examples])}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Weights:
@@ -154,7 +155,7 @@ class LowRank:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return ``d.<name>``, or ``u.``, ``s.`` and ``v.<name>``, and base, version and n_i as ``about``."""
-        tensors = {f"d.{name}": tensor.detach().contiguous() for name, tensor in self.dense.items()}
+        tensors = under("d", {name: tensor.detach().contiguous() for name, tensor in self.dense.items()})
         for name, factors in self.factors.items():
             tensors[f"u.{name}"] = factors.u.contiguous()
             tensors[f"s.{name}"] = factors.sigma.contiguous()

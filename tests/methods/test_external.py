@@ -15,7 +15,7 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.method import Round, head_scores
+from pbfl_flwr.method import Method, Round, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
 from pbfl_flwr.payloads.metrics import Part
@@ -209,6 +209,18 @@ def test_a_function_that_returns_nothing_is_named_with_its_place(tmp_path, monke
         ({"payload": 3}, "with the payload 3; must "),
         ({"memory": None}, "with the memory None; must return one with tensors by name$"),
         ({"memory": {"kept": 3}}, "with the memory {'kept': 3}; "),
+        (
+            {"memory": {3: torch.ones(1)}},
+            r"with the memory {3: tensor.*}; must return one with tensors by name$",
+        ),
+        (
+            {"memory": {"a": torch.eye(2).to_sparse()}},
+            "whose memory 'a' is torch.sparse_coo of torch.float32, which",
+        ),
+        (
+            {"memory": {"a": torch.ones(1, dtype=torch.complex128)}},
+            "whose memory 'a' is torch.strided of torch.compl",
+        ),
         ({"metrics": None}, "with the metrics None; must return one with numbers by name$"),
         ({"metrics": {"x": torch.ones(1)}}, "whose metric 'x' is of type Tensor; must be a number$"),
         ({"metrics": {"n": 0.5}}, "whose metric 'n' must have another name than n, c, t, v, k, g, a$"),
@@ -221,6 +233,14 @@ def test_an_update_of_other_parts_is_refused(make_client, monkeypatch, change, s
     down = method.broadcast(method.init(TASK, 0), 0)
     with pytest.raises(PbflError, match=rf"<lambda> \(test_external.py:\d+\) returned an Update {says}"):
         calls.local_update(method, make_client(), down)
+
+
+def test_metrics_of_the_server_have_texts_for_names():
+    with (
+        patch.object(Method, "report", lambda self, state: {3: 0.5}),
+        pytest.raises(PbflError, match=r"returned {3: 0.5}; must return numbers by name"),
+    ):
+        calls.report(feddyn(), None)
 
 
 def test_losses_and_regularisers_that_return_nothing_are_named(make_client):

@@ -1,6 +1,7 @@
 """What travels: round trips for every table, and nothing but RejectedPayload for everything else."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods.gfpl.payload import Mixtures
 from pbfl_flwr.payloads import (
     MAX_COUNT,
@@ -217,3 +219,14 @@ def test_sizes_of_what_is_sent_in_parts_are_those_of_the_whole() -> None:
     size = float((u[:, :2] @ torch.diag(sigma[:2]) @ v[:2]).square().mean().sqrt())
     assert sizes.tensors == pytest.approx({"b": 2.0, "w": size})
     assert sizes.samples == 4
+
+
+def test_names_of_tensors_are_texts_as_which_they_come_back() -> None:
+    tensors: Any = {3: torch.ones(1)}
+    for stored in (
+        lambda: Weights(tensors).to_tensors(),
+        lambda: LowRank(tensors).to_tensors(),
+        lambda: separate(tensors),
+    ):
+        with pytest.raises(PbflError, match=r"^3 is the name of a tensor; must be a text$"):
+            stored()
