@@ -76,11 +76,22 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one storage have an element in common, or elements of different sizes."""
     if one.element_size() != other.element_size():
         return True
+    (first, last), (other_first, other_last) = _extent(one), _extent(other)
+    if last < other_first or other_last < first:  # as cuDNN lays out the weights of a recurrent network
+        return False
     places = torch.arange(one.untyped_storage().nbytes() // one.element_size())
     of_one, of_other = (
         places.as_strided(each.shape, each.stride(), each.storage_offset()).flatten() for each in (one, other)
     )
     return bool(torch.isin(of_one, of_other).any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the places of a tensor's first and last element in its storage."""
+    first = int(tensor.storage_offset())
+    return first, first + sum(
+        (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 class _Inspector(Pickler):
