@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from io import BytesIO
@@ -24,7 +24,7 @@ def is_copyable(model: nn.Module) -> bool:
 
     Not if it holds functions that have no name in their module (lambdas, functions within functions, methods of classes
     within functions): a deep copy shares them, and what they refer to is the original's. Nor if a tensor has hooks or
-    attributes, which copies lose, or lies in the memory of another one, of which the copy of a parameter is apart.
+    attributes, which copies lose, or a parameter shares memory with another tensor, of which its copy is apart.
     """
     inspector = _Inspector(BytesIO())
     try:
@@ -63,27 +63,34 @@ def _tied_names(model: nn.Module) -> set[tuple[str, str]]:
 
 
 def _overlapping(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield all pairs of different tensors that have an element of memory in common."""
+    """Yield all pairs of a parameter and another tensor that have an element of memory in common.
+
+    Buffers that are views of one another, such as a mask that several layers have, may be apart.
+    """
     sharing = defaultdict[tuple[torch.device, int], list[Tensor]](list)
     for tensor in tensors:
-        if tensor.layout is torch.strided and tensor.numel() and tensor.device.type != "meta":
-            sharing[tensor.device, tensor.untyped_storage().data_ptr()].append(tensor)
+        with suppress(
+            RuntimeError, NotImplementedError
+        ):  # of sparse, fake and wrapped tensors, without an address
+            if address := tensor.untyped_storage().data_ptr():  # 0: on the meta device, or empty
+                sharing[tensor.device, address].append(tensor)
     for together in sharing.values():
-        yield from (pair for pair in combinations(together, 2) if _overlap(*pair))
+        for pair in combinations(together, 2):
+            if any(isinstance(tensor, nn.Parameter) for tensor in pair) and _overlap(*pair):
+                yield pair
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one storage have an element in common, or elements of different sizes."""
+    """Return whether two tensors of one storage have an element in common; true for elements of different sizes."""
     if one.element_size() != other.element_size():
         return True
     (first, last), (other_first, other_last) = _extent(one), _extent(other)
     if last < other_first or other_last < first:  # as cuDNN lays out the weights of a recurrent network
         return False
-    places = torch.arange(one.untyped_storage().nbytes() // one.element_size())
-    of_one, of_other = (
-        places.as_strided(each.shape, each.stride(), each.storage_offset()).flatten() for each in (one, other)
-    )
-    return bool(torch.isin(of_one, of_other).any())
+    met = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
+    of_one, of_other = (met.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (one, other))
+    of_one.fill_(True)
+    return bool(of_other.any())
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -84,6 +84,13 @@ def with_a_view_in_an_attribute() -> nn.Module:
     return net
 
 
+def with_a_shared_mask() -> nn.Module:
+    net, mask = Plain(TASK), torch.ones(4, 4).tril()
+    for part in (net.body, net.head):
+        part.register_buffer("mask", mask.view(1, 4, 4))
+    return net
+
+
 def with_halves_of_one_tensor() -> nn.Module:
     net, whole = Plain(TASK), torch.randn(4, 6)
     net.halves = nn.ParameterList([whole[:, :3], whole[:, 3:]])
@@ -97,6 +104,7 @@ def with_halves_of_one_tensor() -> nn.Module:
         (Tied(TASK), False),
         (with_a_view_in_an_attribute(), False),
         (with_halves_of_one_tensor(), True),
+        (with_a_shared_mask(), True),
         (Twice(TASK), True),
         (with_features(lambda net: MethodType(through_the_body, net)), True),
         (with_features(lambda net: partial(through_the_body, net)), True),
@@ -164,3 +172,5 @@ def test_what_would_lose_a_tie_by_a_view_is_refused() -> None:
         net.body.double()
     with ties_kept("twice", twice := Twice(TASK)):
         twice.double()
+    with ties_kept("masks", masks := with_a_shared_mask()):
+        masks.double()
