@@ -248,6 +248,8 @@ class Membership:
                             f"client-id {client.label} is used by two nodes, {old.node} and {client.node}"
                         )
                     check_unchanged(client, old)
+                    if client.key == old.key:  # also if Flower has forgotten its name
+                        client = client.with_key(old.key, client.registered or old.registered)
                     if old.node != NO_NODE:
                         client = client.counting(
                             old

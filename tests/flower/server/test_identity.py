@@ -101,6 +101,15 @@ def test_resumed_run_knows_its_clients_by_their_keys(tmp_path: Path) -> None:
         there(needs_all, lambda done: (0, 2, 3)).run()
 
 
+def test_name_of_a_key_that_flower_has_forgotten_stays_its_own(tmp_path: Path) -> None:
+    there(attacked(tmp_path, num_server_rounds=1), lambda done: range(3)).run()
+    forgotten = attacked(tmp_path, registered=False, num_server_rounds=2, resume=True)
+    second = there(forgotten, lambda done: range(3)).run().directory.record().clients[1]
+    assert second.registered == "site-2"
+    fed = there(attacked(tmp_path, num_server_rounds=3, resume=True), lambda done: (0, 2, 3)).run()
+    assert "client-id site-2 belongs to another key" in refused(fed)[2][0]
+
+
 def test_client_without_a_registered_name_may_come_back_with_another_key(tmp_path: Path) -> None:
     """As a SuperNode without a key of its own does, but only once its old node is gone."""
     faults = {(1, 2): raises, (1, 4): silent}
