@@ -16,7 +16,7 @@ from pbfl_flwr.config import NEUTRAL
 from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.pairs import EVERY_AGAINST_ONE, Asked, paired_sheet
-from pbfl_flwr.experiments.results import RunGroup
+from pbfl_flwr.experiments.results import FinishedRun, RunGroup
 from pbfl_flwr.experiments.run_tables import accuracy_sheet, class_sheets, client_sheet
 from pbfl_flwr.experiments.show import settings_line, warning_lines
 from pbfl_flwr.experiments.summary import (
@@ -34,7 +34,6 @@ from pbfl_flwr.experiments.summary import (
 )
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.runs.directory import RunDirectory
-from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.util.atomic_files import write_atomically
 from pbfl_flwr.util.extras import require
 
@@ -168,19 +167,20 @@ def configuration_sheet(groups: Sequence[RunGroup]) -> Sheet:
 
 def version_sheet(groups: Sequence[RunGroup]) -> Sheet:
     """Return the table of software versions of the runs, with those of later rounds of resumed runs."""
-    versions = [_versions(group.first.about) for group in groups]
+    versions = [_versions(group.first) for group in groups]
     names = dict.fromkeys(name for installed in versions for name in installed)
     rows = tuple((name, *(installed.get(name, "-") for installed in versions)) for name in names)
     return Sheet("Versions", ("", *(group.label for group in groups)), rows, (), 1 + len(groups))
 
 
-def _versions(about: RunRecord) -> dict[str, str]:
-    texts, before = dict(about.versions), about.versions
-    for change in about.changes:
-        for name, version in change.versions.items():
-            if version != before.get(name):
-                texts[name] = f"{texts.get(name, '-')}; from round {change.from_round} on {version}"
-        before = change.versions
+def _versions(run: FinishedRun) -> dict[str, str]:
+    texts, before = dict(run.about.versions), run.about.versions
+    for change in run.about.changes:
+        if change.from_round <= run.rounds[-1].round:
+            for name, version in change.versions.items():
+                if version != before.get(name):
+                    texts[name] = f"{texts.get(name, '-')}; from round {change.from_round} on {version}"
+            before = change.versions or before
     return texts
 
 

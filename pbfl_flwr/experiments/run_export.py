@@ -46,7 +46,7 @@ def as_json(run_dir: Path) -> str:
         "run": str(run_dir),
         "result-hash": run.result() or None,
         "settings": about.model_dump(
-            mode="json", include={"configuration", "primary_predictor", "moment", "versions"}
+            mode="json", include={"configuration", "primary_predictor", "moment", "versions", "changes"}
         ),
         "rounds": {"done": len(rounds), "wanted": about.last_round},
         "ended-with": run.error() or None,

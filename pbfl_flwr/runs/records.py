@@ -7,6 +7,7 @@ module imports neither torch nor Flower, so that commands that only read a run s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -252,7 +253,7 @@ class ClientsRecord(Record):
 
 
 class ClientRecord(Record):
-    """A client's properties, from its reply in the handshake.
+    """A client's properties, from its reply in the last handshake.
 
     Attributes:
         client, node: its number 0..M-1, and the id of the node that it runs on (a string in JSON, for its size).
@@ -381,16 +382,19 @@ class RunRecord(Record):
     @property
     def latest(self) -> Change:
         """What the last rounds were made with, and since which round."""
+        return self.before(math.inf)
+
+    def before(self, number: float) -> Change:
+        """Return what the rounds before a round were made with, and since which one; for round 1, the first."""
         first = Change(from_round=1, method=self.method, code=self.code, versions=self.versions)
-        return [first, *self.changes][-1]
+        return [first, *(change for change in self.changes if change.from_round < number)][-1]
 
     def continued(self, now: Change) -> dict[str, Any]:
         """Return the fields that change if the rounds from ``now.from_round`` on are made so."""
         if now.from_round == 1:
             return {"method": now.method, "code": now.code, "versions": now.versions, "changes": []}
         changes = [change for change in self.changes if change.from_round < now.from_round]
-        before = self.model_copy(update={"changes": changes}).latest
-        same = before.model_copy(update={"from_round": now.from_round}) == now
+        same = self.before(now.from_round).model_copy(update={"from_round": now.from_round}) == now
         return {"changes": changes if same else [*changes, now]}
 
     @property

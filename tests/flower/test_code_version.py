@@ -14,6 +14,7 @@ from pbfl_flwr.experiments.report import version_sheet
 from pbfl_flwr.flower.client import handshake as client_handshake
 from pbfl_flwr.flower.code_version import NOT_SENT, code_version
 from pbfl_flwr.flower.server import recorder
+from pbfl_flwr.runs.directory import RunDirectory
 from tests.flower.inprocess import federation
 from tests.flower.sites import run, sites
 
@@ -65,16 +66,29 @@ def test_a_resumed_run_says_what_its_later_rounds_were_made_with(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     federation(tmp_path, on_disk=True, num_server_rounds=1).run()
-    newer = [patch.object(module, "code_version", lambda: "new") for module in (recorder, client_handshake)]
-    with newer[0], newer[1]:
-        run = federation(tmp_path, on_disk=True, num_server_rounds=2, resume=True).run().directory
+
+    def resumed(version: str, rounds: int) -> RunDirectory:
+        fed = federation(tmp_path, on_disk=True, num_server_rounds=rounds, resume=True)
+        with (
+            patch.object(recorder, "code_version", lambda: version),
+            patch.object(client_handshake, "code_version", lambda: version),
+        ):
+            return fed.run().directory
+
+    run = resumed("new", 2)
     record = run.record()
     (change,) = record.changes
     assert (change.from_round, change.versions) == (2, {**record.versions, "pbfl-flwr": "new"})
     assert f"from round 2 on with pbfl-flwr new, before {code_version()}; run.json says so" in caplog.messages
     assert {client.code_version for client in record.clients} == {"new"}
+    # One that made no round is not shown, nor taken for what was before.
+    resumed("unused", 2)
     shown = {row[0]: row[1] for row in version_sheet(results.load([run.path])).rows}
-    assert shown["pbfl-flwr"] == f"{code_version()}; from round 2 on new"
+    assert shown == {**record.versions, "pbfl-flwr": f"{code_version()}; from round 2 on new"}
+    caplog.clear()
+    resumed("new", 3)
+    assert not [line for line in caplog.messages if "with pbfl-flwr new" in line]
+    assert run.record().changes == [change]
 
 
 def test_refusing_device_mentions_its_code_version(tmp_path: Path) -> None:

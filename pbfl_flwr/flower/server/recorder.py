@@ -141,8 +141,8 @@ class RunRecorder(Recorder):
         if self._sinks is not None:
             self._record_settings()
 
-    def _record_settings(self) -> None:
-        """Record the settings with which a run goes on."""
+    def _record_settings(self, **others: Any) -> None:
+        """Record the settings with which a run goes on, and other fields of run.json."""
         self.directory.remove(RESULT)
         now = Change(
             from_round=len(self.directory.round_records()) + 1,
@@ -151,15 +151,15 @@ class RunRecorder(Recorder):
             versions=_versions(),
         )
         record = self.directory.record()
-        if others := [
+        before = record.before(now.from_round).versions
+        if changed := [
             f"{name} {now.versions.get(name, 'not installed')}, before {then}"
-            for name, then in record.latest.versions.items()
+            for name, then in before.items()
             if now.versions.get(name) != then
         ]:
-            log(WARNING, "from round %s on with %s; run.json says so", now.from_round, "; ".join(others))
-        self.directory.update(
-            configuration=self._settings.as_dict(), ended_after=None, **record.continued(now)
-        )
+            log(WARNING, "from round %s on with %s; run.json says so", now.from_round, "; ".join(changed))
+        configuration, continued = self._settings.as_dict(), record.continued(now)
+        self.directory.update(configuration=configuration, ended_after=None, **continued, **others)
 
     def _code(self) -> dict[str, str]:
         check_unedited(self._settings.code)
@@ -254,8 +254,7 @@ class RunRecorder(Recorder):
 
     def reopen(self, done: int, clients: Iterable[ClientRecord]) -> None:
         """Record with what a run is resumed after ``done`` rounds, and open it."""
-        self._record_settings()
-        self._record_clients(clients)
+        self._record_settings(clients=self._present(clients))
         self._open_sinks()
         if done:
             log(INFO, "resumed after round %s", done)
@@ -279,14 +278,14 @@ class RunRecorder(Recorder):
 
     def add_clients(self, everyone: Iterable[ClientRecord], joined: list[str]) -> None:
         """Write which clients have just joined: in run.json, since an unfinished round has no line."""
-        self._record_clients(everyone)
-        self.directory.update(joined=[*self.directory.record().joined, *joined])
+        joined = [*self.directory.record().joined, *joined]
+        self.directory.update(clients=self._present(everyone), joined=joined)
 
-    def _record_clients(self, clients: Iterable[ClientRecord]) -> None:
-        """Record the clients as they are now; those that have not reconnected as they were."""
+    def _present(self, clients: Iterable[ClientRecord]) -> list[ClientRecord]:
+        """Return the clients as they are now, in ascending order; those that have not reconnected as they were."""
         known = {client.client: client for client in self.directory.record().clients}
         present = {client.client: client for client in clients if client.node != NO_NODE}
-        self.directory.update(clients=[client for _, client in sorted((known | present).items())])
+        return [client for _, client in sorted((known | present).items())]
 
     def end_early(self, done: int) -> None:
         """Write that the run ends before its last configured round."""
