@@ -41,8 +41,11 @@ _GREEK = {
     ),
     "ΓΔΘΛΞΠΣΥΦΨΩ": "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega",
 }
-for _letters, _names in _GREEK.items():
-    _LATEX |= {letter: rf"$\{name}$" for letter, name in zip(_letters, _names.split(), strict=True)}
+_LATEX |= {
+    letter: rf"$\{name}$"
+    for letters, names in _GREEK.items()
+    for letter, name in zip(letters, names.split(), strict=True)
+}
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,8 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
     Raises:
         PbflError: naming the settings that it does not support.
     """
+    from pbfl_flwr.payloads import Nothing
+
     values, run = settings.as_dict(), settings.run
     defaults = parse({"method": run.method, "protocol": run.protocol}).as_dict()
     unused = [key for key in STAGES if key not in method.uses and values[key] != defaults[key]]
@@ -216,6 +218,8 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
             )
         )
     # A number above its default asks for protection; settings of noise do nothing without it.
+    if method.up is Nothing:  # which needs no protection
+        return
     others = [key for key in PROTECTIONS if key not in method.uses and values[key] != "auto"]
     if asked := [key for key in others if float(values[key]) > float(defaults[key])]:
         raise PbflError(

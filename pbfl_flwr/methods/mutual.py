@@ -7,7 +7,7 @@
     server   a <- mean of a_i
 
 The auxiliary network has the same architecture everywhere; clients' own networks may differ and never leave the client.
-What the auxiliary network keeps besides (BatchNorm's buffers) stays on the client, in its memory under ``aux.``.
+The rest of the auxiliary network's state_dict (BatchNorm's buffers) stays on the client, in its memory under ``aux.``.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def auxiliary_network(architecture: str, client: Client, parameters: Mapping[str
     if expected != {name: tensor.shape for name, tensor in parameters.items()}:
         raise PbflError(f"the received weights are not those of the auxiliary network '{architecture}'")
     load_parameters(network, parameters)
-    if buffers := part_of(client.memory, AUXILIARY):
-        network.load_state_dict(buffers, strict=False)
+    kept = part_of(client.memory, AUXILIARY)
+    network.load_state_dict({name: kept.get(name, new) for name, new in network.state_dict().items()})
     with ties_kept(architecture, network):
         return network.to(client.device)
 
 
 def buffers_of(network: nn.Module) -> dict[str, Tensor]:
-    """Return what the auxiliary network keeps besides its parameters, for the client's memory."""
+    """Return the auxiliary network's state_dict without its parameters, for the client's memory."""
     parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     kept = {name: tensor for name, tensor in network.state_dict().items() if name not in parameters}
     return {f"{AUXILIARY}.{name}": tensor.detach().clone() for name, tensor in kept.items()}

@@ -113,9 +113,10 @@ def root_mean_square(tensor: Tensor) -> float:
 
 def joined(**parts: Serializable) -> dict[str, Tensor]:
     """Return the tensors of several parts in one mapping, each under ``<name>.``."""
-    return {
-        key: tensor for name, part in parts.items() for key, tensor in under(name, part.to_tensors()).items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        tensors |= under(name, part.to_tensors())
+    return tensors
 
 
 def part_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -53,7 +54,8 @@ def export(model: SavedModel, directory: Path, allowed_code: str = "") -> list[s
         allowed_code: see :func:`pbfl_flwr.serving.network.rebuild`.
 
     Raises:
-        PbflError: if the directory holds files, or the network cannot be rebuilt or exported; then nothing is left.
+        PbflError: if the directory holds files, or the network cannot be rebuilt or exported; then nothing of it is
+            left.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise PbflError(f"--out {directory} already holds files; must be a new directory")
@@ -64,10 +66,11 @@ def export(model: SavedModel, directory: Path, allowed_code: str = "") -> list[s
     try:
         return _write(model, served, directory)
     except BaseException:
-        for file in directory.iterdir():
-            file.unlink()
-        if made:
-            directory.rmdir()
+        with suppress(OSError):  # what others have put there meanwhile stays
+            for name in (CARD, WEIGHTS, PROTOTYPES, PROGRAM, ONNX):
+                (directory / name).unlink(missing_ok=True)
+            if made:
+                directory.rmdir()
         raise
 
 

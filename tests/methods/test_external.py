@@ -374,3 +374,7 @@ def test_what_does_not_fit_is_one_line(page, keys, says):
     with pytest.raises(PbflError, match=says) as error:
         check(RequestedKeys({"models": "cnn4", **keys}))
     assert "\n" not in str(error.value)
+
+
+def test_what_sends_nothing_needs_no_protection() -> None:
+    check(RequestedKeys({"method": "local", "protocol": "htfl", "min-class-count": 2}))
