@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Predictor, Update
-from pbfl_flwr.payloads import Payload, Serializable, is_storable
+from pbfl_flwr.payloads import Payload, Serializable, check_storable
 from pbfl_flwr.payloads.metrics import check_metrics
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import named, returned, wrong_result
@@ -70,11 +70,7 @@ def local_update(method: AnyMethod, client: Client, down: Payload) -> Update[Any
     ):
         raise wrong_result(function, memory, "one with tensors by name", "an Update with the memory ")
     for name, kept in memory.items():
-        if not is_storable(kept):
-            raise PbflError(
-                f"{named(function)} returned an Update whose memory '{name}' is {kept.layout} of {kept.dtype}, which "
-                "safetensors does not store from round to round; must be dense, of another type"
-            )
+        check_storable(f"{named(function)} returned an Update whose memory '{name}'", kept)
     if not isinstance(update.metrics, Mapping):
         raise wrong_result(
             function, update.metrics, "one with numbers by name", "an Update with the metrics "

@@ -218,9 +218,8 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
             )
         )
     # A number above its default asks for protection; settings of noise do nothing without it.
-    if method.up is Nothing:  # which needs no protection
-        return
-    others = [key for key in PROTECTIONS if key not in method.uses and values[key] != "auto"]
+    needless = {"min-class-count"} if method.up is Nothing else set()  # no class is sent, however small
+    others = [key for key in PROTECTIONS if key not in method.uses | needless and values[key] != "auto"]
     if asked := [key for key in others if float(values[key]) > float(defaults[key])]:
         raise PbflError(
             f"{', '.join(f'{key} = {values[key]!r}' for key in asked)}: method '{run.method}' sends "

@@ -23,7 +23,7 @@ from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.layers import deeper_head
 from pbfl_flwr.models.pretrained import load_pretrained
 from pbfl_flwr.models.registry import ARCHITECTURES, ModelName, architectures, base_and_sizes
-from pbfl_flwr.payloads import is_storable
+from pbfl_flwr.payloads import check_storable
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import call_user_function, explained, is_external
 
@@ -114,11 +114,7 @@ def _check_state(spec: str, model: nn.Module) -> None:
                     f"model '{spec}': '{name}' of its state_dict is of type {type(kept).__name__}; must be a tensor, "
                     "as all that lasts from round to round"
                 )
-            if not is_storable(kept):
-                raise PbflError(
-                    f"model '{spec}': '{name}' of its state_dict is {kept.layout} of {kept.dtype}, which safetensors "
-                    "does not store from round to round; must be dense, of another type"
-                )
+            check_storable(f"model '{spec}': '{name}' of its state_dict", kept)
             state[name] = kept.clone()
         model.load_state_dict(state)
 

@@ -1,4 +1,4 @@
-"""Networks apart from one another: whether a deep copy is one, and training that leaves no trace."""
+"""Networks apart from one another: whether a deep copy is one, ties that moves lose, training that leaves no trace."""
 
 from __future__ import annotations
 
@@ -69,10 +69,9 @@ def _overlapping(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """
     sharing = defaultdict[tuple[torch.device, int], list[Tensor]](list)
     for tensor in tensors:
-        with suppress(
-            RuntimeError, NotImplementedError
-        ):  # of sparse, fake and wrapped tensors, without an address
-            if address := tensor.untyped_storage().data_ptr():  # 0: on the meta device, or empty
+        # Sparse, fake and wrapped tensors have no address; it is 0 on the meta device and of empty ones.
+        with suppress(RuntimeError, NotImplementedError):
+            if address := tensor.untyped_storage().data_ptr():
                 sharing[tensor.device, address].append(tensor)
     for together in sharing.values():
         for pair in combinations(together, 2):

@@ -140,13 +140,26 @@ def _check_names(tensors: Mapping[str, Tensor]) -> None:
         raise PbflError(f"{odd[0]!r} is the name of a tensor; must be a text")
 
 
-def is_storable(tensor: Tensor) -> bool:
-    """Return whether safetensors has tensors of this layout and dtype."""
+def check_storable(what: str, tensor: Tensor) -> None:
+    """Check that a tensor can last from round to round, in a safetensors file.
+
+    Args:
+        what: the beginning of the message.
+        tensor: of any shape.
+
+    Raises:
+        PbflError: if safetensors does not have its layout or dtype.
+    """
+    storable = tensor.layout is torch.strided
     try:
         save({"": torch.empty(0, dtype=tensor.dtype)})
     except (KeyError, RuntimeError, ValueError):
-        return False
-    return tensor.layout is torch.strided
+        storable = False
+    if not storable:
+        raise PbflError(
+            f"{what} is {tensor.layout} of {tensor.dtype}, which safetensors does not store from round to round; must "
+            "be dense, of another type"
+        )
 
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

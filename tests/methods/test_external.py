@@ -376,5 +376,7 @@ def test_what_does_not_fit_is_one_line(page, keys, says):
     assert "\n" not in str(error.value)
 
 
-def test_what_sends_nothing_needs_no_protection() -> None:
+def test_what_sends_nothing_holds_back_every_class() -> None:
     check(RequestedKeys({"method": "local", "protocol": "htfl", "min-class-count": 2}))
+    with pytest.raises(PbflError, match=r"dp-noise = 1\.0: method 'local' sends Nothing, which"):
+        check(RequestedKeys({"method": "local", "dp-noise": 1.0}))
