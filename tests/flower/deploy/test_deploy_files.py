@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from string import Template
@@ -95,11 +96,13 @@ def test_compose_starts_both_sides_and_lets_the_server_end_a_run() -> None:
 
 def test_the_image_gets_all_that_the_package_is_made_of() -> None:
     text = (FILES / "Dockerfile").read_text()
-    copied = {word for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for word in line.split()[:-1]}
-    packages = re.findall(
-        r'^packages = \["(\w+)", "(\w+)", "(\w+)"\]', (ROOT / "pyproject.toml").read_text(), re.M
-    )
-    assert copied == {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", *packages[0]}
+    copied: dict[str, str] = {}
+    for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
+        *sources, target = line.split()
+        copied |= {name: target + name if target.endswith("/") else target for name in sources}
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    made_of = {"pyproject.toml", "README.md", "LICENSE", *wheel["packages"], *wheel["force-include"]}
+    assert copied == {name: f"/opt/pbfl-flwr/{name}" for name in {"constraints.txt", *made_of}}
     assert all((ROOT / name).exists() for name in copied)
 
 
