@@ -962,6 +962,17 @@ def test_a_deployment_in_a_directory_in_use_leaves_its_supernodes_alone(tmp_path
     assert nodes.read_text() == "of the run that uses it"
 
 
+@pytest.mark.parametrize("command", ["run", "deploy local"])
+def test_resuming_a_run_in_use_is_refused(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    run = write_run(path, [entry(1, 0.5, 0.5)], **{"run-dir": str(path), "num-server-rounds": 2})
+    if command == "deploy local":
+        nodes = local_federation.complete([], 2, run / "clients")
+        (run / "nodes.json").write_text(json.dumps({"nodes": nodes, "secure": False}))
+    with lock_of(run):
+        assert "is in use by another run" in refused(*command.split(), "--resume", run)
+
+
 @pytest.mark.parametrize(
     "words", ["compare all-methods-fashion-mnist", "reproduce fedcpd-table1", "sweep --set seed=0,1"]
 )

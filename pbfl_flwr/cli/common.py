@@ -177,12 +177,13 @@ INTERRUPTED_NOTE = "finished runs are kept; run the same command to continue"
 def running(interrupted: str = "") -> Iterator[None]:
     """Turn an error, Ctrl-C, SIGTERM or SIGHUP during runs into messages (``interrupted``) and an exit code."""
     from pbfl_flwr.experiments.execute.runner import interruptible
+    from pbfl_flwr.runs.directory import RunRefused
 
     try:
         with interruptible():  # also between runs and while tables are written
             yield
     except PbflError as error:
-        raise error_exit(error, FAILED) from None
+        raise error_exit(error, REFUSED if isinstance(error, RunRefused) else FAILED) from None
     except KeyboardInterrupt:
         if interrupted:
             say(screen(), interrupted)

@@ -217,6 +217,27 @@ def test_an_interrupt_ends_with_a_line_whenever_it_comes(
     assert met[-1] == ("stop" if "wait" in during else during[0])
 
 
+def test_a_run_whose_superlink_was_killed_is_failed_and_can_be_resumed(tmp_path: Path) -> None:
+    class Link(Deployment):
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def ended(self) -> bool:
+            return True
+
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
+    (run / "flower.log").write_text(
+        "round 1\n" + '2026 INFO [uvicorn.access] "POST /v1/runtime/x HTTP/1.1" 200\n' * 20
+    )
+    code = runner.follow_run(Link(run, []), lambda: "1", 3, console := terminal(), "pbfl --resume")
+    assert code == runner.FAILED
+    told = printed(console)
+    assert "the run failed: Flower's SuperLink ended during the run; the last lines of" in " ".join(told)
+    assert told[-2:] == ["round 1", "1 rounds are saved; resume with: pbfl --resume"]
+
+
 @pytest.mark.parametrize("library", ["flwr.supercore.exit", "ray._private.worker"])
 def test_the_exit_after_a_signal_is_no_error_of_the_method(library: str, tmp_path: Path) -> None:
     federation = partial(exec, "raise SystemExit(0)", {"__name__": library})

@@ -175,6 +175,9 @@ def follow_run(
                 say(console, "stopping")
                 link.stop(run_id)
                 raise
+            except PbflError as error:  # Flower itself has ended, and the run with it
+                follower.update()
+                return _failed(run_dir, str(error), console, resume_with)
             follower.update()
             run = RunDirectory(run_dir)
             present = {record.round for record in run.round_records()}

@@ -131,9 +131,10 @@ class ManagedSuperLink(ABC):
             self._flwr("stop", run_id, "--format", "json")
 
     def tail(self, lines: int = 15) -> str:
-        """Return the last lines of Flower's log."""
+        """Return the last lines of Flower's log, without those of HTTP requests."""
         text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
-        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+        said = [line for line in text.splitlines() if line.strip() and "[uvicorn.access]" not in line]
+        return "\n".join(said[-lines:])
 
     # Processes ----------------------------------------------------------------------------------------------
 
