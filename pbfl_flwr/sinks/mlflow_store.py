@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from pbfl_flwr.runs.records import RunRecord
@@ -40,8 +41,7 @@ class Mlflow:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (run_dir.absolute() / "mlruns").as_uri()  # only an absolute path has one
         self._client = MlflowClient(uri)
-        experiment = self._client.get_experiment_by_name(EXPERIMENT)
-        place = experiment.experiment_id if experiment else self._client.create_experiment(EXPERIMENT)
+        place = self._experiment()
         resumed = self._client.search_runs([place], f"tags.`{TAG}` = '{about.experiment}'")
         if resumed:
             self._run = resumed[0].info.run_id
@@ -51,6 +51,18 @@ class Mlflow:
         self._run = self._client.create_run(place, tags=tags, run_name=run_dir.name).info.run_id
         settings = [Param(key, str(value)) for key, value in about.configuration.items()]
         self._client.log_batch(self._run, params=settings)
+
+    def _experiment(self) -> str:
+        """Return the id of EXPERIMENT, created if it is missing; runs that start together may all create it."""
+        found = self._client.get_experiment_by_name(EXPERIMENT)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(EXPERIMENT))
+            except MlflowException:
+                found = self._client.get_experiment_by_name(EXPERIMENT)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Log a step."""

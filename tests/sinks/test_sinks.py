@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -215,22 +215,44 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.get_run(result.info.run_id).info.status == "KILLED"
 
 
-def test_mlflow_takes_a_relative_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a strategy's ``directory``; the library itself need not be there."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
+    """A stand-in for the library, which need not be there."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    library = MagicMock()
+    library = MagicMock(MlflowException=RuntimeError)
     monkeypatch.setattr(os, "environ", {**os.environ})
-    for name in ("mlflow", "mlflow.entities", "mlflow.tracking"):
+    for name in ("mlflow", "mlflow.entities", "mlflow.exceptions", "mlflow.tracking"):
         monkeypatch.setitem(sys.modules, name, library)
     monkeypatch.delitem(sys.modules, "pbfl_flwr.sinks.mlflow_store", raising=False)
     monkeypatch.setitem(sinks.SINKS, "mlflow", ("json", sinks.SINKS["mlflow"][1]))
+    yield library
+    del sys.modules["pbfl_flwr.sinks.mlflow_store"]
+
+
+@pytest.mark.parametrize("found", [MagicMock(experiment_id="7"), None])
+def test_mlflows_experiment_may_be_made_by_another_run_meanwhile(mlflow: MagicMock, found: Any) -> None:
+    client = mlflow.MlflowClient.return_value
+    client.get_experiment_by_name.side_effect = [None, found]
+    client.create_experiment.side_effect = RuntimeError("Experiment(name=pbfl-flwr) already exists")
+    opened = sinks.Sinks("mlflow", Path("mine"), MagicMock())
+    if found:
+        assert opened.left_out == []
+        assert client.search_runs.call_args.args[0] == ["7"]
+    else:
+        (line,) = opened.left_out
+        assert "already exists" in line
+
+
+def test_mlflow_takes_a_relative_run_directory(
+    mlflow: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a strategy's ``directory``."""
+    monkeypatch.chdir(tmp_path)
     sinks.Sinks("mlflow", Path("mine"), MagicMock())
-    library.MlflowClient.assert_called_once_with((tmp_path / "mine" / "mlruns").as_uri())
+    mlflow.MlflowClient.assert_called_once_with((tmp_path / "mine" / "mlruns").as_uri())
     attempts = 1 + int(os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
     assert attempts * int(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) < 30  # s, if the server is away
-    del sys.modules["pbfl_flwr.sinks.mlflow_store"]
 
 
 def test_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
