@@ -35,8 +35,12 @@ InputShape = Annotated[
     typer.Option("--input-shape", help="E.g. 3,64,64: images are resized to it, rows of a table reshaped."),
 ]
 Code = Annotated[
-    str,
-    typer.Option("--model", help="Code that may be imported for the model: my_package.module:function."),
+    list[str] | None,
+    typer.Option(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="Code that may be imported for the model; may be repeated.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -177,7 +181,7 @@ def export(
     client: Annotated[
         str, typer.Option("--client", metavar="ID", help="Number, name or natural id of the client.")
     ] = "",
-    model: Code = "",
+    models: Code = None,
     whole: Annotated[
         bool,
         typer.Option(
@@ -200,11 +204,11 @@ def export(
     if best and not whole:
         raise PbflError("--best: must be used with --global")
     if whole:
-        saved = averaged(expanded(path), best=best, allowed_code=model)
+        saved = averaged(expanded(path), best=best, allowed_code=frozenset(models or []))
     else:
         saved = states.read_state(states.state_file(expanded(path), client))
     with writing(out):
-        files = exporting.export(saved, expanded(out), model)
+        files = exporting.export(saved, expanded(out), frozenset(models or []))
     card, shape = saved.card, "x".join(map(str, saved.card.input_shape))
     who = f"client {card.natural_id or card.client}" if card.client else "the server"
     say(
@@ -239,13 +243,13 @@ def predict(
     form: Annotated[
         Literal["table", "csv", "json"], typer.Option("--format", help="Output format.")
     ] = "table",
-    model: Code = "",
+    models: Code = None,
 ) -> None:
     """Print class and probability of every image or row."""
     from pbfl_flwr.serving.exported import open_exported
     from pbfl_flwr.serving.predict import predict as ask
     from pbfl_flwr.serving.predict import written
 
-    exported = open_exported(expanded(model_dir), model)
+    exported = open_exported(expanded(model_dir), frozenset(models or []))
     predictions = list(ask(exported, files, by))
     document(written(predictions, exported.card.labels, form))

@@ -30,7 +30,7 @@ from pbfl_flwr.util.user_code import is_external
 SAME = ("labels", "columns", "vocabulary_size", "input_shape", "images", "scale", "shift")
 
 
-def averaged(run: Path, *, best: bool = False, allowed_code: str = "") -> SavedModel:
+def averaged(run: Path, *, best: bool = False, allowed_code: frozenset[str] = frozenset()) -> SavedModel:
     """Return the network of a run's server: its weights after the last round, or those of the best round.
 
     Running statistics are the mean over clients, weighted by their training samples where the run knows them.

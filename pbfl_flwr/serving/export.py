@@ -45,7 +45,7 @@ CARD, WEIGHTS, PROTOTYPES, PROGRAM, ONNX = (
 FORMAT = 1
 
 
-def export(model: SavedModel, directory: Path, allowed_code: str = "") -> list[str]:
+def export(model: SavedModel, directory: Path, allowed_code: frozenset[str] = frozenset()) -> list[str]:
     """Write the files and return their names.
 
     Args:

@@ -77,7 +77,7 @@ class Exported:
         return table
 
 
-def open_exported(directory: Path, allowed_code: str = "") -> Exported:
+def open_exported(directory: Path, allowed_code: frozenset[str] = frozenset()) -> Exported:
     """Load an exported model.
 
     Args:

@@ -43,24 +43,24 @@ class Served(nn.Module):
         return logits, features
 
 
-def rebuild(card: Card, weights: Mapping[str, Tensor], allowed_code: str, where: str) -> Served:
+def rebuild(card: Card, weights: Mapping[str, Tensor], allowed_code: frozenset[str], where: str) -> Served:
     """Return the network in evaluation mode, from its architecture's name and its weights.
 
     Args:
         card: names the architecture.
         weights: its state, buffers included.
-        allowed_code: the only ``my_package.module:function`` that may be imported for it; "" allows none.
+        allowed_code: each ``my_package.module:function`` that may be imported for it.
         where: named in errors.
 
     Raises:
         PbflError: if the architecture is unknown or code that was not allowed, or the weights do not fit it.
     """
-    if is_external(card.architecture) and card.architecture != allowed_code:
+    if is_external(card.architecture) and card.architecture not in allowed_code:
         raise PbflError(
             f"{where}: its architecture is the code {card.architecture}, which runs with all your permissions; "
             f"allow it with --model {card.architecture}"
         )
-    name = without_weights(own_code(card.architecture, [allowed_code]))
+    name = without_weights(own_code(card.architecture, allowed_code))
     try:
         if not is_external(name):  # before allocating memory for the sizes that a card claims
             with torch.device("meta"):

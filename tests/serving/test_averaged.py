@@ -81,7 +81,7 @@ def test_a_classifier_with_hidden_layers_keeps_its_own_names(tmp_path: Path) -> 
 def test_buffers_of_own_models_that_have_two_names_or_are_not_kept(tmp_path: Path) -> None:
     own = "tests.methods.tiny_nets:Twice"
     run = ran(tmp_path, models=own, num_server_rounds=1).directory.path
-    actual = averaged(run, allowed_code=own).weights
+    actual = averaged(run, allowed_code=frozenset({own})).weights
     means = [load_tensors(file)[0]["model.mean"] for file in states_of(run)]
     assert "one" not in actual
     assert len({float(mean) for mean in means}) > 1

@@ -491,15 +491,18 @@ def test_a_network_in_the_users_code_must_be_allowed(tmp_path: Path, monkeypatch
     kept = SavedModel(card, dict(weights), {})
     with pytest.raises(PbflError, match="allow it with --model garden_nets:build"):
         export(kept, tmp_path / "out")
-    assert "card.json" in export(kept, tmp_path / "out", "garden_nets:build")
+    assert "card.json" in export(kept, tmp_path / "out", frozenset({"garden_nets:build"}))
     with pytest.raises(PbflError, match="allow it with --model garden_nets:build"):
         open_exported(tmp_path / "out")
-    model = open_exported(tmp_path / "out", "garden_nets:build")
+    model = open_exported(tmp_path / "out", frozenset({"garden_nets:build"}))
     x = np.array([[1.0, -1.0]], np.float32)
     fed = torch.tensor([[2.0, 0.0]])  # x·scale + shift
     z = torch.tanh(fed @ weights["body.weight"].T + weights["body.bias"])
     expected = (z @ weights["head.weight"].T + weights["head.bias"]).softmax(dim=1)
     torch.testing.assert_close(model.probabilities(x).float(), expected)
+    np.savez(tmp_path / "x.npz", x=x)
+    several = ("--model", "garden_nets:other", "--model", "garden_nets:build", "--model", "garden_nets:more")
+    assert pbfl("predict", tmp_path / "out", tmp_path / "x.npz", *several).exit_code == 0
 
 
 def test_of_a_network_that_is_no_program_nothing_is_written(
@@ -520,7 +523,7 @@ def test_of_a_network_that_is_no_program_nothing_is_written(
         with pytest.raises(
             PbflError, match=f"^{name} cannot be exported as a torch.export program: "
         ) as error:
-            export(kept, tmp_path / place, name)
+            export(kept, tmp_path / place, frozenset({name}))
         assert "\n" not in str(error.value)
     assert not (tmp_path / "new").exists()
     assert [*(tmp_path / "empty").iterdir()] == []
@@ -584,13 +587,13 @@ def test_sizes_in_a_card_allocate_no_memory() -> None:
     K = 10**6  # whose head would take 262 GB
     card = card_of("mlp5", num_classes=K, feature_dim=65_536, labels=tuple(map(str, range(K))))
     with pytest.raises(PbflError, match=r"are not those of mlp5 \(Missing key.* \"head.bias\""):
-        rebuild(card, {}, "", "there")
+        rebuild(card, {}, frozenset(), "there")
 
 
 def test_of_a_model_that_began_pretrained_the_weights_it_began_with_are_not_asked_for() -> None:
     card = card_of("mlp5@nowhere")
     weights = build_model("mlp5", card.task, 1).state_dict()
-    served = rebuild(card, weights, "", "there")
+    served = rebuild(card, weights, frozenset(), "there")
     assert torch.equal(served.model.state_dict()["head.weight"], weights["head.weight"])
 
 
