@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +22,14 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra
 from pbfl_flwr import data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import artefacts, pictures, results
-from pbfl_flwr.experiments.pictures import alignment, personalisation, progress, similarity, style
+from pbfl_flwr.experiments.pictures import (
+    alignment,
+    features,
+    personalisation,
+    progress,
+    similarity,
+    style,
+)
 from pbfl_flwr.experiments.results import RunGroup
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.alignment import geometry
@@ -286,6 +294,69 @@ def test_legends_name_every_curve(tmp_path: Path) -> None:
     assert isinstance(picture, style.Picture)
     (legend,) = picture.figure.legends
     assert [text.get_text().lstrip("\u200b") for text in legend.get_texts()] == ["_base", "other"]
+
+
+def of_rows(names: list[str]) -> style.Picture:
+    """A picture with a curve for each name."""
+    with style.styled():
+        figure, (axes,) = style.canvas()
+        for number, name in enumerate(names):
+            style.curve(axes, [1, 2], [number, number + 1], name, number)
+        style.curve_axes(axes, "round", "accuracy (%)", whole=True)
+        picture = style.titled_picture("rows", "Accuracy over rounds", "Rows.", figure)
+        figure.draw_without_rendering()
+    return picture
+
+
+@pytest.mark.parametrize(
+    ("end", "rows", "grows"),
+    [
+        ("", 12, False),
+        (" of a longer name", 6, False),  # in one column
+        (" of a longer name", 7, True),
+        ("", 40, True),
+        (" of a name of a hundred characters" * 3, 40, True),
+        ("_in_one_word" * 8, 40, True),
+    ],
+)
+def test_many_or_long_names_leave_the_curves_their_room(end: str, rows: int, grows: bool) -> None:
+    usual = of_rows(["a", "b", "c"]).figure
+    names = [f"row {number:02}{end}" for number in range(rows)]
+    figure = of_rows(names).figure
+    (legend,) = figure.legends
+    assert ["".join(text.get_text().split()) for text in legend.get_texts()] == [
+        "".join(name.split()) for name in names
+    ]
+    assert (figure.get_figheight() > usual.get_figheight()) == grows
+    page, box, axes = figure.bbox, legend.get_window_extent(), figure.axes[0].get_window_extent()
+    assert page.x0 <= box.x0 < box.x1 <= page.x1
+    assert page.y0 <= box.y0 < box.y1 < axes.y0
+    least = 0.8 if grows else 0.5
+    assert least < axes.height / usual.axes[0].get_window_extent().height < 1
+
+
+def test_forty_nine_curves_differ() -> None:
+    styles = [style.curve_style(number) for number in range(49)]
+    first = [(each["color"], each["marker"], each["linestyle"]) for each in styles[:7]]
+    assert first == list(zip(style.COLOURS, style.MARKERS, style.DASHES, strict=True))
+    for kind in ("marker", "linestyle"):
+        assert len({(each["color"], each[kind]) for each in styles}) == 49
+
+
+def test_classes_of_nearly_one_name_are_two_in_the_legend() -> None:
+    names = ["photographs of cats", "photographs of dogs"]
+    figure, (axes,) = style.canvas()
+    features._points(axes, torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 0]), names)
+    features._plane(figure, axes, "x", "y", names)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == names
+
+
+@pytest.mark.parametrize("kind", style.KINDS)
+def test_characters_that_the_font_lacks_warn_nobody(kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert style.file_of(of_rows(["a rocket \N{ROCKET}", "原型"]), kind)
 
 
 def test_a_line_a_client(tmp_path: Path) -> None:

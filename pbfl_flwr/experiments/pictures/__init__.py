@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from matplotlib import rc_context
-
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.pictures import (
     alignment,
@@ -21,7 +19,7 @@ from pbfl_flwr.experiments.pictures import (
     prototypes,
     similarity,
 )
-from pbfl_flwr.experiments.pictures.style import RC, Picture
+from pbfl_flwr.experiments.pictures.style import Picture, styled
 from pbfl_flwr.experiments.results import RunGroup
 
 Kind = Callable[[Sequence[RunGroup]], Iterator[Picture | PbflError]]
@@ -60,7 +58,7 @@ class Section:
 def draw(groups: Sequence[RunGroup]) -> list[Section]:
     """Draw all pictures for which the runs' files have the data."""
     sections = []
-    with rc_context(RC):
+    with styled():
         for title, kinds in SECTIONS.items():
             drawn = [item for kind in kinds for item in kind(groups)]
             pictures = tuple(item for item in drawn if isinstance(item, Picture))

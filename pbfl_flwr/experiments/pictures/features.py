@@ -30,7 +30,6 @@ from pbfl_flwr.experiments.pictures.style import (
     legend_below,
     legend_name,
     of_each_run,
-    shortened,
     titled_picture,
 )
 from pbfl_flwr.experiments.results import FinishedRun, RunGroup, same_data
@@ -142,9 +141,7 @@ def _points(axes: Axes, points: Tensor, labels: Tensor, names: Sequence[str], si
     chosen = _some(len(labels))
     xy: NDArray[np.float64] = points[chosen].double().numpy()
     classes = labels[chosen].numpy()
-    known = set(axes.get_legend_handles_labels()[1])
     for k in np.unique(classes):
-        name = legend_name(shortened(names[k]))
         axes.scatter(
             xy[classes == k, 0],
             xy[classes == k, 1],
@@ -152,14 +149,14 @@ def _points(axes: Axes, points: Tensor, labels: Tensor, names: Sequence[str], si
             color=_colour(k),
             marker=MARKERS[(k // len(COLOURS)) % len(MARKERS)],
             linewidths=0,
-            label=None if name in known else name,
+            label=legend_name(names[k]),
         )
 
 
 def _plane(figure: Figure, axes: Axes, xlabel: str, ylabel: str, names: Sequence[str]) -> None:
     curve_axes(axes, xlabel, ylabel)
     axes.set_aspect("equal", adjustable="datalim")
-    legend_below(figure, axes, [legend_name(shortened(name)) for name in names], marker_scale=2.5)
+    legend_below(figure, axes, [legend_name(name) for name in names], marker_scale=2.5)
 
 
 def _reach(points: Tensor) -> float:

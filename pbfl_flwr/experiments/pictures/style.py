@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -25,6 +27,10 @@ DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)),
 SEQUENTIAL, DIVERGING = "cividis", "PuOr"
 WIDTH = 4.2  # inches: 403 CSS pixels, so that 9 points stay readable on a phone
 MOST_TICKS = 12
+LEGEND_CHARACTERS, HANDLE_CHARACTERS = 48, 5  # in a line of a legend, and those of them that a handle takes
+# Inches: a legend up to the first takes its height from the axes; a higher one leaves them the height that they have
+# above a legend of the second, which is one of three lines.
+MOST_LEGEND, USUAL_LEGEND = 1.1, 0.55
 T = TypeVar("T")
 
 RC: dict[Any, Any] = {
@@ -59,6 +65,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "svg": {"metadata": {"Date": None, "Creator": None}},
     "pdf": {"metadata": {"CreationDate": None, "Creator": None, "Producer": None}},
 }
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw in this style, and without a warning for each character that the font lacks: it is drawn as a box."""
+    with rc_context(RC), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,11 +207,15 @@ def logarithmic(axis: Any) -> None:
 
 
 def curve_style(number: int) -> dict[str, Any]:
-    """Return colour, marker and line style of a curve by its number, so that curves differ in more than colour."""
+    """Return colour, marker and line style of a curve by its number, so that curves differ in more than colour.
+
+    The first 49 differ in colour or marker, and in colour or line style; the first 343 in one of the three.
+    """
+    turn, colour = divmod(number, len(COLOURS))  # other combinations in every turn
     return {
-        "color": COLOURS[number % len(COLOURS)],
-        "marker": MARKERS[number % len(MARKERS)],
-        "linestyle": DASHES[number % len(DASHES)],
+        "color": COLOURS[colour],
+        "marker": MARKERS[(colour + turn) % len(MARKERS)],
+        "linestyle": DASHES[(colour + 3 * turn + turn // len(MARKERS)) % len(DASHES)],
     }
 
 
@@ -215,15 +233,28 @@ def curve(
 
 
 def legend_below(figure: Figure, axes: Axes, order: Sequence[str] = (), marker_scale: float = 1.0) -> None:
-    """Put the legend below the figure, in as many columns as its labels allow, in drawing order by default."""
+    """Put the legend below the figure, in as many columns as its labels allow, in drawing order by default.
+
+    Long labels are wrapped, and the figure becomes higher for a high legend.
+    """
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
     if order:
         pairs = sorted(zip(labels, handles, strict=True), key=lambda pair: order.index(pair[0]))
         labels, handles = [label for label, _ in pairs], [handle for _, handle in pairs]
-    columns = max(1, min(4, len(labels), 48 // (max(len(label) for label in labels) + 5)))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, markerscale=marker_scale)
+    longest = max(len(label) for label in labels) + HANDLE_CHARACTERS
+    columns = max(1, min(4, len(labels), LEGEND_CHARACTERS // longest))
+    legend = figure.legend(
+        handles,
+        ["\n".join(textwrap.wrap(label, LEGEND_CHARACTERS - HANDLE_CHARACTERS)) for label in labels],
+        loc="outside lower center",
+        ncols=columns,
+        markerscale=marker_scale,
+    )
+    height = legend.get_window_extent().height / figure.dpi
+    if height > MOST_LEGEND:
+        figure.set_figheight(figure.get_figheight() + height - USUAL_LEGEND)
 
 
 def titled_picture(name: str, title: str, caption: str, figure: Figure) -> Picture:
@@ -240,6 +271,6 @@ def titled_picture(name: str, title: str, caption: str, figure: Figure) -> Pictu
 def file_of(picture: Picture, kind: str) -> bytes:
     """Return the picture as a file of one of KINDS."""
     data = io.BytesIO()
-    with rc_context(RC):
+    with styled():
         picture.figure.savefig(data, format=kind, **KINDS[kind])
     return data.getvalue()
