@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Collection, Sequence
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from pbfl_flwr.config import NEUTRAL
-from pbfl_flwr.errors import PbflError, printable
+from pbfl_flwr.errors import FEW, PbflError, abbreviate, printable
 from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.pairs import EVERY_AGAINST_ONE, Asked, paired_sheet
 from pbfl_flwr.experiments.results import FinishedRun, RunGroup
@@ -38,6 +39,7 @@ from pbfl_flwr.util.atomic_files import write_atomically
 from pbfl_flwr.util.extras import require
 
 TEMPLATES = "experiments/templates"
+LONGEST_TITLE = 150  # characters of labels in the page's title, if there are several
 
 
 def write(
@@ -102,7 +104,7 @@ def page(groups: Sequence[RunGroup], sections: Sequence[Any], asked: Asked = EVE
         *class_sheets(groups),
     ]
     return environment.get_template("report.html").render(
-        title=titled(", ".join(group.label for group in groups), groups[0].by),
+        title=titled(_named([group.label for group in groups]), groups[0].by),
         overviews=overviews(groups),
         sheets=sheets,
         clients=client_sheet(groups),
@@ -182,6 +184,12 @@ def _versions(run: FinishedRun) -> dict[str, str]:
                     texts[name] = f"{texts.get(name, '-')}; from round {change.from_round} on {version}"
             before = change.versions or before
     return texts
+
+
+def _named(labels: Sequence[str]) -> str:
+    """Return the labels, of many or long ones the first and how many more there are."""
+    fitting = sum(end <= LONGEST_TITLE for end in accumulate(map(len, labels)))
+    return abbreviate(labels, max(1, min(FEW, fitting)))
 
 
 def _value(value: object) -> str:

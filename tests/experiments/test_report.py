@@ -63,6 +63,33 @@ def test_everything_is_there_and_nothing_is_fetched(page: Path) -> None:
     assert "script" not in policy
 
 
+def test_numbers_stay_in_one_line_and_remarks_do_not(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "td.number { white-space: nowrap; }" in text
+    for title, last in (("Accuracy and fairness", "number"), ("Paired comparison", None)):
+        (table,) = re.findall(f'aria-label="{title}">(.*?)</table>', text, re.DOTALL)
+        rows = table.split("</tr>")[:-1]
+        assert len(rows) >= 3
+        assert {Reader(row).elements[-1][1].get("class") for row in rows} == {last}
+
+
+def test_the_title_of_many_runs_is_short(three_runs: list[Path]) -> None:
+    (group,) = results.load(three_runs[:1])
+
+    def title(labels: list[str]) -> str:
+        (found,) = re.findall(
+            "<h1>(.*)</h1>", report.page([RunGroup(label, group.runs) for label in labels], [])
+        )
+        return str(found)
+
+    names = [f"row {number}" for number in range(12)]
+    assert title(names) == "row 0, row 1, row 2, row 3, row 4 and 7 more"
+    assert title(names[:5]) == ", ".join(names[:5])
+    long = [f"{number}{'x' * 99}" for number in range(3)]
+    assert title(long) == f"{long[0]} and 2 more"
+    assert title(["y" * 200]) == "y" * 200
+
+
 def test_one_run_works_too(three_runs: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "one.html"
     result = pbfl("report", three_runs[0], "--out", out, "--png", "--svg", "--pdf")
