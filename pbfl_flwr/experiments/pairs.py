@@ -143,7 +143,7 @@ def paired_sheet(
     ]
     tested = [dealt for dealt, p in zip(partitions, adjusted, strict=True) if p is not None]
     about = _about(groups, tested, single) if shown else ["No two rows are compared."]
-    return Sheet(title, COLUMNS, shown, (*about, *notes))
+    return Sheet(title, COLUMNS, shown, (*about, *notes), text_last=True)
 
 
 def probability(p: float | None) -> str:

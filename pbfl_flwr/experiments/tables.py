@@ -58,6 +58,7 @@ class Sheet:
         rows: one cell per column.
         notes: lines below the table.
         text_columns: number of leftmost columns that hold text; the others are right-aligned.
+        text_last: whether the last column holds text, too, such as remarks.
     """
 
     title: str
@@ -65,10 +66,15 @@ class Sheet:
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
     text_columns: int = field(default=1)
+    text_last: bool = False
+
+    def holds_text(self, column: int) -> bool:
+        """Whether a column, counted from 0, holds text, not numbers."""
+        return column < self.text_columns or (self.text_last and column == len(self.columns) - 1)
 
     def markdown(self) -> str:
         """Return the table as Markdown, with the title in bold above and the notes below."""
-        rule = ["---" if number < self.text_columns else "---:" for number in range(len(self.columns))]
+        rule = ["---" if self.holds_text(number) else "---:" for number in range(len(self.columns))]
         lines = [f"**{self.title}**", "", _piped(self.columns), f"|{'|'.join(rule)}|"]
         lines += [_piped(row) for row in self.rows]
         return "\n".join([*lines, *(line for note in self.notes for line in ("", note))]) + "\n"
@@ -79,7 +85,7 @@ class Sheet:
 
     def latex(self) -> str:
         r"""Return the table as LaTeX, scaled down to the line width if wider; needs booktabs and graphicx."""
-        kinds = "".join("l" if number < self.text_columns else "r" for number in range(len(self.columns)))
+        kinds = "".join("l" if self.holds_text(number) else "r" for number in range(len(self.columns)))
         notes = " ".join(self.notes)
         lines = [
             r"% needs \usepackage{booktabs,graphicx}",

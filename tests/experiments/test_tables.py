@@ -175,6 +175,13 @@ def test_csv_is_read_back() -> None:
     assert list(csv.reader(io.StringIO(WRITTEN.csv()))) == [list(WRITTEN.columns), *map(list, WRITTEN.rows)]
 
 
+def test_a_last_column_of_text_is_to_the_left() -> None:
+    sheet = Sheet("T", ("run", "last", "remark"), (("a", "1", "b"),), text_last=True)
+    assert "|---|---:|---|" in sheet.markdown()
+    assert r"\begin{tabular}{lrl}" in sheet.latex()
+    assert [sheet.holds_text(column) for column in range(3)] == [True, False, True]
+
+
 def test_latex_escapes_and_uses_booktabs() -> None:
     text = WRITTEN.latex()
     assert r"    run & last, \% \\" in text

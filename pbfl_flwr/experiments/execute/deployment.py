@@ -140,7 +140,7 @@ def start(app: Path, plan: Plan, console: Console) -> int:
         As :func:`pbfl_flwr.experiments.execute.runner.simulate`.
 
     Raises:
-        PbflError: if Flower cannot be started, refuses the run, or a SuperNode ends before the first round.
+        PbflError: if Flower cannot be started or refuses the run.
     """
     record = NodesRecord(nodes=[dict(node) for node in plan.nodes], secure=plan.secure)
     guard = "TLS, SuperNode authentication" if plan.secure else "insecure"
