@@ -70,7 +70,7 @@ def _overlapping(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     sharing = defaultdict[tuple[torch.device, int], list[Tensor]](list)
     for tensor in tensors:
         # Sparse, fake and wrapped tensors have no address; it is 0 on the meta device and of empty ones.
-        with suppress(RuntimeError, NotImplementedError):
+        with suppress(RuntimeError):
             if address := tensor.untyped_storage().data_ptr():
                 sharing[tensor.device, address].append(tensor)
     for together in sharing.values():

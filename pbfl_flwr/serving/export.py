@@ -20,7 +20,7 @@ import hashlib
 import json
 import logging
 import warnings
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -63,20 +63,24 @@ def export(model: SavedModel, directory: Path, allowed_code: frozenset[str] = fr
     made = not directory.exists()
     with writing(directory):
         make_directory(directory)
-    try:
-        return _write(model, served, directory)
-    except BaseException:
-        with suppress(OSError):  # what others have put there meanwhile stays
-            for name in (CARD, WEIGHTS, PROTOTYPES, PROGRAM, ONNX):
-                (directory / name).unlink(missing_ok=True)
-            if made:
-                directory.rmdir()
-        raise
+    with ExitStack() as undo:
+        undo.callback(_remove, directory, made)
+        names = _write(model, served, directory)
+        undo.pop_all()
+    return names
 
 
 def lacking_for_onnx() -> str:
     """Return the line that says what to install to write ONNX; "" if it is written."""
     return lacking("ONNX", "onnx", "onnxscript")
+
+
+def _remove(directory: Path, made: bool) -> None:
+    with suppress(OSError):  # what others have put there meanwhile stays
+        for name in (CARD, WEIGHTS, PROTOTYPES, PROGRAM, ONNX):
+            (directory / name).unlink(missing_ok=True)
+        if made:
+            directory.rmdir()
 
 
 def _write(model: SavedModel, served: Served, directory: Path) -> list[str]:

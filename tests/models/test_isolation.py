@@ -80,7 +80,7 @@ class Tied(Plain):
 
 def with_a_view_in_an_attribute() -> nn.Module:
     net = Plain(TASK)
-    net.rows = list(net.head.weight.detach())  # type: ignore[assignment]
+    vars(net)["rows"] = list(net.head.weight.detach())
     return net
 
 
