@@ -53,7 +53,7 @@ def as_json(run_dir: Path) -> str:
         "accuracies": _accuracies(rounds),
         "majority": partition.majority,
         "costs": _costs(about, costs(rounds), partition.paper_scalars) if rounds else None,
-        "warnings": rounds[-1].warnings if rounds else [],
+        "warnings": [*about.warnings, *(rounds[-1].warnings if rounds else [])],
         "failures": list(_failures(rounds)),
     }
     return json.dumps(document, indent=1) + "\n"

@@ -70,8 +70,8 @@ def _show_results(run: FinishedRun, console: Console) -> None:
 
 
 def warning_lines(run: FinishedRun) -> list[str]:
-    """Return the warnings of the last round, what changed and who joined during the run, and who failed."""
-    warnings = [f"last round: {warning}" for warning in run.rounds[-1].warnings]
+    """Return the warnings of the run and its last round, what changed and who joined meanwhile, and who failed."""
+    warnings = [*run.about.warnings, *(f"last round: {warning}" for warning in run.rounds[-1].warnings)]
     if edits := run.edits:
         warnings.append(f"code was edited during the run: other from round {', '.join(map(str, edits))} on")
     joined = [f"client {who} in round {record.round}" for record in run.rounds for who in record.joined]

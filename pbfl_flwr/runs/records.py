@@ -357,6 +357,7 @@ class RunRecord(Record):
         clients: in ascending client order.
         joined: labels of the clients that joined after round 1.
         ended_after: the last round if early stopping ended the run; None if not.
+        warnings: of sinks that were left out.
     """
 
     version: int
@@ -371,6 +372,7 @@ class RunRecord(Record):
     clients: list[ClientRecord] = Field(min_length=1)
     joined: list[str] = []
     ended_after: int | None = None
+    warnings: list[str] = []
 
     @field_validator("version")
     @classmethod

@@ -1,11 +1,21 @@
-"""TensorBoard: event files in ``<run-dir>/tensorboard``."""
+"""TensorBoard: event files in ``<run-dir>/tensorboard``.
+
+Written here and not by torch's SummaryWriter, whose thread prints its own traceback and may keep an error to itself.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
 from pathlib import Path
+from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import text
 
 from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.sinks import Ending, Metrics
@@ -14,21 +24,29 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard:
-    """Event-file writer; TensorBoard reads all event files of the folder as one run."""
+    """One event file per start of a run; TensorBoard reads all event files of the folder as one run."""
 
     def __init__(self, run_dir: Path, about: RunRecord) -> None:
         folder = run_dir / FOLDER
         new = not folder.exists()
-        self._writer = SummaryWriter(str(folder))
+        folder.mkdir(exist_ok=True)
+        self._file = (
+            folder / f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}.{os.getpid()}"
+        )
+        self._add(file_version="brain.Event:2")
         if new:
-            self._writer.add_text("configuration", f"```\n{json.dumps(about.configuration, indent=1)}\n```")
+            settings = json.dumps(about.configuration, indent=1)
+            self._add(summary=text("configuration", f"```\n{settings}\n```"))
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Write and flush scalars, to show them at once."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        """Write scalars; they are in the file when this returns."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(step=step, summary=Summary(value=values))
+
+    def _add(self, **fields: Any) -> None:
+        event = Event(wall_time=time.time(), **fields)
+        with self._file.open("ab") as file:
+            RecordWriter(file).write(event.SerializeToString())
 
     def close(self, ending: Ending) -> None:
-        """Close the event file."""
-        self._writer.close()
+        """Do nothing: every step is in the file."""

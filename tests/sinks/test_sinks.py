@@ -14,9 +14,13 @@ import pytest
 
 from pbfl_flwr import sinks
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.console import screen
+from pbfl_flwr.experiments.execute.progress import Follower
+from pbfl_flwr.experiments.show import show_run
 from pbfl_flwr.flower.deploy.processes import free_port
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import NOT_CONNECTED, RunRecord
+from pbfl_flwr.util.atomic_files import UnsavedState
 from tests.flower.inprocess import federation
 from tests.small_runs import entry, rounds_of
 
@@ -36,11 +40,11 @@ def accuracies(run_dir: Path, predictor: str = "head") -> dict[int, float]:
 
 
 class Recording:
-    """Remembers its steps, and breaks after so many."""
+    """Remembers its steps, and breaks after so many, or when it is closed."""
 
-    def __init__(self, most: int = 99) -> None:
+    def __init__(self, most: int = 99, *, closes: bool = True) -> None:
         self.steps: list[tuple[int, Mapping[str, float]]] = []
-        self.most, self.ending = most, ""
+        self.most, self.closes, self.ending = most, closes, ""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if len(self.steps) == self.most:
@@ -48,6 +52,8 @@ class Recording:
         self.steps.append((step, metrics))
 
     def close(self, ending: str) -> None:
+        if not self.closes:
+            raise OSError("No space left on device")
         self.ending = ending
 
 
@@ -106,18 +112,43 @@ def test_a_sink_needs_a_run_directory(tmp_path: Path) -> None:
         federation(tmp_path, sinks="tensorboard").run()
 
 
-def test_a_sink_that_fails_is_dropped_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = Recording(most=1)
+@pytest.mark.parametrize(
+    ("sink", "number"),
+    [(Recording(most=1), 2), (Recording(most=3), 4), (Recording(closes=False), 4)],
+    ids=["in a round", "in the last round", "at its end"],
+)
+def test_a_sink_that_fails_is_dropped_with_a_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    sink: Recording,
+    number: int,
+) -> None:
     register(monkeypatch, "brittle", sink)
     run_dir = run(tmp_path, "brittle", rounds=4)
-    warnings = [
-        [warning for warning in record.warnings if warning.startswith("sink")]
-        for record in RunDirectory(run_dir).round_records()
-    ]
-    message = "sink brittle failed and is not used any more: OSError: No space left on device"
-    assert warnings == [[], [], [message], []]
-    assert [step for step, _ in sink.steps] == [1]
+    message = f"after round {number}: sink brittle failed and is not used any more: OSError: No space left"
+    assert [line[: len(message)] for line in RunDirectory(run_dir).record().warnings] == [message]
+    assert len(sink.steps) == min(sink.most, 4)
     assert not sink.ending
+    capsys.readouterr()
+    Follower(run_dir, 0, screen(), from_start=True).update()
+    show_run(run_dir, screen())
+    assert capsys.readouterr().out.count(message) == 2
+
+
+def test_a_warning_of_a_sink_that_cannot_be_kept_costs_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch, "brittle", Recording(most=1))
+    update = RunDirectory.update
+
+    def full(self: RunDirectory, **changes: Any) -> None:
+        if "warnings" in changes:
+            raise UnsavedState("run.json cannot be written")
+        update(self, **changes)
+
+    monkeypatch.setattr(RunDirectory, "update", full)
+    assert RunDirectory(run(tmp_path, "brittle")).result()
 
 
 def test_a_strategy_that_goes_on_opens_its_sinks_again(
@@ -143,9 +174,8 @@ def test_a_sink_that_cannot_be_opened_is_left_out_with_a_warning(
 ) -> None:
     monkeypatch.setitem(sinks.SINKS, "absent", ("json", "no_such_module_at_all:Sink"))
     register(monkeypatch, "open", sink := Recording())
-    first, second = RunDirectory(run(tmp_path, "absent,open")).round_records()
-    assert "sink absent cannot be opened and is left out: ModuleNotFoundError" in "\n".join(first.warnings)
-    assert "sink" not in "\n".join(second.warnings)
+    (warning,) = RunDirectory(run(tmp_path, "absent,open")).record().warnings
+    assert warning.startswith("sink absent cannot be opened and is left out: ModuleNotFoundError")
     assert [step for step, _ in sink.steps] == [1, 2]
 
 
@@ -191,6 +221,19 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert sorted(result) == [1, 2, 3]
     assert "bytes/up/total" in events.Tags()["scalars"]
     assert len(events.Tensors("configuration/text_summary")) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk_is_found_at_the_step_that_tensorboard_lacks(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from pbfl_flwr.sinks.tensorboard import TensorBoard
+
+    sink = TensorBoard(tmp_path, MagicMock(configuration={}))
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    file.unlink()
+    file.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        sink.log(1, {"accuracy": 0.5})
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +285,22 @@ def test_mlflows_experiment_may_be_made_by_another_run_meanwhile(mlflow: MagicMo
     else:
         (line,) = opened.left_out
         assert "already exists" in line
+
+
+def test_a_run_that_mlflow_made_twice_is_resumed_with_its_figures(mlflow: MagicMock) -> None:
+    """As a server does that answers late and is asked again."""
+    client, about = mlflow.MlflowClient.return_value, MagicMock(experiment="mine", configuration={"seed": 1})
+    unused, used = MagicMock(), MagicMock()
+    unused.info.run_id, unused.data.params = "0", {}
+    used.info.run_id, used.data.params = "1", {}
+    client.create_run.return_value = used
+    client.search_runs.side_effect = [[], [unused, used], [unused, used]]
+    sinks.Sinks("mlflow", Path("mine"), about)
+    client.delete_run.assert_called_once_with("0")
+    assert client.log_batch.call_args.args == ("1",)
+    used.data.params = {"seed": "1"}
+    sinks.Sinks("mlflow", Path("mine"), about)  # even if the other one was made after that
+    client.update_run.assert_called_once_with("1", "RUNNING")
 
 
 def test_mlflow_takes_a_relative_run_directory(

@@ -36,7 +36,9 @@ class Follower:
         self._console = console
         self._begin = f"{name}: " if name else ""
         self._file = run_dir / "rounds.jsonl"
-        self._version = (0, 0)  # modification time and size of the file when it was last read
+        self._about_file = run_dir / "run.json"
+        # modification times and sizes of the files when they were last read
+        self._version, self._about_version = (0, 0), (0, 0)
         # By content: a resumed run first removes rounds after its checkpoint, then writes them again.
         self._seen: set[bytes] = set()
         if not from_start:
@@ -57,6 +59,7 @@ class Follower:
             rounds = self._num_rounds or self._run.record().last_round
             for line in lines:
                 self._round(RoundRecord.from_json(line, self._file), rounds)
+        self._warn(self._new_warnings())
         if (waiting := self._run.waiting()) != self._waiting:
             self._waiting = waiting
             if waiting:
@@ -65,8 +68,7 @@ class Follower:
     def _new_lines(self) -> list[bytes]:
         """Return the complete lines of the file, which need not exist yet, that were not returned before."""
         try:
-            status = self._file.stat()
-            if (version := (status.st_mtime_ns, status.st_size)) == self._version:
+            if (version := _version(self._file)) == self._version:
                 return []
             content = self._run.read(self._file.name)
         except (FileNotFoundError, NotADirectoryError):
@@ -77,6 +79,16 @@ class Follower:
         self._seen.update(lines)
         return lines
 
+    def _new_warnings(self) -> list[str]:
+        """Return the run's warnings if run.json, which need not exist yet, has changed since the last call."""
+        try:
+            if (version := _version(self._about_file)) == self._about_version:
+                return []
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        self._about_version = version
+        return self._run.record().warnings
+
     def _round(self, record: RoundRecord, rounds: int) -> None:
         self._seconds.append(record.seconds.total)
         if record.joined:
@@ -85,11 +97,14 @@ class Follower:
         self._say(
             f"{round_line(record, rounds, self._predictor, self._num_clients)}  left {clock(left)}",
         )
-        for warning in record.warnings:
+        self._warn(record.warnings)
+        self._failures(record)
+
+    def _warn(self, warnings: list[str]) -> None:
+        for warning in warnings:
             if warning not in self._warnings:  # each once per run; the history has those of every round
                 self._warnings.add(warning)
                 self._say(f"  warning: {warning}", "yellow")
-        self._failures(record)
 
     def _failures(self, record: RoundRecord) -> None:
         by_reason: dict[str, list[str]] = {}
@@ -100,6 +115,11 @@ class Follower:
 
     def _say(self, text: str, style: str = "") -> None:
         say(self._console, f"{self._begin}{text}", style)
+
+
+def _version(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size
 
 
 def follow(path: Path, console: Console, seconds: float, now: Callable[[], float] = time.time) -> State:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from pathlib import Path
@@ -105,10 +105,6 @@ class Recorder:
     def log_in_sinks(self, record: RoundRecord) -> None:
         """Log a round in the sinks, which may take long."""
 
-    def warnings(self) -> list[str]:
-        """Return the warnings of sinks since the last call."""
-        return []
-
     def end_early(self, done: int) -> None:
         """Write that the run ends before its last configured round."""
 
@@ -133,7 +129,6 @@ class RunRecorder(Recorder):
         self._written = 0  # number of the last round in the histories
         self._experiment = ""  # of the run to resume, or once the run has begun
         self._sinks: Sinks | None = None  # while the run is open
-        self._warnings: list[str] = []
 
     def configure(self, settings: Settings, method: Method[Any, Any, Any], primary_predictor: str) -> None:
         """Set the settings of the run; a run that has started goes on with other values of CHANGEABLE keys."""
@@ -353,11 +348,6 @@ class RunRecorder(Recorder):
             except OSError as error:
                 raise UnsavedState(f"{folder} may be lost at a power failure ({error.strerror})") from None
 
-    def warnings(self) -> list[str]:
-        """Return the warnings of sinks since the last call."""
-        warnings, self._warnings = self._warnings, []
-        return warnings
-
     def close(self, ending: Ending) -> None:
         """Write the result hash if the run is finished, and close the sinks.
 
@@ -407,9 +397,15 @@ class RunRecorder(Recorder):
         self._warn(self._sinks.left_out)
 
     def _warn(self, warnings: list[str]) -> None:
+        """Log warnings of sinks and add them to run.json: a round's record is written before its sinks are."""
         for warning in warnings:
             log(WARNING, "%s", warning)
-        self._warnings += warnings
+        if not warnings:
+            return
+        after = f"after round {self._written}: " if self._written else ""
+        with suppress(PbflError):  # it costs no run either that the disk is full, and the log has them
+            known = self.directory.record().warnings
+            self.directory.update(warnings=[*known, *(f"{after}{warning}" for warning in warnings)])
 
 
 # Log --------------------------------------------------------------------------------------------------------

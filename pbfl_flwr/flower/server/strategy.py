@@ -427,7 +427,7 @@ class MethodStrategy(Strategy):
         metrics, lost = calls.report(method, state), (members.lost_up, members.lost_down)
         record = RoundRecord(
             **rounds.round_fields(replies, self.moment, metrics, aggregated, total, final, lost),
-            warnings=[*warnings, *members.warnings, *self._recorder.warnings()],
+            warnings=[*warnings, *members.warnings],
             ages=ages,
             joined=list(members.joined),
         )
