@@ -229,10 +229,14 @@ class DataSettings(Group):
     partition_seed: int = Field(1, ge=0, lt=2**31, description="seed of the partition (references: 1)")
     test_split: Literal["client", "official"] = Field(
         "client",
-        description="client: pool all samples and split each client's share; official: use the dataset's own test set",
+        description="client: pool all samples and split each client's share; official: use the dataset's own test set, "
+        "as the way-shot partition always does if there is one",
     )
     train_share: float = Field(
-        0.75, gt=0, lt=1, description="share of a client's samples used for training, with test-split client"
+        0.75,
+        gt=0,
+        lt=1,
+        description="share of a client's samples used for training, where no test set of the dataset's own is used",
     )
     validation_share: float = Field(
         0.0,

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from pbfl_flwr.util.extras import require
 
 CONFIDENCE = 0.95
-DECIMALS = 12  # of differences: equal accuracies may differ by rounding, different ones differ by far more
+DECIMALS = 12  # of differences and their mean: equal accuracies differ by rounding, others by far more
 
 
 def best_decile(accuracies: Sequence[float]) -> float:
@@ -53,7 +53,7 @@ def paired(first: ArrayLike, second: ArrayLike) -> Paired:
         ValueError: if the lengths differ or are 0.
     """
     differences = _differences(first, second)
-    mean, low, high, p = float(differences.mean()), None, None, None
+    mean, low, high, p = round(float(differences.mean()), DECIMALS), None, None, None
     if np.ptp(differences):
         require("a comparison of runs", "scipy")
         from scipy.stats import ttest_1samp  # takes seconds, which commands that only read need not wait for

@@ -38,6 +38,10 @@ def test_one_run_a_side_or_the_same_difference_everywhere_has_no_p(first: list[f
     assert found.difference == pytest.approx(first[0] - 0.5)
 
 
+def test_differences_that_cancel_have_no_sign() -> None:
+    assert paired([0.5, 0.6, 0.58], [0.56, 0.56, 0.56]).difference == 0.0
+
+
 def test_signs_are_counted_without_rounding() -> None:
     assert signs([0.5, 0.1 + 0.2, 0.9, 0.1], [0.4, 0.3, 0.7, 0.2]) == (2, 1, 1)
 
