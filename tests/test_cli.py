@@ -81,6 +81,14 @@ def test_every_argument_has_a_help_text() -> None:
     assert "A run directory." in pbfl("watch", "--help").stdout
 
 
+@pytest.mark.parametrize("interval", ["nan", "inf", "1e12"])
+def test_an_interval_without_an_end_is_not_taken_for_a_damaged_run(interval: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
+    result = pbfl("watch", run, "--interval", interval)
+    assert result.exit_code == 2
+    assert f"--interval {float(interval):g}: must be at most 3600" in result.output
+
+
 def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> None:
     wrong = (
         "lerning-rate=3 seed=abc fraction-train=1.5 fedtgp.epochs=3 method=fedprot dataset=digit models=cnn5"

@@ -48,6 +48,7 @@ Topic = Literal[
     "runs",
 ]
 Form = Literal["text", "json", "csv"]
+LONGEST_INTERVAL = 3600  # seconds
 
 
 def run(
@@ -132,6 +133,8 @@ def watch(
     from pbfl_flwr.experiments.execute.progress import Follower, follow
     from pbfl_flwr.experiments.status import DEPTH, is_run, runs_in, show_status, snapshot
 
+    if not interval <= LONGEST_INTERVAL:  # nor is NaN
+        raise PbflError(f"--interval {interval:g}: must be at most {LONGEST_INTERVAL}, in seconds")
     console = screen()
     path = expanded(run).absolute()
     try:

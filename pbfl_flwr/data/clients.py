@@ -105,6 +105,10 @@ class ClientData:
             raise PbflError(
                 f"label_names has {len(self.label_names)} names: must be one for each of {self.num_classes} classes"
             )
+        texts = {"label_names": self.label_names, "columns": self.columns, "natural_id": (self.natural_id,)}
+        for what, names in texts.items():
+            if wrong := [name for name in names if not isinstance(name, str)]:
+                raise PbflError(f"{what} has {wrong[0]!r} of type {type(wrong[0]).__name__}: must be str")
         parts = {"train": self.train, "test": self.test, "validation": self.validation}
         for name, shard in parts.items():
             if shard is None:

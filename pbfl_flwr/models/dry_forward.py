@@ -47,7 +47,7 @@ def dry_forward(name: str, model: SplitModel, task: Task, batch: int = 2) -> Non
                     if call := _failing_call(model, error):
                         layer_name, layer, layer_input = call
                         where = f"layer {layer_name}, {type(layer).__name__}({layer.extra_repr()}),"
-                        refused = _shape(layer_input)
+                        refused = "no positional input" if layer_input is None else _shape(layer_input)
                     reason = (text_of(error).strip() or type(error).__name__).splitlines()[0]
                     raise PbflError(
                         f"model '{name}', {where} does not accept input of shape {refused} ({reason})"
@@ -78,5 +78,5 @@ def _failing_call(model: nn.Module, error: Exception) -> tuple[str, nn.Module, o
 
 def _shape(value: object) -> str:
     if not isinstance(value, Tensor):
-        return "no positional input" if value is None else type(value).__name__
+        return "None" if value is None else type(value).__name__
     return f"{tuple(value.shape)}{'' if value.is_floating_point() else ' of token ids'}"

@@ -45,6 +45,7 @@ def test_all_invalid_keys_are_reported_at_once() -> None:
         "learning-rate": "fast",
         "batchsize": 8,
         "momentun": 0.5,
+        "rounds": 3,
         "partition": "random",
     }
     lines = error_lines(
@@ -53,6 +54,7 @@ def test_all_invalid_keys_are_reported_at_once() -> None:
     assert lines == [
         "unknown key 'batchsize'; did you mean 'batch-size'?",
         "unknown key 'momentun'; did you mean 'momentum'?",
+        "unknown key 'rounds'; did you mean 'num-server-rounds'?",
         "unknown key 'fedtgp.knd'; did you mean 'fedtgp.kind'?",
         "unknown section 'fedtgx.'; sections are 'fedtgp'",
         "num-clients = 0: must be greater than or equal to 1",

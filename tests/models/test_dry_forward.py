@@ -98,6 +98,11 @@ def infinite(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
+class Forgets(nn.Module):
+    def forward(self, x: Tensor) -> None:
+        """Return nothing."""
+
+
 NECK, HEAD = nn.Linear(256, 24), nn.Linear(24, 10)
 
 
@@ -107,6 +112,7 @@ NECK, HEAD = nn.Linear(256, 24), nn.Linear(24, 10)
         (nn.Flatten(), nn.Linear(256, 23), nn.Linear(23, 10), r"features: expected output \(2, 24\), found \(2, 23\)"),
         (nn.Flatten(), NECK, nn.Linear(24, 9), r"head: expected output \(2, 10\), found \(2, 9\)"),
         (nn.Flatten(), nn.LSTM(256, 24), HEAD, r"features: expected output \(2, 24\), found tuple"),
+        (nn.Flatten(), Forgets(), HEAD, r"features: expected output \(2, 24\), found None"),
         (nn.Flatten(), infinite(nn.Linear(256, 24)), HEAD, "'own', features: expected finite numbers"),
         (nn.Flatten(), NECK, infinite(nn.Linear(24, 10)), "'own', head: expected finite numbers"),
         (nn.Flatten(), nn.Sequential(NECK, ToFloat64()), HEAD, "features: expected float32 numbers, found float64"),

@@ -236,6 +236,8 @@ IDS = torch.tensor([[0, 1, 1], [1, 2, 0]])
             "scale is NoneType: must be a torch.Tensor of torch.float32",
         ),
         ({"inputs": torch.tensor(1.0)}, "inputs of train are a single number"),
+        ({"label_names": ("a", 1)}, "label_names has 1 of type int: must be str"),
+        ({"natural_id": 7}, "natural_id has 7 of type int: must be str"),
         ({"label_names": ("a",)}, "label_names has 1 names: must be one for each of 2 classes"),
         ({"scale": torch.ones(2)}, r"scale has shape \(2,\): must be \(3,\) for inputs of shape \(3,\)"),
         (
@@ -258,7 +260,8 @@ def test_rejects_invalid_data_of_the_app_before_training(
         train = Shard(change.get("inputs", good.inputs), change.get("labels", good.labels))
         size = change.get("vocabulary_size", 0)
         scale = change.get("scale", torch.ones(1))
-        return ClientData(train, good, 2, names, scale, torch.zeros(1), vocabulary_size=size)
+        name = change.get("natural_id", "")
+        return ClientData(train, good, 2, names, scale, torch.zeros(1), vocabulary_size=size, natural_id=name)
 
     strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
     with pytest.raises(PbflError, match=f"1 of 1 clients: the data from the app's data function: .*{says}"):
