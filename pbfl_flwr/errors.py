@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import traceback
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ FEW = 5  # names listed in a message before "and N more"
 OUT_OF_MEMORY_HINT = (
     "lower batch-size or eval-batch-size, or have fewer clients share a GPU (--gpus-per-client)"
 )
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "can't start new thread")  # of torch, of Python
 # What may not pass from foreign text to a terminal, a log or a file: ANSI escape sequences, control characters, marks
 # that change the direction of text or take no room, tags, halves of surrogate pairs (which cannot be encoded).
@@ -115,7 +117,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether an error of the system means that a disk, or the user's share of it, is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, OSError) and error.errno in DISK_FULL
+
+
+def tells_full_disk(text: str) -> bool:
+    """Whether the text of an error, ours or the system's, names a full disk as :func:`is_disk_full` means it."""
+    return any(os.strerror(number) in text for number in DISK_FULL)
 
 
 def abbreviate(names: Sequence[str], most: int = FEW) -> str:

@@ -238,6 +238,44 @@ def test_a_run_whose_superlink_was_killed_is_failed_and_can_be_resumed(tmp_path:
     assert told[-2:] == ["round 1", "1 rounds are saved; resume with: pbfl --resume"]
 
 
+FULL = "round 2: 0 valid replies: client 0: a.safetensors cannot be written (No space left on device)"
+REFUSED = "resuming needs 2 clients; missing: 0\nclient 0: its task has changed"
+OTHER = "'classes'"
+
+
+@pytest.mark.parametrize(
+    ("text", "log", "own"),
+    [
+        (FULL, "INFO: round 1\n", True),  # the log is on the same disk
+        (REFUSED, f"Traceback\npbfl_flwr.runs.directory.RunRefused: {REFUSED}\n", True),
+        (OTHER, f"Traceback\nKeyError: {OTHER}\n", False),
+    ],
+)
+def test_a_reason_that_flower_alone_knows_needs_no_log(
+    text: str, log: str, own: bool, tmp_path: Path
+) -> None:
+    class Link(Deployment):
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def ended(self) -> bool:
+            return True
+
+        def outcome(self, run_id: str) -> tuple[str, str]:
+            return "finished:failed", f"ServerApp failed with exception: {text}"
+
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
+    (run / "flower.log").write_text(log)
+    code = runner.follow_run(Link(run, []), lambda: "1", 3, console := terminal(), "pbfl --resume")
+    assert code == runner.FAILED
+    told = "\n".join(printed(console))
+    assert told.endswith("\n1 rounds are saved; resume with: pbfl --resume")
+    said = told.rpartition("the run failed: ")[2].splitlines()[:-1]
+    assert said == text.splitlines() if own else said[-1] == log.splitlines()[-1]
+
+
 @pytest.mark.parametrize("library", ["flwr.supercore.exit", "ray._private.worker"])
 def test_the_exit_after_a_signal_is_no_error_of_the_method(library: str, tmp_path: Path) -> None:
     federation = partial(exec, "raise SystemExit(0)", {"__name__": library})

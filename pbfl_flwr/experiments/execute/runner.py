@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ from types import FrameType
 from rich.console import Console
 
 from pbfl_flwr.data import LoadedData
-from pbfl_flwr.errors import PbflError, format_exception, pass_on_exit, writing
+from pbfl_flwr.errors import PbflError, format_exception, pass_on_exit, tells_full_disk, writing
 from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
@@ -31,6 +32,8 @@ from pbfl_flwr.util.atomic_files import make_directory
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 POLL_SECONDS = 0.3
 SAME_SIGNAL = 1.0  # seconds
+RAISED = "ServerApp failed with exception: "  # Flower's words before an exception's text
+TRACEBACK = 1000  # last lines of Flower's log in which its last line is, also if it names many clients
 
 
 def simulate(
@@ -212,6 +215,11 @@ def _written(file: Path) -> int | None:
 def _reason(run_dir: Path, before: int | None, link: ManagedSuperLink, status: str, details: str) -> str:
     if _written(run_dir / ERROR) not in (None, before):
         return RunDirectory(run_dir).error()
+    said = details.removeprefix(RAISED)
+    # Refusals, and errors on a full disk, are in no error.txt. What is ours says all; a full disk cuts the log, too.
+    raised = re.findall(r"^pbfl_flwr\.[\w.]+: (.+)", link.tail(TRACEBACK), re.MULTILINE)
+    if said != details and (any(map(said.startswith, raised)) or tells_full_disk(said)):
+        return said
     about = f"{status}, {details}" if details not in ("", "N/A") else status
     return f"{about}; the last lines of {link.log}:\n{link.tail()}"
 
