@@ -24,6 +24,8 @@ from pbfl_flwr.flower.deploy import watchdog
 CLI_SECONDS = 120.0
 HANGUPS: tuple[signal.Signals, ...] = () if sys.platform == "win32" else (signal.SIGHUP,)
 """Signals sent when the terminal closes; none on Windows."""
+ENDS: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM, *HANGUPS)
+"""Signals that end a command."""
 
 
 class Processes:
@@ -52,17 +54,18 @@ class Processes:
 
         Standard output and error go to ``output``; the environment is complete.
         """
-        process = subprocess.Popen(
-            command,
-            cwd=directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._started.append(process)
-        self._tell(str(process.pid))
+        with signals_deferred():  # a Ctrl-C in between would leave a process that nobody ends
+            process = subprocess.Popen(
+                command,
+                cwd=directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._started.append(process)
+            self._tell(str(process.pid))
         return process
 
     def sweep(self) -> None:
@@ -108,13 +111,34 @@ def signals_ignored() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ignored = (signal.SIGINT, signal.SIGTERM, *HANGUPS)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Call this process's handlers of ENDS after the block; processes started meanwhile get these signals as usual.
+
+    Blocking them instead would be inherited, and would not keep another thread from receiving them.
+    """
+    if threading.current_thread() is not threading.main_thread():  # handlers are called in that one alone
+        yield
+        return
+    received: list[int] = []
+    before = {number: handler for number in ENDS if callable(handler := signal.getsignal(number))}
+    try:
+        for number in before:
+            signal.signal(number, lambda number, frame: received.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in received:
+            signal.raise_signal(late)
 
 
 def forget_lost_terminal() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.execute.runner import interruptible
 from pbfl_flwr.flower.deploy import processes, watchdog
 from pbfl_flwr.flower.deploy.processes import Processes
 from pbfl_flwr.flower.deploy.superlink import ManagedSuperLink
@@ -46,6 +47,29 @@ def test_process_group_is_ended_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     processes.close()
     assert ended == [first.pid, second.pid]
     assert second.returncode is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_is_known_when_a_signal_comes_while_it_is_started(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            forked.append(self)
+            signal.raise_signal(number)
+
+    known = Processes()
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with (tmp_path / "log").open("wb") as log, interruptible():
+        handler = signal.getsignal(number)
+        with pytest.raises(KeyboardInterrupt):
+            known.start(SLEEP, tmp_path, os.environ, log)
+        assert signal.getsignal(number) is handler
+    known.close()
+    assert [process.returncode for process in forked] == [-signal.SIGTERM]
 
 
 def sleeping() -> subprocess.Popen[bytes]:
