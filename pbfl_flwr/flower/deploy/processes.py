@@ -26,6 +26,7 @@ HANGUPS: tuple[signal.Signals, ...] = () if sys.platform == "win32" else (signal
 """Signals sent when the terminal closes; none on Windows."""
 ENDS: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM, *HANGUPS)
 """Signals that end a command."""
+LISTENING = "0A"  # in /proc/net/tcp
 
 
 class Processes:
@@ -210,6 +211,23 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether a process of this user listens on this port of IPv4; only Linux can tell, elsewhere it is assumed.
+
+    Raises:
+        OSError: if the system has no list of open ports.
+    """
+    if not sys.platform.startswith("linux"):
+        return True
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()]
+    inodes = [line[9] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == LISTENING]
+    sockets = [f"socket:[{inode}]" for inode in inodes]
+    # Meanwhile it may close a file, or end: its files are then hidden from all but root.
+    with contextlib.suppress(OSError):
+        return any(os.readlink(file) in sockets for file in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 def health(host: str, port: int, trust: ssl.SSLContext | None, timeout: float) -> int:

@@ -33,6 +33,7 @@ from pbfl_flwr.flower.deploy.processes import (
     flwr,
     free_port,
     healthy,
+    listens,
     signals_ignored,
 )
 from pbfl_flwr.runs.locks import claim, lock_of
@@ -164,7 +165,8 @@ class ManagedSuperLink(ABC):
         self._superlink = self._spawn("flower-superlink", *self._options(address), *place)
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self._superlink.poll() is None:
-            if healthy(port, self.ca):
+            # Another SuperLink may have taken the port; without TLS its answer is as good.
+            if healthy(port, self.ca) and listens(self._superlink.pid, port):
                 return address
             time.sleep(0.1)
         if self._processes is not None:

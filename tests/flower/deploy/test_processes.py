@@ -14,8 +14,8 @@ import pytest
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.execute.runner import interruptible
-from pbfl_flwr.flower.deploy import processes, watchdog
-from pbfl_flwr.flower.deploy.processes import Processes
+from pbfl_flwr.flower.deploy import processes, superlink, watchdog
+from pbfl_flwr.flower.deploy.processes import Processes, free_port
 from pbfl_flwr.flower.deploy.superlink import ManagedSuperLink
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="has no process groups")
@@ -129,6 +129,45 @@ def test_the_process_that_serves_rounds_is_started_last(tmp_path: Path) -> None:
             "supernodes",
             "flower-superexec --insecure --runtime-api-address 127.0.0.1:1",
         ]
+
+
+ENDS_SOON = "import time; time.sleep(0.3)"  # as a SuperLink that finds its port taken
+SERVES = """
+import http.server, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): ...
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere it cannot be told")
+def test_another_superlink_that_takes_the_port_is_not_taken_for_the_own_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Link(ManagedSuperLink):
+        def _options(self, address: str) -> list[str]:
+            return []
+
+        def _spawn(self, name: str, *arguments: str, **_: Any) -> subprocess.Popen[bytes]:
+            started.append(subprocess.Popen([*commands.pop(0), arguments[-1]]))
+            return started[-1]
+
+    commands = [[sys.executable, "-I", "-c", code] for code in (SERVES, ENDS_SOON)]
+    started: list[subprocess.Popen[bytes]] = []
+    port = free_port()
+    monkeypatch.setattr(superlink, "free_port", lambda: port)
+    link = Link(tmp_path)
+    link._scratch = tmp_path
+    (tmp_path / "home").mkdir()
+    try:
+        assert link._start() == f"127.0.0.1:{port}"
+        assert link._start() is None
+    finally:
+        started[0].kill()
+        started[0].wait()
 
 
 def test_watchdog_ends_the_last_one_first() -> None:
