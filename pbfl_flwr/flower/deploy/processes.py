@@ -214,16 +214,15 @@ def free_port() -> int:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether a process of this user listens on this port of IPv4; only Linux can tell, elsewhere it is assumed.
-
-    Raises:
-        OSError: if the system has no list of open ports.
-    """
-    if not sys.platform.startswith("linux"):
+    """Whether a process of this user listens on this port of IPv4; assumed if the system does not tell who listens."""
+    try:
+        table = Path("/proc/net/tcp").read_text(encoding="ascii")  # of Linux
+    except OSError:
         return True
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()]
+    lines = [line.split() for line in table.splitlines()]
     inodes = [line[9] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == LISTENING]
-    sockets = [f"socket:[{inode}]" for inode in inodes]
+    if not (sockets := [f"socket:[{inode}]" for inode in inodes]):
+        return True
     # Meanwhile it may close a file, or end: its files are then hidden from all but root.
     with contextlib.suppress(OSError):
         return any(os.readlink(file) in sockets for file in Path(f"/proc/{pid}/fd").iterdir())
