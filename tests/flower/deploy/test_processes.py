@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.execute.runner import interruptible
 from pbfl_flwr.flower.deploy import processes, superlink, watchdog
 from pbfl_flwr.flower.deploy.processes import Processes, free_port
 from pbfl_flwr.flower.deploy.superlink import ManagedSuperLink
@@ -63,11 +62,13 @@ def test_a_process_is_known_when_a_signal_comes_while_it_is_started(
 
     known = Processes()
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    with (tmp_path / "log").open("wb") as log, interruptible():
-        handler = signal.getsignal(number)
-        with pytest.raises(KeyboardInterrupt):
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with (tmp_path / "log").open("wb") as log, pytest.raises(KeyboardInterrupt):
             known.start(SLEEP, tmp_path, os.environ, log)
-        assert signal.getsignal(number) is handler
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
     known.close()
     assert [process.returncode for process in forked] == [-signal.SIGTERM]
 
