@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
 from pbfl_flwr.experiments.results import resume_words
-from pbfl_flwr.flower.deploy.processes import HANGUPS, forget_lost_terminal
+from pbfl_flwr.flower.deploy.processes import ENDS, HANGUPS, forget_lost_terminal
 from pbfl_flwr.flower.deploy.superlink import ENDED, ManagedSuperLink
 from pbfl_flwr.flower.engines.flower_simulation import FlowerSimulation
 from pbfl_flwr.flower.engines.placement import Resources
@@ -242,8 +242,7 @@ def interruptible() -> Iterator[None]:
         if latest - last > SAME_SIGNAL:
             raise KeyboardInterrupt
 
-    numbers = (signal.SIGINT, signal.SIGTERM, *HANGUPS)
-    ends = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    ends = [number for number in ENDS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in ends}
     try:
         yield
