@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pbfl_flwr.errors import PbflError
@@ -106,12 +106,15 @@ def test_the_bound_on_steps_is_reported():
 
 @settings(max_examples=40)
 @given(st.integers(2, 12), st.integers(2, 12), st.integers(0, 10_000))
+@example(10, 2, 1330)  # two points 3e-4 apart, just above the limit under which pairs are computed exactly
 def test_forces_are_eq_11_and_their_radial_part_is_constant(num_classes, dim, seed):
     units = gaussian(num_classes, dim, seed).double()
     units /= units.norm(dim=1, keepdim=True)
     force = forces(units)
     expected = literal_forces(units)
-    assert float((force - expected).norm()) <= 1e-9 * float(expected.norm())
+    assert float((force - expected).norm()) <= 1e-8 * float(
+        expected.norm()
+    )  # above it, half of the digits hold
     radial = (force * units).sum(1)
     torch.testing.assert_close(radial, torch.full_like(radial, (num_classes - 1) / 2), rtol=1e-3, atol=0)
 
