@@ -318,6 +318,19 @@ def replaced_states(
     return notes
 
 
+def changed_data(replies: Replies, samples: Mapping[int, tuple[int, int]]) -> list[str]:
+    """Return a warning about clients with other numbers of samples than ``samples``, which they reported last."""
+    changed = [
+        replies.phase.client_label(client)
+        for client, report in replies.reports.items()
+        if (now := (report.num_train, report.num_test)) != samples.get(client, now)
+    ]
+    return [
+        f"client {', '.join(changed)} has another number of samples than before: if its split into training and test "
+        "samples is drawn, it is another one now, and test samples may have been trained on"
+    ] * bool(changed)
+
+
 def _columns(rows: Sequence[tuple[str, int, int]]) -> list[str]:
     return [", ".join(map(str, column)) for column in zip(*rows, strict=True)]
 

@@ -88,6 +88,7 @@ class MethodStrategy(Strategy):
         self._recorder = recorder_of(self.directory, loaded or LoadedData())
         self._participations: dict[int, int] = {}  # client -> rounds trained in, as last reported
         self._reported: dict[int, int] = {}  # client -> the round of that report
+        self._samples: dict[int, tuple[int, int]] = {}  # client -> training and test samples in that report
         self._phase: Phase | None = None  # of configure_train, for aggregate_train
         self._digest = (
             ""  # of the last checkpoint's state; the first state is made anew, on another CPU with other bits
@@ -418,6 +419,7 @@ class MethodStrategy(Strategy):
         warnings = [
             *calls.warnings(method, self.schedule.num_rounds, state),
             *rounds.warnings(replies, trained, reported, ages, members.roster, method.keeps_nothing),
+            *rounds.changed_data(replies, self._samples),
         ]
         if self.schedule.num_rounds == number > 1 and self.settings.evaluation.predictor != "auto":
             warnings += rounds.not_scored(self.primary_predictor, method.name, accuracies.accuracy)
@@ -470,9 +472,11 @@ class MethodStrategy(Strategy):
         return record
 
     def _count_participations(self, clients: ClientsRecord) -> None:
-        """Remember in how many rounds the clients of a finished round have trained."""
+        """Remember in how many rounds the clients of a finished round have trained, and their numbers of samples."""
         self._participations |= zip(clients.client, clients.participations, strict=True)
         self._reported |= dict.fromkeys(clients.client, clients.round)
+        samples = zip(clients.num_train, clients.num_test, strict=True)
+        self._samples |= zip(clients.client, samples, strict=True)
 
     def _broadcast(self, state: Serializable) -> Payload:
         """Return what the first client would be sent in the next round."""

@@ -48,7 +48,7 @@ from tests.flower.inprocess import (
     tiny_client,
     unreported,
 )
-from tests.flower.sites import run, sites
+from tests.flower.sites import run, sites, write_site
 
 TASK = Task(3, 4, (2,))
 
@@ -477,6 +477,19 @@ def test_a_client_that_joins_with_nearly_all_test_samples_is_named(tmp_path: Pat
     fed = begun(tmp_path / "huge", nodes, {1: [0, 1], 2: [2]}, num_clients=4, faults={(2, 0): huge})
     (named,) = (line for line in fed.strategy.history[1].warnings if "decides the weighted accuracy" in line)
     assert named.startswith("client c declares 1000000000 of 10000000")
+
+
+def test_other_numbers_of_samples_are_told_in_the_first_round_that_has_them(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b", "c")
+    run(tmp_path, nodes, num_server_rounds=1).run()
+    for name, samples in (("a", 20), ("c", 25)):
+        write_site(tmp_path / name, 1, samples)
+    fed = run(tmp_path, nodes, num_server_rounds=3, resume=True).run()
+    told = [
+        [line.split(" has ")[0] for line in record.warnings if "number of samples" in line]
+        for record in fed.strategy.history
+    ]
+    assert told == [[], ["client a, c"], []]
 
 
 def declares(fields: dict[str, Any]) -> Callable[[RecordDict], RecordDict]:
