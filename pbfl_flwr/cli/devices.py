@@ -66,6 +66,7 @@ def check_data(
     from pbfl_flwr.data import names_file
     from pbfl_flwr.data.own.inspection import inspect, settings_for
     from pbfl_flwr.models.build import check_models
+    from pbfl_flwr.models.registry import architectures
     from pbfl_flwr.task import Task
     from pbfl_flwr.util.user_code import code_in
 
@@ -75,16 +76,18 @@ def check_data(
         "label-column": label_column,
         "input-shape": input_shape,
     }
-    inspection, refused = None, None
+    inspection, refused, network = None, None, ""
     try:
         settings = settings_for(path, **{key.replace("-", "_"): value for key, value in more.items()})
         inspection = inspect(settings, files)
         if model:
+            code = code_in([model])
             check_models(
                 model,
                 Task(len(inspection.labels), 512, inspection.input_shape, inspection.vocabulary_size),
-                code_in([model]),
+                code,
             )
+            network = architectures(model, code)[0]  # a device has one
     except PbflError as error:
         refused = str(error)
     if as_json:
@@ -105,7 +108,7 @@ def check_data(
         "data-path": str(inspection.path),
         "data-client": inspection.data_client,
         **more,
-        "model": model,
+        "model": network,
     }
     say(
         screen(),

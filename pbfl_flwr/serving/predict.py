@@ -100,8 +100,10 @@ def _arrays(card: Card, path: Path) -> NDArray[Any]:
         raise PbflError(
             f"{path}: x is {x.dtype} {x.shape}, this model takes {kind} {('N', *card.input_shape)}"
         )
-    if not np.isfinite(x).all():
-        raise PbflError(f"{path}: x holds NaN or infinity; must be finite numbers")
+    if not (np.abs(x) <= np.finfo(np.float32).max).all():
+        raise PbflError(
+            f"{path}: x holds NaN, infinity or a number beyond float32 (3.4e38); must be finite numbers"
+        )
     if card.vocabulary_size and len(x) and not (x.min() >= 0 and x.max() < card.vocabulary_size):
         raise PbflError(f"{path}: x holds {x.min()} to {x.max()}; must be ids 0..{card.vocabulary_size - 1}")
     return x

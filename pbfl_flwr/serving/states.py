@@ -36,12 +36,16 @@ def state_file(path: Path, client: str) -> Path:
 
     Args:
         path: the file itself, a run directory, a device's state directory, or one experiment in it.
-        client: its number, name or natural id; "" takes the only client.
+        client: its number, name or natural id, of a directory; "" takes the only client.
 
     Raises:
-        PbflError: if none or several match.
+        PbflError: if none or several match, or a client of a file is asked for.
     """
     if path.is_file():
+        if client:
+            raise PbflError(
+                f"--client {client}: {path} is the state of one client; name its directory, or no client"
+            )
         return path
     folder = _experiment(path)
     place = folder if folder.is_dir() else path  # a run without states has no such folder

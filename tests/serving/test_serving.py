@@ -319,6 +319,7 @@ def test_what_does_not_fit_is_one_line(
     np.savez(tmp_path / "small.npz", x=np.zeros((2, 3, 8, 8), np.uint8))
     np.savez(tmp_path / "float.npz", x=np.zeros((2, 3, 16, 16)))
     np.savez(tmp_path / "nan.npz", x=np.full((2, 4), np.nan))
+    np.savez(tmp_path / "huge.npz", x=np.full((2, 4), 1e39))
     np.savez(tmp_path / "y.npz", y=np.zeros(3))
     (tmp_path / "noise.png").write_bytes(b"no picture")
     (tmp_path / "few.csv").write_text("sepal length,petal width\n1,2\n")
@@ -329,7 +330,8 @@ def test_what_does_not_fit_is_one_line(
         (clinic, table, r"is a table, but this model takes images of shape \(3, 16, 16\)"),
         (clinic, small, r"x is uint8 \(2, 3, 8, 8\), this model takes uint8 \('N', 3, 16, 16\)"),
         (clinic, tmp_path / "float.npz", "x is float64"),
-        (garden, tmp_path / "nan.npz", "holds NaN or infinity"),
+        (garden, tmp_path / "nan.npz", "holds NaN, infinity or a number beyond float32"),
+        (garden, tmp_path / "huge.npz", "holds NaN, infinity or a number beyond float32"),
         (garden, tmp_path / "y.npz", r"has no array 'x'; it has \['y'\]"),
         (clinic, tmp_path / "noise.png", "is not a readable image"),
         (garden, tmp_path / "few.csv", "has no column 'sepal width'"),
@@ -403,6 +405,8 @@ def test_where_a_state_is_looked_for(sites: Ran, tmp_path: Path) -> None:
     )
     with pytest.raises(PbflError, match=r"holds the clients clinic, lab, van; select one with --client"):
         state_file(folder, "")
+    with pytest.raises(PbflError, match=r"--client lab: .* is the state of one client; name its directory"):
+        state_file(file, "lab")
     with pytest.raises(PbflError, match=r"holds no client 3; it holds the clients clinic, lab, van"):
         state_file(folder, "3")
     with pytest.raises(PbflError, match="does not exist"):

@@ -176,6 +176,8 @@ def _read_config(path: Path) -> _Config:
         said = [f"{key} = {json.dumps(config[key])[:40]}" for key in DEALT if key in config]
     except FileNotFoundError as error:
         raise PbflError(f"there is no {path}, which every PFLlib/HtFLlib dataset folder has") from error
+    except OSError as error:
+        raise PbflError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise PbflError(f"{path} must be JSON with num_clients and num_classes ({error!r})") from error
     if not (1 <= num_clients <= MAX_CLIENTS and 2 <= num_classes <= MAX_CLASSES):

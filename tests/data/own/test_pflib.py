@@ -126,6 +126,11 @@ def one_client(x, y):
     return lambda folder: write_client(folder, 1, (x, y), (x, y))
 
 
+def of_a_folder(folder):
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+
+
 def config(text):
     return lambda folder: (folder / "config.json").write_text(text)
 
@@ -145,6 +150,7 @@ REFUSED = "test/1.npz is refused|train/1.npz is refused"
     ("damage", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "there is no .*config.json"),
+        (of_a_folder, r"config\.json cannot be read \(Is a directory\)"),
         (config("{"), "must be JSON with num_clients"),
         (config("[" * 100_000), "must be JSON with"),
         (config('{"num_clients": 3, "num_classes": 4}'), "there is no .*train/2.npz"),

@@ -13,6 +13,7 @@ from pbfl_flwr.data import check_data, client_data, export_pfl_directory, load_p
 from pbfl_flwr.data.sources import tokens
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models.registry import architectures
 from tests.small_runs import pbfl
 
 TRAIN = """"3","Wall St. Bears","Short-sellers (band) of ""cynics"", seeing green."
@@ -143,7 +144,7 @@ def test_check_data_shows_it_and_tries_networks(tmp_path: Path) -> None:
     assert code == 0
     assert "4 samples of shape 200, int32" in text
     assert "token ids in a vocabulary of 25" in text
-    assert f"data-path='{tmp_path}' dataset='ag-news'" in text
+    assert f"data-path='{tmp_path}' dataset='ag-news' model='{architectures('text-2')[0]}'" in text
     for model, message in (
         ("cnn4", "expected images (channels, height, width), found input shape (200,)"),
         ("mlp5", "does not accept input of shape (2, 200) of token ids"),
