@@ -159,6 +159,10 @@ def _open(entry: Path) -> Pool:
         if len({len(column) for column in columns if column is not None}) > 1:
             raise ValueError("its arrays are of different lengths")
         return pool
+    except PermissionError as error:
+        raise PbflError(
+            f"{error.filename} cannot be read ({error.strerror}); set PBFL_HOME to a folder of your own"
+        ) from error
     except (OSError, EOFError, ValueError, KeyError, TypeError, tokenize.TokenError) as error:
         raise PbflError(
             f"the cache entry {entry} is damaged ({error}); delete it, then it is decoded again"

@@ -120,7 +120,7 @@ def _progress_line(status: RunStatus) -> str:
         rest = "finished"
     elif status.pace is None:
         rest = "before the first round"
-    elif status.state == "stopped":
+    elif status.state in ("stopped", "failed"):
         rest = f"{clock(status.pace)} per round"
     else:
         rest = f"{clock(status.pace)} per round, {clock(status.pace * (status.wanted - done))} left"

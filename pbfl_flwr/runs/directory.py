@@ -59,6 +59,7 @@ from pbfl_flwr.util.atomic_files import (
 from pbfl_flwr.util.locks import Lock
 
 ERROR, WAITING, RESULT = "error.txt", "waiting.txt", "result.txt"
+ROUNDS, CLIENTS = "rounds.jsonl", "clients.jsonl"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
 STATES, OF_SINKS, MLRUNS = "clients", ("tensorboard", "wandb"), "mlruns"  # folders
 STAGED = ".round-"
@@ -125,13 +126,18 @@ class RunDirectory:
         return (self.path / "run.json").exists()
 
     def check_new(self) -> None:
-        """Check that the directory holds no run yet.
+        """Check that the directory holds no run yet, nor what is left of one.
 
         Raises:
             RunRefused: if it does.
         """
         if self.taken:
             raise RunRefused(f"run-dir = '{self.path}' already holds a run; choose another one, or resume it")
+        if left := [name for name in (ROUNDS, CLIENTS) if (self.path / name).exists()]:
+            raise RunRefused(
+                f"run-dir = '{self.path}' holds {left[0]} of a run whose run.json is missing; choose another one, or "
+                "restore it"
+            )
 
     def write_line(self, name: str, line: str) -> None:
         """Write ERROR, RESULT or WAITING.
@@ -216,7 +222,7 @@ class RunDirectory:
         Raises:
             DamagedState: if a complete line is damaged or of another version.
         """
-        return [*_records(self.path / "rounds.jsonl", RoundRecord)]
+        return [*_records(self.path / ROUNDS, RoundRecord)]
 
     def client_records(self) -> list[ClientsRecord]:
         """Return the lines of clients.jsonl, none if there is no such file, as before the first round.
@@ -228,7 +234,7 @@ class RunDirectory:
 
     def each_client_record(self) -> Iterator[ClientsRecord]:
         """Yield the same one by one, since all of a long run may need much memory; raises as they are read."""
-        return _records(self.path / "clients.jsonl", ClientsRecord)
+        return _records(self.path / CLIENTS, ClientsRecord)
 
     def partition(self) -> PartitionRecord:
         """Return partition.json; without the file a record without facts.
@@ -270,11 +276,11 @@ class RunDirectory:
         Raises:
             UnsavedState: if writing fails; neither history has the round then.
         """
-        size = self._append("clients.jsonl", clients)
+        size = self._append(CLIENTS, clients)
         try:
-            self._append("rounds.jsonl", record)
+            self._append(ROUNDS, record)
         except UnsavedState:
-            self._cut("clients.jsonl", size)
+            self._cut(CLIENTS, size)
             raise
 
     def _append(self, name: str, record: Record) -> int:
@@ -353,8 +359,8 @@ class RunDirectory:
             UnsavedState: if they cannot be written.
         """
         rounds = {
-            "rounds.jsonl": [record.round for record in self.round_records()],
-            "clients.jsonl": [record.round for record in self.each_client_record()],
+            ROUNDS: [record.round for record in self.round_records()],
+            CLIENTS: [record.round for record in self.each_client_record()],
         }
         for name, numbers in rounds.items():
             if len(numbers) < done:

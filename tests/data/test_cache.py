@@ -145,6 +145,17 @@ def test_a_damaged_entry_is_named(source, home, file, damage):
         cache.cached(SET, [source], Decoder())
 
 
+def test_an_entry_of_another_user_is_not_damaged(source, monkeypatch):
+    cache.cached(SET, [source], Decoder())
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(cache, "_column", denied)
+    with pytest.raises(PbflError, match=r"owner\.npy cannot be read \(Permission denied\); set PBFL_HOME"):
+        cache.cached(SET, [source], Decoder())
+
+
 def test_arrays_of_different_lengths_are_a_damaged_entry(source, home):
     cache.cached(SET, [source], Decoder())
     entry = next(path for path in (home / "cache").iterdir() if path.is_dir())

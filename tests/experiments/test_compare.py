@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +158,13 @@ def test_files_that_are_no_comparison(text: str, reason: str, tmp_path: Path) ->
     assert "\n" not in str(error.value)
 
 
+def test_a_comparison_may_begin_with_a_byte_order_mark(file: Path) -> None:
+    """As editors on Windows write it."""
+    before = compare.read(str(file))
+    file.write_text(file.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert compare.read(str(file)) == before
+
+
 def test_only_and_seeds_are_checked(file: Path, tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="--only C: must be one of A, B"):
         rows(file, tmp_path, only=["C"])
@@ -195,6 +203,23 @@ def test_finished_runs_are_kept_and_a_failure_stops_nobody(file: Path, tmp_path:
     starting = Starting(A_seed1=1)
     assert several.run_in_turn(planned, starting) == ["A, seed 1"]
     assert [*starting.asked] == ["A-seed1", "B-seed0", "B-seed1"]
+
+
+def test_a_directory_that_cannot_be_used_costs_its_own_run(file: Path, tmp_path: Path) -> None:
+    """What is left of a run without its run.json is no empty directory, and no name is longer than the system's."""
+    left, long, good = rows(file, tmp_path, seeds=[0, 1])[:3]
+    (write_run(left.directory, LINES[:2]) / "run.json").unlink()
+    before = (left.directory / "rounds.jsonl").read_bytes()
+    long = replace(long, directory=tmp_path / ("x" * 300))
+    starting = Starting()
+    failed = several.run_in_turn([left, long, good], starting)
+    assert [*starting.asked] == [good.directory.name]
+    assert "holds rounds.jsonl of a run whose run.json is missing" in failed[0]
+    assert failed[1].endswith("File name too long")
+    exits = [sys.executable, "-c", ""]
+    beside = several.run_in_parallel([left, long, good], [Slot(1)], lambda run, slot: exits, terminal())
+    assert beside == failed
+    assert (left.directory / "rounds.jsonl").read_bytes() == before
 
 
 def test_tables_that_cannot_be_made_stop_no_run(

@@ -84,6 +84,8 @@ def test_a_run_is_over_when_nobody_holds_a_lock_of_it(tmp_path: Path) -> None:
     assert "1 of 5 rounds, 0:02 per round" in text
     assert "left" not in text
     assert f"no process works on it: it was stopped or killed; resume with pbfl run --resume {run}" in text
+    RunDirectory(run).write_line(ERROR, "boom")
+    assert "left" not in shown(status.snapshot(run))
     result = pbfl("watch", run, "--once")
     assert result.exit_code == 1
     done = write_run(tmp_path / "done", [entry(1, 0.5, 0.5)])

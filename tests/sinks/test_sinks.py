@@ -136,6 +136,24 @@ def test_a_sink_that_fails_is_dropped_with_a_warning(
     assert capsys.readouterr().out.count(message) == 2
 
 
+def test_only_warnings_of_this_start_are_told_while_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(monkeypatch, "brittle", Recording(most=1))
+    run_dir = run(tmp_path, "brittle")
+    follower = Follower(run_dir, 0, screen())
+    register(monkeypatch, "brittle", Recording(most=0))
+    capsys.readouterr()
+    follower.update()
+    assert "warning" not in capsys.readouterr().out
+    run(tmp_path, "brittle", rounds=3, resume=True)
+    capsys.readouterr()
+    follower.update()
+    assert [
+        line.split(": sink")[0] for line in capsys.readouterr().out.splitlines() if "warning: after" in line
+    ] == ["  warning: after round 3"]
+
+
 def test_a_warning_of_a_sink_that_cannot_be_kept_costs_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.console import clients_named, clock, kilobytes, percent, say
 from pbfl_flwr.experiments.status import State, pace, show_status, snapshot
 from pbfl_flwr.runs.directory import RunDirectory
@@ -41,8 +43,11 @@ class Follower:
         self._version, self._about_version = (0, 0), (0, 0)
         # By content: a resumed run first removes rounds after its checkpoint, then writes them again.
         self._seen: set[bytes] = set()
+        self._told = 0  # warnings of run.json
         if not from_start:
             self._new_lines()
+            with suppress(PbflError):  # whoever goes on with a damaged run says so
+                self._new_warnings()
         self._predictor, self._num_clients = "", 0
         self._seconds: list[float] = []
         self._warnings: set[str] = set()
@@ -80,14 +85,16 @@ class Follower:
         return lines
 
     def _new_warnings(self) -> list[str]:
-        """Return the run's warnings if run.json, which need not exist yet, has changed since the last call."""
+        """Return the warnings in run.json, which need not exist yet, that were not returned before."""
         try:
             if (version := _version(self._about_file)) == self._about_version:
                 return []
         except (FileNotFoundError, NotADirectoryError):
             return []
         self._about_version = version
-        return self._run.record().warnings
+        warnings = self._run.record().warnings
+        told, self._told = self._told, len(warnings)
+        return warnings[told:]
 
     def _round(self, record: RoundRecord, rounds: int) -> None:
         self._seconds.append(record.seconds.total)

@@ -407,7 +407,7 @@ def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
         raise PbflError(f"{kind} '{name}': no such file; must be a TOML file or one of {', '.join(names)}")
     file = path if path.is_file() else files("pbfl_flwr").joinpath(folder, f"{name}.toml")
     try:
-        return parse_toml(file.read_text(encoding="utf-8"))
+        return parse_toml(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise PbflError(f"{kind} '{name}' cannot be read ({error.strerror})") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -254,6 +254,7 @@ def standing(run: PlannedRun) -> Standing:
     try:
         finished = check_finished(run)
         if not directory.taken:
+            directory.check_new()
             return Standing("to run", keys=run.requested)
         if (edited := directory.record().edited) and not run.requested.values.get("new-code"):
             return Standing("to run again", keys=run.requested, edited=edited)
@@ -263,6 +264,8 @@ def standing(run: PlannedRun) -> Standing:
         return Standing("to resume", rounds, configuration.resumed(run.directory, run.requested))
     except PbflError as error:
         return Standing("refused", refusal=f"{run.name}: {error}")
+    except OSError as error:  # a name that is too long, a directory of another user
+        return Standing("refused", refusal=f"{run.name}: {run.directory}: {error.strerror}")
 
 
 def edited_line(planned: Iterable[PlannedRun]) -> str:
