@@ -319,9 +319,8 @@ def _unknown(name: str, known: Mapping[str, str], sections: Mapping[str, type[Gr
     if dot and prefix not in sections:
         return f"unknown section '{prefix}.'; sections are {', '.join(map(repr, sorted(sections)))}"
     names = [f"{prefix}.{own}" for own in sections[prefix].key_names()] if dot else [*known]
-    longer = [
-        known for known in names if f"-{name}-" in f"-{known}-"
-    ]  # "rounds" is more like "run-dir" otherwise
+    # "rounds" has more letters in common with "run-dir" than with "num-server-rounds".
+    longer = [known for known in names if f"-{name}-" in f"-{known}-"]
     close = longer or difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean '{close[0]}'?" if close else "; `pbfl list keys` shows them all"
     return f"unknown key '{name}'{hint}"

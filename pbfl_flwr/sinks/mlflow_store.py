@@ -42,25 +42,23 @@ class Mlflow:
             uri = (run_dir.absolute() / "mlruns").as_uri()  # only an absolute path has one
         self._client = MlflowClient(uri)
         place = self._experiment()
-        tags = {TAG: about.experiment}
-        if resumed := self._runs(place, tags):
+        if resumed := self._runs(place, about.experiment):
             self._run = resumed[0]
             self._client.update_run(self._run, "RUNNING")
             return
+        tags = {TAG: about.experiment}
         self._run = self._client.create_run(place, tags=tags, run_name=run_dir.name).info.run_id
-        for repeated in self._runs(
-            place, tags
-        ):  # the client asks a slow server again, which makes a second run
+        # MLflow's client asks a slow server again, which then makes a second run.
+        for repeated in self._runs(place, about.experiment):
             if repeated != self._run:
                 self._client.delete_run(repeated)
         settings = [Param(key, str(value)) for key, value in about.configuration.items()]
         self._client.log_batch(self._run, params=settings)
 
-    def _runs(self, place: str, tags: dict[str, str]) -> list[str]:
-        """Return the ids of the runs with these tags; those with most settings, which an unused one lacks, first."""
-        query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-        found = sorted(self._client.search_runs([place], query), key=lambda run: -len(run.data.params))
-        return [run.info.run_id for run in found]
+    def _runs(self, place: str, experiment: str) -> list[str]:
+        """Return the ids of an experiment's runs; first those with most settings, which an unused one lacks."""
+        found = self._client.search_runs([place], f"tags.`{TAG}` = '{experiment}'")
+        return [run.info.run_id for run in sorted(found, key=lambda run: -len(run.data.params))]
 
     def _experiment(self) -> str:
         """Return the id of EXPERIMENT, created if it is missing; runs that start together may all create it."""

@@ -217,21 +217,24 @@ def test_an_interrupt_ends_with_a_line_whenever_it_comes(
     assert met[-1] == ("stop" if "wait" in during else during[0])
 
 
+class EndedLink(Deployment):
+    """A link whose run has ended, without any process."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def ended(self) -> bool:
+        return True
+
+
 def test_a_run_whose_superlink_was_killed_is_failed_and_can_be_resumed(tmp_path: Path) -> None:
-    class Link(Deployment):
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def ended(self) -> bool:
-            return True
-
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
     (run / "flower.log").write_text(
         "round 1\n" + '2026 INFO [uvicorn.access] "POST /v1/runtime/x HTTP/1.1" 200\n' * 20
     )
-    code = runner.follow_run(Link(run, []), lambda: "1", 3, console := terminal(), "pbfl --resume")
+    code = runner.follow_run(EndedLink(run, []), lambda: "1", 3, console := terminal(), "pbfl --resume")
     assert code == runner.FAILED
     told = printed(console)
     assert "the run failed: Flower's SuperLink ended during the run; the last lines of" in " ".join(told)
@@ -254,15 +257,7 @@ OTHER = "'classes'"
 def test_a_reason_that_flower_alone_knows_needs_no_log(
     text: str, log: str, own: bool, tmp_path: Path
 ) -> None:
-    class Link(Deployment):
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def ended(self) -> bool:
-            return True
-
+    class Link(EndedLink):
         def outcome(self, run_id: str) -> tuple[str, str]:
             return "finished:failed", f"ServerApp failed with exception: {text}"
 

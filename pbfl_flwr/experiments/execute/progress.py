@@ -13,7 +13,7 @@ from rich.console import Console
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.console import clients_named, clock, kilobytes, percent, say
 from pbfl_flwr.experiments.status import State, pace, show_status, snapshot
-from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.directory import ROUNDS, RunDirectory
 from pbfl_flwr.runs.records import RoundRecord, RunRecord
 
 STOPPED_SECONDS = 60.0  # how long a run that has ended early may take to be resumed before following ends
@@ -37,7 +37,7 @@ class Follower:
         self._num_rounds = num_rounds
         self._console = console
         self._begin = f"{name}: " if name else ""
-        self._file = run_dir / "rounds.jsonl"
+        self._file = run_dir / ROUNDS
         self._about_file = run_dir / "run.json"
         # modification times and sizes of the files when they were last read
         self._version, self._about_version = (0, 0), (0, 0)

@@ -191,12 +191,12 @@ def run_in_parallel(
                 run, slot = waiting.pop(0), free.pop(0)
                 name = names[run.directory]
                 rounds = configuration.check(run.requested).run.num_server_rounds
+                follower = Follower(run.directory, rounds, console, name)
                 try:
-                    follower = Follower(run.directory, rounds, console, name)
                     if standing(run).state == "to run again":
                         set_aside(run)
                     running.append(_start(run, command_of(run, slot), slot, follower))
-                except (PbflError, OSError) as error:
+                except PbflError as error:
                     failed.append(f"{run.name}: {error}")
                     free.append(slot)
                     continue
