@@ -205,7 +205,7 @@ def register(
     for line in lines:
         say(console, line)
     say(console, f"written to {file}")
-    if not all(device.node for device in devices):
+    if not all(device.status for device in devices):
         raise typer.Exit(FAILED)
 
 

@@ -187,7 +187,13 @@ def check_control_api(address: str, ca: Path | None, insecure: bool) -> Finding:
         return reachable
     host, port = split_address(address)
     try:
-        health(host, port, None if insecure else ssl.create_default_context(cafile=ca), ANSWER_SECONDS)
+        context = None if insecure else ssl.create_default_context(cafile=ca)
+    except OSError as error:  # also ssl's
+        return Finding(
+            what, FAILED, f"--ca = '{ca}' cannot be read: {error.strerror or error}", "is it a ca.pem?"
+        )
+    try:
+        health(host, port, context, ANSWER_SECONDS)
     except ssl.SSLCertVerificationError as error:
         advice = "is --ca the server's ca.pem, and the clock right? else pbfl certs --renew on the server"
         message = f"{address}: the server's certificate is refused: {error.verify_message}"

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+from pydantic import Field
 
 from pbfl_flwr.errors import PbflError, reading
 from pbfl_flwr.flower.messages.identity import digest_of_key
@@ -35,6 +37,7 @@ class Device(Record):
         name: of its key, which is its client-id.
         key: hash of its public key, as in run.json.
         node: Flower's id, as text; empty if its key was not registered by this command and was in no run.
+        earlier: hash of each earlier key -> its node, which Flower tells only once.
         status: Flower's: registered, online, offline; empty if the SuperLink does not know the node.
         last_seen: time in UTC; empty if it was never online.
         architecture, version: its network and pbfl-flwr's version in the last run that was looked at.
@@ -43,10 +46,19 @@ class Device(Record):
     name: str
     key: str
     node: str = ""
+    earlier: Mapping[str, str] = Field(default_factory=dict)
     status: str = ""
     last_seen: str = ""
     architecture: str = ""
     version: str = ""
+
+    def with_key(self, key: str) -> Device:
+        """Return the device with this key, which may be an earlier one."""
+        if key == self.key:
+            return self
+        nodes = {**self.earlier, **({self.key: self.node} if self.node else {})}
+        node = nodes.pop(key, "")
+        return Device(name=self.name, key=key, node=node, earlier=nodes)
 
     @property
     def row(self) -> list[str]:
@@ -80,7 +92,8 @@ def register(
 ) -> list[str]:
     """Register the public keys of a folder that are not registered yet, under their names, and write the inventory.
 
-    A key that has replaced another one of the same name is registered before that one is unregistered.
+    A key that has replaced another one of the same name is registered before that one is unregistered. The inventory
+    keeps a name without a key in the folder while a node of it is registered.
 
     Args:
         folder: with NAME.pub of every device.
@@ -100,50 +113,52 @@ def register(
     asked = [*([link] if link else []), "--format", "json"]
     nodes, gone = _nodes(flwr, asked)
     members = {client.key: client for client in clients}
-    devices = {
-        name: known[name] if name in known and known[name].key == key else Device(name=name, key=key)
-        for name, key in keys.items()
-    }
+    devices = {name: known.get(name, Device(name=name, key=key)).with_key(key) for name, key in keys.items()}
     for name, device in devices.items():
         if member := members.get(device.key):
             seen = {"architecture": member.architecture, "version": member.code_version}
             devices[name] = device.model_copy(update={**seen, "node": str(member.node)})
     new = [name for name, device in devices.items() if device.node not in nodes]
 
-    def add(name: str) -> tuple[str, str]:
+    def add(name: str) -> str:
+        """Register a key, remember its node, which Flower tells only once, and return why it is not registered."""
+        device = devices[name]
         try:
             result = flwr("supernode", "register", str(folder / f"{name}.pub"), *asked, f"--name={name}")
-            return str(result["node-id"]), ""
+            devices[name] = device.model_copy(update={"node": str(result["node-id"])})
+            return ""
         except PbflError as error:
             reason = str(error).removeprefix("flwr supernode: ")
-            if KEY_TAKEN in reason and devices[name].node in gone:
-                return (
-                    "",
-                    f"{name}: its key was unregistered, and Flower takes none twice; give the device a new key",
-                )
+            if device.node not in gone:
+                devices[name] = device.model_copy(update={"node": ""})
+            elif KEY_TAKEN in reason:
+                return f"{name}: its key was unregistered, and Flower takes none twice; give the device a new key"
             taken = "; --run tells its node, if it took part in a run" if KEY_TAKEN in reason else ""
-            return "", f"{name}: {reason}{taken}"
+            return f"{name}: {reason}{taken}"
 
-    lines, added = [], 0
+    lines: list[str] = []
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # every call starts a process
-            for name, (node, reason) in zip(new, pool.map(add, new), strict=True):
-                if node or devices[name].node not in gone:
-                    devices[name] = devices[name].model_copy(update={"node": node})
-                lines += [reason] if reason else []
-                added += bool(node)
-        for name in new:
-            old = known.get(name)
-            if devices[name].node and old and old.key != devices[name].key and old.node in nodes:
-                lines.append(f"{name}: has another key now; {_without(flwr, old.node, asked)}")
-        lines.append(f"{added} keys registered")
+            failed = [reason for reason in pool.map(add, new) if reason]
+        lines += failed
+        for name, device in devices.items():
+            if not device.node or device.node in gone:
+                continue
+            for node in (node for node in device.earlier.values() if node in nodes):
+                lines.append(f"{name}: has another key now; {_without(flwr, node, asked)}")
+        lines.append(f"{len(new) - len(failed)} keys registered")
         nodes, _ = _nodes(flwr, asked)
-    finally:  # Flower tells a key's node only once
+    finally:
         now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}"
-        every = [_seen(device, nodes, now) for device in devices.values()]
-        Inventory(devices=every).write(file)
-    if strangers := sorted(set(nodes) - {device.node for device in every}):
-        lines.append(f"registered without a key in {folder}: node {', '.join(strangers)}")
+        kept = [
+            d for d in known.values() if d.name not in keys and nodes.keys() & {d.node, *d.earlier.values()}
+        ]
+        every = [_seen(device, nodes, now) for device in (*devices.values(), *kept)]
+        Inventory(devices=sorted(every, key=lambda device: device.name)).write(file)
+    names = {node: device.name for device in every for node in (device.node, *device.earlier.values())}
+    if strangers := sorted(set(nodes) - {device.node for device in devices.values()}):
+        shown = [f"{node} ({names[node]})" if node in names else node for node in strangers]
+        lines.append(f"registered without a key in {folder}: node {', '.join(shown)}")
     return lines
 
 
@@ -159,6 +174,8 @@ def read_keys(folder: Path) -> dict[str, str]:
             public = load_ssh_public_key(path.read_bytes())
         except (OSError, ValueError, UnsupportedAlgorithm) as error:
             raise PbflError(f"{path} is not a public key ({error}); must be as pbfl keys writes it") from None
+        if not isinstance(public, EllipticCurvePublicKey):  # Flower takes no other
+            raise PbflError(f"{path} is no key of an elliptic curve; must be as pbfl keys writes it")
         keys[path.stem] = digest_of_key(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     if not keys:
         raise PbflError(f"{folder} has no public keys; must be a folder with NAME.pub of every device")

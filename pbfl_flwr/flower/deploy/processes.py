@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,6 +23,8 @@ from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.flower.deploy import watchdog
 
 CLI_SECONDS = 120.0
+HELP_LINK = re.compile(r"For more information, visit: <.*>\s*$")
+"""The last paragraph of Flower's messages that have an exit code."""
 HANGUPS: tuple[signal.Signals, ...] = () if sys.platform == "win32" else (signal.SIGHUP,)
 """Signals sent when the terminal closes; none on Windows."""
 ENDS: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM, *HANGUPS)
@@ -198,10 +201,9 @@ def flwr(
     except json.JSONDecodeError:
         result = {}
     if done.returncode or not result.get("success", bool(result)):
-        said = (result.get("error-message") or done.stdout + done.stderr).strip()
-        reason = (
-            printable(said.split("\n\n")[-1]) or f"exit code {done.returncode}"
-        )  # before it, what was begun
+        said = result.get("error-message") or done.stdout + done.stderr
+        paragraphs = HELP_LINK.sub("", said).strip().split("\n\n")
+        reason = printable(paragraphs[-1]) or f"exit code {done.returncode}"  # before it, what was begun
         raise PbflError(f"flwr {arguments[0]}: {reason}")
     return result
 

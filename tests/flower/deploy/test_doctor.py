@@ -217,6 +217,8 @@ def test_control_api_answers_with_or_without_tls() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{server.server_port}"
         assert doctor.check_control_api(address, None, insecure=True).status is Status.OK
+        finding = doctor.check_control_api(address, Path(__file__), insecure=False)
+        assert finding.message.startswith(f"--ca = '{__file__}' cannot be read: ")
         finding = doctor.check_control_api(address, None, insecure=False)
         server.shutdown()
     assert finding.status is Status.FAILED

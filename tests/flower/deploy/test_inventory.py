@@ -1,13 +1,17 @@
 """Registering the keys of a folder, against a SuperLink that answers as Flower's does."""
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy import certificates as security
-from pbfl_flwr.flower.deploy import processes
+from pbfl_flwr.flower.deploy import inventory, processes
 from pbfl_flwr.flower.deploy.inventory import Device, Inventory, read_keys, register
 from tests.flower.server.test_membership import member
 from tests.small_runs import pbfl
@@ -48,6 +52,12 @@ def devices(folder: Path) -> dict[str, Device]:
     return {device.name: device for device in Inventory.read(folder / "i.json").devices}
 
 
+def new_key(folder: Path, name: str) -> None:
+    for file in (folder / name, folder / f"{name}.pub"):
+        file.unlink()
+    security.make_keys(folder, [name])
+
+
 def test_registers_every_key_once_and_says_when_a_device_was_seen(folder: Path) -> None:
     link = Link()
     assert register(folder, folder / "i.json", link, "devices") == ["2 keys registered"]
@@ -73,14 +83,70 @@ def test_a_changed_key_replaces_the_old_one(folder: Path) -> None:
     link = Link()
     register(folder, folder / "i.json", link)
     before = devices(folder)
-    for name in ("a", "a.pub"):
-        (folder / name).unlink()
-    security.make_keys(folder, ["a"])
+    new_key(folder, "a")
     lines = register(folder, folder / "i.json", link)
     assert lines == ["a: has another key now; the old one is unregistered", "1 keys registered"]
     after = devices(folder)
     assert (link.status[before["a"].node], link.status[after["a"].node]) == ("unregistered", "registered")
     assert after["b"] == before["b"]
+
+
+def test_the_old_key_is_unregistered_although_its_replacement_failed_at_first(folder: Path) -> None:
+    link = Link()
+    register(folder, folder / "i.json", link)
+    old = devices(folder)["a"].node
+    new_key(folder, "a")
+
+    def down(*words: str) -> dict[str, Any]:
+        if words[1] == "register":
+            raise PbflError("flwr supernode: no answer")
+        return link(*words)
+
+    lines = register(folder, folder / "i.json", down)
+    assert lines[:2] == ["a: no answer", "0 keys registered"]
+    new_key(folder, "a")
+    lines = register(folder, folder / "i.json", link)
+    assert lines == ["a: has another key now; the old one is unregistered", "1 keys registered"]
+    assert link.status[old] == "unregistered"
+
+
+def test_a_name_keeps_the_nodes_of_its_earlier_keys(folder: Path) -> None:
+    link, file = Link(), folder / "i.json"
+    register(folder, file, link)
+    first = (folder / "a.pub").read_bytes()
+    new_key(folder, "a")
+    second = (folder / "a.pub").read_bytes()
+    register(folder, file, link)
+    node = devices(folder)["a"].node
+    (folder / "a.pub").write_bytes(first)  # a mistake
+    line = "a: its key was unregistered, and Flower takes none twice; give the device a new key"
+    assert register(folder, file, link)[:2] == [line, "0 keys registered"]
+    (folder / "a.pub").write_bytes(second)
+    assert register(folder, file, link) == ["0 keys registered"]
+    assert (devices(folder)["a"].node, link.status[node]) == (node, "registered")
+    (folder / "a.pub").unlink()
+    assert register(folder, file, link)[1:] == [f"registered without a key in {folder}: node {node} (a)"]
+    (folder / "a.pub").write_bytes(second)
+    assert register(folder, file, link) == ["0 keys registered"]
+    assert devices(folder)["a"].node == node
+    (folder / "a.pub").unlink()
+    link("supernode", "unregister", node, "--format", "json")
+    register(folder, file, link)
+    assert "a" not in devices(folder)
+
+
+def test_an_interrupt_loses_no_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link()
+
+    class Interrupted(ThreadPoolExecutor):
+        def map(self, *work: Any) -> Iterator[Any]:  # type: ignore[override]
+            super().map(*work)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(inventory, "ThreadPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        register(folder, folder / "i.json", link)
+    assert {device.node for device in devices(folder).values()} == {"101", "102"}
 
 
 def test_an_unregistered_key_is_not_asked_for_its_node(folder: Path) -> None:
@@ -101,9 +167,8 @@ def test_what_was_registered_is_written_although_a_later_call_fails(
     link = Link()
     register(folder, folder / "i.json", link)
     old = devices(folder)["a"].node
-    for name in ("a", "a.pub"):
-        (folder / name).unlink()
-    security.make_keys(folder, ["a", "c"])
+    new_key(folder, "a")
+    security.make_keys(folder, ["c"])
     asked: list[str] = []
 
     def failing(*words: str) -> dict[str, Any]:
@@ -120,8 +185,12 @@ def test_what_was_registered_is_written_although_a_later_call_fails(
         assert lines == [
             f"a: has another key now; the old one, node {old}, is still registered: no answer",
             "2 keys registered",
-            f"registered without a key in {folder}: node {old}",
+            f"registered without a key in {folder}: node {old} (a)",
         ]
+        assert (
+            register(folder, folder / "i.json", link)[0]
+            == "a: has another key now; the old one is unregistered"
+        )
     assert {link.names[device.node]: name for name, device in devices(folder).items()} == {
         f"--name={name}": name for name in "abc"
     }
@@ -165,4 +234,8 @@ def test_refuses_a_folder_without_keys_and_a_file_that_is_none(folder: Path, tmp
         read_keys(tmp_path)
     (folder / "c.pub").write_text("hello")
     with pytest.raises(PbflError, match=r"c\.pub is not a public key"):
+        register(folder, folder / "i.json", Link())
+    key = Ed25519PrivateKey.generate().public_key()
+    (folder / "c.pub").write_bytes(key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+    with pytest.raises(PbflError, match=r"c\.pub is no key of an elliptic curve"):
         register(folder, folder / "i.json", Link())

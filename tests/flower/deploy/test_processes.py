@@ -221,6 +221,11 @@ def test_processes_end_without_their_watchdog(tmp_path: Path) -> None:
         ),
         ("Usage: flwr\n\nno such command\nx", 2, "no such command x"),
         ("", 3, "exit code 3"),
+        (
+            "Exit Code: 5\nNo key\n\nFor more information, visit: <https://flower.ai/5.html>",
+            1,
+            "Exit Code: 5 No key",
+        ),
     ],
 )
 def test_what_flower_refuses_is_one_line(
