@@ -6,7 +6,9 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from pbfl_flwr.models.registry import ARCHITECTURES, base_and_sizes
 from pbfl_flwr.prototypes.privacy import epsilon_of, gaussian
 from pbfl_flwr.sinks import check
 from pbfl_flwr.training.class_metrics import areas
+from pbfl_flwr.util import extras
 from pbfl_flwr.util.extras import EXTRAS, lacking, require
 from tests.models.kinds import EXAMPLES, shapes, task_of
 
@@ -138,6 +141,29 @@ def test_one_line_says_what_to_install(
     said = who.format(folder=tmp_path)
     said += f" needs {modules[0]}, which is not installed: pip install 'pbfl-flwr[{extra}]'"
     assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("who", "use"),
+    [
+        ("model 'resnet18'", lambda: build_model("resnet18", task_of("resnet18", 8, (3, 32, 32)), 0)),
+        ("dataset 'cifar10'", lambda: load_pool(keys(dataset="cifar10").data)),
+    ],
+)
+def test_one_line_says_that_torchvision_does_not_fit_torch(
+    who: str, use: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unfit(name: str) -> ModuleType:
+        raise RuntimeError(f"operator {name.partition('.')[0]}::nms does not exist")
+
+    monkeypatch.setattr(extras, "import_module", unfit)
+    with pytest.raises(PbflError) as caught:
+        use()
+    found = f"torch {version('torch')}, torchvision {version('torchvision')}"
+    assert str(caught.value) == (
+        f"{who} needs a torchvision that was built for the torch that is installed; found {found} "
+        "(operator torchvision::nms does not exist); install both anew, from the same index"
+    )
 
 
 def test_base_dependencies_are_enough_for_a_device(tmp_path: Path) -> None:

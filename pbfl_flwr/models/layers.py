@@ -3,25 +3,17 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from types import ModuleType
-from typing import cast
 
 from torch import nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import Task
-from pbfl_flwr.util.extras import require
+from pbfl_flwr.util.extras import torchvision
 
 
 def torchvision_models(model: str) -> ModuleType:
-    """Return ``torchvision.models``, which a model of ours needs; the import takes 2 s, as long as torch's.
-
-    Raises:
-        PbflError: if torchvision is not installed.
-    """
-    require(f"model '{model}'", "torchvision")
-    from torchvision import models
-
-    return cast(ModuleType, models)
+    """Return ``torchvision.models``, which a model of ours needs; see :func:`~pbfl_flwr.util.extras.torchvision`."""
+    return torchvision(f"model '{model}'", "models")
 
 
 def image_shape(model: str, task: Task) -> tuple[int, int, int]:

@@ -8,12 +8,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import cast
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.util.atomic_files import make_directory
-from pbfl_flwr.util.extras import require
+from pbfl_flwr.util.extras import torchvision
 from pbfl_flwr.util.locks import Lock
 from pbfl_flwr.util.paths import home
 
@@ -32,15 +31,8 @@ UNREADABLE = (
 
 
 def torchvision_datasets(settings: DataSettings) -> ModuleType:
-    """Return ``torchvision.datasets``.
-
-    Raises:
-        PbflError: if torchvision is not installed.
-    """
-    require(f"dataset '{settings.dataset}'", "torchvision")
-    from torchvision import datasets
-
-    return cast(ModuleType, datasets)
+    """Return ``torchvision.datasets``; see :func:`~pbfl_flwr.util.extras.torchvision`."""
+    return torchvision(f"dataset '{settings.dataset}'", "datasets")
 
 
 def data_root(settings: DataSettings) -> Path:

@@ -71,7 +71,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def styled() -> Iterator[None]:
     """Draw in this style, and without a warning for each character that the font lacks: it is drawn as a box."""
     with rc_context(RC), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        warnings.filterwarnings("ignore", "Glyph .* missing from (current )?font", UserWarning)
         yield
 
 
