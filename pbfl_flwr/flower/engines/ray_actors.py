@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
 import threading
 import uuid
@@ -36,6 +37,7 @@ from pbfl_flwr.util.atomic_files import UnsavedState, make_directory, write_atom
 DIED = "the Ray worker that ran it or its node died"
 RETRY_SECONDS = 10.0  # until a worker that did not start is tried again
 CHECK_SECONDS = 120.0  # for all nodes to import the package
+REMOVAL = """exec 3<&0; (trap '' HUP INT TERM; read -r _ <&3; rm -rf -- "$0") &"""
 
 Files = dict[str, bytes]
 """A client's state files by their paths below the directory of all states."""
@@ -211,6 +213,19 @@ def _write(states: Path, files: Mapping[str, bytes], *, replaced: Mapping[str, b
         (states / name).unlink()
 
 
+def _removed_directory() -> Path:
+    """Make a private directory that is removed when this process has ended, even if it is killed.
+
+    Ray ends an actor without running any more of its code, and may kill its children: an orphan waits for the end of
+    the pipe that this process holds open.
+    """
+    directory = tempfile.mkdtemp(prefix="pbfl-")
+    waiting, _ = os.pipe()
+    subprocess.run(["sh", "-c", REMOVAL, directory], stdin=waiting, start_new_session=True, check=True)
+    os.close(waiting)
+    return Path(directory)
+
+
 class _Actor:
     """Runs clients in a worker process of Ray."""
 
@@ -219,7 +234,7 @@ class _Actor:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         threadpool_limits(cpus)
         self._app = make_client_app()
-        self._scratch = tempfile.TemporaryDirectory(prefix="pbfl-") if travelling else None
+        self._states = _removed_directory() if travelling else None
 
     def ready(self) -> None:
         """Return once the actor runs."""
@@ -228,10 +243,9 @@ class _Actor:
         self, message: Message, context: Context, state_files: Files
     ) -> tuple[Message, RecordDict, Files, bool]:
         """Return a client's reply, its Flower state, its state files, and whether the GPU can no longer be used."""
-        if self._scratch is None:
+        if (states := self._states) is None:
             reply, files = self._app(message, context), {}
         else:
-            states = Path(self._scratch.name)
             context.run_config["state-dir"] = str(states)
             _write(states, state_files, replaced={})
             reply = self._app(message, context)

@@ -28,9 +28,10 @@ def connected(address: str, cpus: int) -> Iterator[None]:
         PbflError: if the address is none, or there is no cluster at it.
     """
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    # Short, since it contains Ray's sockets, whose paths are limited to about 100 characters.
-    scratch = tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None)
+    scratch = ""
     if not address:
+        # Short, since it contains Ray's sockets, whose paths are limited to about 100 characters.
+        scratch = tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None)
         options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": scratch}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Else Ray warns; actors hide GPUs themselves.

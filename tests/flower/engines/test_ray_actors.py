@@ -5,8 +5,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,8 @@ class Cluster:
 
     def __init__(self, directory: Path) -> None:
         self._directory, self.port = directory, free_port()
+        self.scratch = directory / "scratch"
+        self.scratch.mkdir()
         head = ["--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={directory}"]
         self.head = self._start("head", *head)
         self.node = self._start("node", f"--address=127.0.0.1:{self.port}")
@@ -50,7 +53,12 @@ class Cluster:
             with output.open("wb") as log:
                 process = subprocess.Popen(
                     [Path(sys.executable).parent / "ray", "start", "--block", "--num-cpus=1", *options],
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
+                    env={
+                        **os.environ,
+                        "PYTHONPATH": str(ROOT),
+                        "RAY_USAGE_STATS_ENABLED": "0",
+                        "TMPDIR": str(self.scratch),
+                    },
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
@@ -73,6 +81,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     for process in (two_nodes.node, two_nodes.head):
         if process.poll() is None:
             two_nodes.kill(process)
+
+
+def wait_until_gone(paths: Iterable[Path]) -> None:
+    deadline = time.monotonic() + 30
+    for path in paths:
+        while path.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 class NeverReady(Executor):
@@ -132,6 +148,7 @@ def test_run_on_a_cluster_has_the_result_of_one_process(
         federate(run.path, {**keys, "num-server-rounds": 2}, 3, cluster.resources)
     assert "the clients' states travel" in log.read_text()
     assert len(list((run.path / "clients").glob("*/client-*.safetensors"))) == 3
+    wait_until_gone(cluster.scratch.glob("pbfl-*"))
     log.unlink()
     federate(run.path, {**keys, "resume": True}, 3, cluster.resources)
     assert "travel" not in log.read_text()
@@ -162,6 +179,19 @@ def test_a_full_disk_of_a_node_ends_the_run(tmp_path: Path, monkeypatch: pytest.
     executor._actor = Mock()
     with pytest.raises(UnsavedState, match=f"^{re.escape(str(unsaved))}$"):
         executor.handle(Mock(), Mock(node_config={"partition-id": 0}))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_the_states_of_a_killed_worker_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if not (worker := os.fork()):
+        try:
+            (ray_actors._removed_directory() / "client-00000.safetensors").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGKILL
+    wait_until_gone(tmp_path.iterdir())
 
 
 @pytest.mark.slow
