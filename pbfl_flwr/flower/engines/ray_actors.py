@@ -36,6 +36,7 @@ from pbfl_flwr.util.atomic_files import UnsavedState, make_directory, write_atom
 
 DIED = "the Ray worker that ran it or its node died"
 RETRY_SECONDS = 10.0  # until a worker that did not start is tried again
+KILL_SECONDS = 1.0  # for the cluster's head to have an actor ended
 CHECK_SECONDS = 120.0  # for all nodes to import the package
 REMOVAL = """exec 3<&0; (trap '' HUP INT TERM; read -r _ <&3; rm -rf -- "$0") &"""
 
@@ -185,8 +186,10 @@ class RayExecutor(Executor):
         return reply
 
     def kill(self) -> None:
-        """End the actor at once."""
-        ray.kill(self._actor)
+        """End the actor at once; if the cluster's head has died, Ray would await it until it ends this process."""
+        killing = threading.Thread(target=ray.kill, args=(self._actor,), daemon=True)
+        killing.start()
+        killing.join(KILL_SECONDS)
 
     def end(self) -> None:
         """End the actor, and do not replace it."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -192,6 +193,17 @@ def test_the_states_of_a_killed_worker_are_removed(tmp_path: Path, monkeypatch: 
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGKILL
     wait_until_gone(tmp_path.iterdir())
+
+
+def test_ends_though_the_head_of_the_cluster_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray then awaits it for a minute, and ends the process."""
+    answered = threading.Event()
+    monkeypatch.setattr(ray, "kill", lambda actor: answered.wait())
+    monkeypatch.setattr(ray_actors, "KILL_SECONDS", 0.01)
+    executor = ray_actors.RayExecutor(Resources(), None)
+    executor._actor = Mock()
+    executor.end()
+    answered.set()
 
 
 @pytest.mark.slow
