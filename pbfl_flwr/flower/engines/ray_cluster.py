@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import grpc
 import ray
 
 from pbfl_flwr.errors import PbflError
@@ -42,7 +43,7 @@ def connected(address: str, cpus: int) -> Iterator[None]:
         try:
             ray.init(address=address or "local", **options)
         except ConnectionError as error:  # there is none to be found by the address auto
-            raise _no_cluster(address, error) from None
+            raise _no_cluster(address, str(error)) from None
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
         yield
@@ -52,18 +53,26 @@ def connected(address: str, cpus: int) -> Iterator[None]:
 
 
 def _need_answer(address: str) -> None:
-    """Check that something answers at HOST:PORT; Ray would try for many minutes."""
+    """Check that a Ray cluster answers at HOST:PORT; Ray would try for many minutes."""
     if address in ("", "auto"):
         return
     place = split_address(address.removeprefix("ray://"), "--ray-address", f"{HOST_AND_PORT}, or auto")
     try:
         socket.create_connection(place, CONNECT_SECONDS).close()
     except OSError as error:
-        raise _no_cluster(address, error) from None
+        raise _no_cluster(address, str(error)) from None
+    if address.startswith("ray://") or "RAY_USE_TLS" in os.environ:
+        return  # there is no such check, or only with certificates
+    # Without a proxy, as Ray itself.
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=CONNECT_SECONDS)
+        except grpc.RpcError as error:
+            raise _no_cluster(address, f"gRPC's health check: {error.code().name}") from None
 
 
-def _no_cluster(address: str, error: OSError) -> PbflError:
-    return PbflError(f"--ray-address {address}: no Ray cluster answers ({error})")
+def _no_cluster(address: str, reason: str) -> PbflError:
+    return PbflError(f"--ray-address {address}: no Ray cluster answers ({reason})")
 
 
 def cluster_resources(address: str, cpus: int, gpus: float) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +24,7 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import code_version
 from pbfl_flwr.flower.deploy.processes import free_port
-from pbfl_flwr.flower.engines import ray_actors
+from pbfl_flwr.flower.engines import ray_actors, ray_cluster
 from pbfl_flwr.flower.engines.executors import Executor, ExecutorPool, WorkerDied
 from pbfl_flwr.flower.engines.local import LocalGrid, federate
 from pbfl_flwr.flower.engines.placement import Machine, Resources
@@ -204,6 +205,19 @@ def test_ends_though_the_head_of_the_cluster_has_died(monkeypatch: pytest.Monkey
     executor._actor = Mock()
     executor.end()
     answered.set()
+
+
+def test_another_server_is_no_cluster() -> None:
+    """Ray would await it for minutes."""
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server, ThreadPoolExecutor(1) as thread:
+        thread.submit(server.serve_forever)
+        try:
+            with pytest.raises(
+                PbflError, match=r"no Ray cluster answers \(gRPC's health check: UNAVAILABLE\)$"
+            ):
+                ray_cluster._need_answer(f"127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.slow
