@@ -173,6 +173,11 @@ def _second_deal(pool: Pool, data: DataSettings, M: int, clients: int) -> Partit
             f"as many others, so it must leave half of them, e.g. max-samples = {total // 2}"
         )
     again = data.model_copy(update={"partition_seed": data.partition_seed + 1})
-    deal = make_partition(thinned(pool, left), again, M)
+    try:
+        deal = make_partition(thinned(pool, left), again, M)
+    except PbflError as error:
+        raise PbflError(
+            f"the run left {len(left):,} samples, which cannot be dealt as its own were, to {M} clients: {error}"
+        ) from None
     splits = tuple(Split(left[split.train], left[split.test]) for split in deal.splits[:clients])
     return Partition(splits, deal.counts[:clients], deal.notes)

@@ -123,6 +123,11 @@ def test_the_command_prints_the_table_and_leaves_the_run_as_it_is(tmp_path: Path
             2,
             r"used 1,000 of the 1,797 samples of .*'digits'; .* e\.g\. max-samples = 898$",
         ),
+        (
+            {"partition": "way-shot", "ways": 3, "shots": 35, "test_shots": 5, "max_samples": 0},
+            1,
+            r"left 1,\d+ samples, which cannot be dealt as its own were, to 4 clients: shots = 35,",
+        ),
         ({}, 5, r"^--clients 5: must be at most 4, the number of the run's clients$"),
     ],
 )
