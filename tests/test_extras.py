@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from pbfl_flwr.models.registry import ARCHITECTURES, base_and_sizes
 from pbfl_flwr.prototypes.privacy import epsilon_of, gaussian
 from pbfl_flwr.sinks import check
 from pbfl_flwr.training.class_metrics import areas
-from pbfl_flwr.util import extras
 from pbfl_flwr.util.extras import EXTRAS, lacking, require
 from tests.models.kinds import EXAMPLES, shapes, task_of
 
@@ -151,12 +149,12 @@ def test_one_line_says_what_to_install(
     ],
 )
 def test_one_line_says_that_torchvision_does_not_fit_torch(
-    who: str, use: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+    who: str, use: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unfit(name: str) -> ModuleType:
-        raise RuntimeError(f"operator {name.partition('.')[0]}::nms does not exist")
-
-    monkeypatch.setattr(extras, "import_module", unfit)
+    for module in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, module)
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PbflError) as caught:
         use()
     found = f"torch {version('torch')}, torchvision {version('torchvision')}"

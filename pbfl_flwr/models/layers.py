@@ -8,12 +8,13 @@ from torch import nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import Task
-from pbfl_flwr.util.extras import torchvision
+from pbfl_flwr.util.extras import torchvision_for
 
 
 def torchvision_models(model: str) -> ModuleType:
-    """Return ``torchvision.models``, which a model of ours needs; see :func:`~pbfl_flwr.util.extras.torchvision`."""
-    return torchvision(f"model '{model}'", "models")
+    """Return ``torchvision.models``, which a model of ours needs; see :func:`.torchvision_for`."""
+    models: ModuleType = torchvision_for(f"model '{model}'").models
+    return models
 
 
 def image_shape(model: str, task: Task) -> tuple[int, int, int]:

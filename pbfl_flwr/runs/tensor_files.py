@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import separate
 from pbfl_flwr.util.atomic_files import SCHEMA, DamagedState, read_regular, write_atomically
 
@@ -80,7 +81,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Raises:
         FileNotFoundError: if there is none.
-        PermissionError: if it may not be read.
+        PbflError: if it may not be read.
         DamagedState: if it is not such a file, of another schema, or its checksum is wrong.
     """
     advice = "move it away to start afresh"
@@ -89,8 +90,10 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         file = read_regular(path, LARGEST_FILE)
         tensors = tensors_in(file)
         metadata = dict(header_of(file)[0].get("__metadata__") or {})
-    except (FileNotFoundError, PermissionError):
+    except FileNotFoundError:
         raise
+    except PermissionError as error:  # not damaged
+        raise PbflError(f"state file {path} cannot be read ({error.strerror})") from None
     except (OSError, *MALFORMED) as error:
         reason = str(error).partition("\n")[0]
         raise DamagedState(f"state file {path} cannot be read ({reason}); {advice}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from torch import Tensor
 
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, abbreviate, reading
 from pbfl_flwr.payloads import part_of
 from pbfl_flwr.runs.client_store import ClientStore
 from pbfl_flwr.runs.directory import RunDirectory
@@ -76,10 +76,21 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def _in(folder: Path) -> list[Path]:
-    found = (file for home in (folder, *_of_nodes(folder)) for file in home.glob("*.safetensors"))
+    found = (file for home in (folder, *_of_nodes(folder)) for file in _files(home))
     if len(files := list(islice(found, MAX_FILES + 1))) > MAX_FILES:
         raise PbflError(f"{folder} holds more than {MAX_FILES} states")
     return sorted(files)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Return the state files in a directory, none if there is no such directory.
+
+    Raises:
+        PbflError: if it may not be read, unlike :meth:`Path.glob`, which takes it for empty.
+    """
+    with reading(str(folder)):
+        files = folder.iterdir() if folder.is_dir() else iter(())
+        yield from (file for file in files if file.suffix == ".safetensors")
 
 
 def _of_nodes(folder: Path) -> list[Path]:
@@ -96,14 +107,14 @@ def _experiment(path: Path) -> Path:
         raise PbflError(
             f"{path} does not exist; expected is a run directory, a state directory or a state file"
         )
-    if any(path.glob("*.safetensors")):
+    if any(_files(path)):
         return path
-    folders = [folder for folder in path.iterdir() if any(folder.glob("*.safetensors"))]
+    folders = [folder for folder in path.iterdir() if any(_files(folder))]
     if not folders:
         raise PbflError(f"{path} holds neither a run nor client states{UNKEPT}")
     if len(folders) > 1:
         newest = sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
-        names = ", ".join(str(folder) for folder in newest)
+        names = abbreviate([str(folder) for folder in newest])
         raise PbflError(f"{path} holds the states of several runs; choose one of them, newest first: {names}")
     return folders[0]
 

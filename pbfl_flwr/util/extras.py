@@ -5,10 +5,10 @@ Imports of these modules stand in the functions that need them, behind :func:`re
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
+from typing import cast
 
 from pbfl_flwr.errors import PbflError, printable
 
@@ -58,22 +58,22 @@ def require(who: str, *modules: str) -> None:
         raise PbflError(line)
 
 
-def torchvision(who: str, part: str) -> ModuleType:
-    """Return a module of torchvision; the import takes 2 s, as long as torch's.
+def torchvision_for(who: str) -> ModuleType:
+    """Return torchvision; the import takes 2 s, as long as torch's.
 
     Args:
         who: see :func:`lacking`.
-        part: e.g. ``models``.
 
     Raises:
         PbflError: if torchvision is not installed, or was built for another version of torch.
     """
     require(who, "torchvision")
     try:
-        return import_module(f"torchvision.{part}")
+        import torchvision
     except (ImportError, OSError, RuntimeError) as error:
         found = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchvision"))
         raise PbflError(
             f"{who} needs a torchvision that was built for the torch that is installed; found {found} "
             f"({printable(str(error))}); install both anew, from the same index"
         ) from None
+    return cast(ModuleType, torchvision)

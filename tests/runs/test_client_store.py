@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server import recorder
 from pbfl_flwr.runs import checkpoint, tensor_files
 from pbfl_flwr.runs import client_store as store
@@ -90,6 +91,20 @@ def test_interrupt_while_reading_does_not_pass_for_a_damaged_file(
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+
+
+def test_a_file_that_may_not_be_read_is_named_and_not_called_damaged(
+    client: ClientStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.save(STATE)
+
+    def refuse(path: Path, limit: int) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(tensor_files, "read_regular", refuse)
+    with pytest.raises(PbflError) as caught:
+        client.load()
+    assert str(caught.value) == f"state file {client.path} cannot be read (Permission denied)"
 
 
 def test_same_content_gives_the_same_bytes(tmp_path: Path) -> None:

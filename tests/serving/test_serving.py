@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -428,6 +429,29 @@ def test_where_a_state_is_looked_for(sites: Ran, tmp_path: Path) -> None:
     assert state_file(run, "12") == state_file(run, "") == run / "clients/e/client-00012.safetensors"
     with pytest.raises(PbflError, match="already holds files"):
         export(sites.kept("lab"), run)
+
+
+def test_a_folder_of_states_that_may_not_be_read_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "named-lab.safetensors").touch()
+    listdir, scandir = os.listdir, os.scandir
+
+    def refusing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def reading(path: Any) -> Any:
+            if Path(path).name == "new":
+                raise PermissionError(13, "Permission denied", str(path))
+            return read(path)
+
+        return reading
+
+    monkeypatch.setattr(os, "listdir", refusing(listdir))
+    monkeypatch.setattr(os, "scandir", refusing(scandir))
+    with pytest.raises(PbflError, match=r"/new cannot be read \(Permission denied\)$"):
+        state_file(tmp_path, "lab")
+    assert state_file(tmp_path / "old", "lab") == tmp_path / "old" / "named-lab.safetensors"
 
 
 def five_axes(settings: Settings, client: int) -> ClientData:

@@ -12,7 +12,7 @@ from types import ModuleType
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.util.atomic_files import make_directory
-from pbfl_flwr.util.extras import torchvision
+from pbfl_flwr.util.extras import torchvision_for
 from pbfl_flwr.util.locks import Lock
 from pbfl_flwr.util.paths import home
 
@@ -31,8 +31,9 @@ UNREADABLE = (
 
 
 def torchvision_datasets(settings: DataSettings) -> ModuleType:
-    """Return ``torchvision.datasets``; see :func:`~pbfl_flwr.util.extras.torchvision`."""
-    return torchvision(f"dataset '{settings.dataset}'", "datasets")
+    """Return ``torchvision.datasets``; see :func:`.torchvision_for`."""
+    datasets: ModuleType = torchvision_for(f"dataset '{settings.dataset}'").datasets
+    return datasets
 
 
 def data_root(settings: DataSettings) -> Path:

@@ -193,7 +193,12 @@ def make_keys(directory: Path, names: Sequence[str]) -> None:
         private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
         public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
         pairs |= {name: private, f"{name}.pub": public + f" {name}\n".encode()}
-    _write(directory, pairs, private=names)
+    try:
+        _write(directory, pairs, private=names)
+    except OSError:  # a full disk: half a pair would be refused the next time
+        for file in files:
+            file.unlink(missing_ok=True)
+        raise
 
 
 def readable_by_others(path: Path) -> bool:

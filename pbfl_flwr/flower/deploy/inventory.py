@@ -106,6 +106,7 @@ def register(
         What was done or could not be done, a line each; the inventory is written in any case.
 
     Raises:
+        OSError: if the inventory cannot be written; nothing is registered then.
         PbflError: if the folder has no keys, one cannot be read, or the SuperLink cannot be asked.
     """
     keys = read_keys(folder)
@@ -136,6 +137,7 @@ def register(
             taken = "; --run tells its node, if it took part in a run" if KEY_TAKEN in reason else ""
             return f"{name}: {reason}{taken}"
 
+    Inventory(devices=[*known.values()]).write(file)  # it must be writable before a key is registered
     lines: list[str] = []
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # every call starts a process

@@ -1,5 +1,6 @@
 """Certificates and keys, seen by others than their makers: OpenSSL through Python's ssl, Flower's own loaders."""
 
+import errno
 import os
 import socket
 import ssl
@@ -18,6 +19,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy import certificates as security
 from pbfl_flwr.flower.deploy.connection import server_certificate
 from pbfl_flwr.util.addresses import split_address
+from pbfl_flwr.util.atomic_files import write_atomically
 
 
 @contextmanager
@@ -189,6 +191,21 @@ def test_rejects_invalid_hosts(host: str, tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="--host"):
         security.make_certificates(tmp_path / "new", [host], 30)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_full_disk_leaves_no_half_of_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    security.make_keys(tmp_path, ["a"])
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full(path: Path, data: bytes, private: bool) -> None:
+        if path.name == "c.pub":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_atomically(path, data, private=private)
+
+    monkeypatch.setattr("pbfl_flwr.flower.deploy.certificates.write_atomically", full)
+    with pytest.raises(OSError, match="No space left"):
+        security.make_keys(tmp_path, ["b", "c"])
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["../a", "a/b", "", ".a", "a.pub", "-a"])

@@ -1,5 +1,6 @@
 """Registering the keys of a folder, against a SuperLink that answers as Flower's does."""
 
+import errno
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -147,6 +148,19 @@ def test_an_interrupt_loses_no_node(folder: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KeyboardInterrupt):
         register(folder, folder / "i.json", link)
     assert {device.node for device in devices(folder).values()} == {"101", "102"}
+
+
+def test_nothing_is_registered_if_the_inventory_cannot_be_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, content: bytes) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr("pbfl_flwr.flower.deploy.inventory.write_atomically", read_only)
+    link = Link()
+    with pytest.raises(OSError, match="Read-only"):
+        register(folder, folder / "i.json", link)
+    assert not link.keys
 
 
 def test_an_unregistered_key_is_not_asked_for_its_node(folder: Path) -> None:
