@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from logging import INFO, WARNING
+from os.path import samestat
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs import checkpoint
-from pbfl_flwr.runs.directory import ERROR, RESULT, RunDirectory, RunRefused, installed_versions
+from pbfl_flwr.runs.directory import ERROR, RESULT, SERVER_LOCK, RunDirectory, RunRefused, installed_versions
 from pbfl_flwr.runs.early_stopping import Score, all_scores, best
 from pbfl_flwr.runs.records import (
     Change,
@@ -129,6 +131,7 @@ class RunRecorder(Recorder):
         self._written = 0  # number of the last round in the histories
         self._experiment = ""  # of the run to resume, or once the run has begun
         self._sinks: Sinks | None = None  # while the run is open
+        self._lock: os.stat_result | None = None  # the file that is locked
 
     def configure(self, settings: Settings, method: Method[Any, Any, Any], primary_predictor: str) -> None:
         """Set the settings of the run; a run that has started goes on with other values of CHANGEABLE keys."""
@@ -160,9 +163,24 @@ class RunRecorder(Recorder):
         check_unedited(self._settings.code)
         return code_hashes(self._settings.code)
 
-    def locked(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def locked(self) -> Iterator[None]:
         """Return a context in which no other process may write the run."""
-        return self.directory.locked()
+        with self.directory.locked():
+            self._lock = (self.directory.path / SERVER_LOCK).stat()  # held, so no other file gets its inode
+            yield
+
+    def _check_in_place(self, number: int) -> None:
+        try:
+            if self._lock is None or samestat(self._lock, (self.directory.path / SERVER_LOCK).stat()):
+                return
+        except FileNotFoundError:
+            if self.directory.taken:  # only the lock's file is gone
+                return
+        raise RunRefused(
+            f"run-dir = '{self.directory.path}' was moved or removed while the run was writing it; the run ended "
+            f"before round {number} counted"
+        )
 
     def set_waiting(self, line: str) -> None:
         """Publish what the server waits for; an empty line means nothing."""
@@ -294,9 +312,11 @@ class RunRecorder(Recorder):
 
         Raises:
             UnsavedState: if writing fails; the round does not count then.
-            RunRefused: if the directory has the round, as after an interruption just before it counted here.
+            RunRefused: if the directory has the round, as after an interruption just before it counted here, or if it
+                was moved or removed; another run may be in its place.
         """
         record, number = finished.record, finished.record.round
+        self._check_in_place(number)
         if number <= self._written:
             raise RunRefused(f"run-dir = '{self.directory.path}' has round {number} already; resume the run")
         self.set_waiting("")

@@ -325,6 +325,46 @@ def test_error_file_says_why_a_run_ended(tmp_path: Path, monkeypatch: pytest.Mon
     assert not told.exists()
 
 
+@pytest.mark.parametrize("what", ["moved", "removed", "replaced"])
+def test_a_run_whose_directory_goes_away_ends_and_writes_into_no_other(tmp_path: Path, what: str) -> None:
+    run = federation(tmp_path / "run", on_disk=True, num_server_rounds=3)
+    aggregate, place = run.strategy.aggregate_fit, run.directory.path
+
+    def afterwards(*arguments: Any) -> Any:
+        if run.strategy.done == 1:
+            shutil.move(place, tmp_path / "moved")
+            if what != "moved":
+                shutil.rmtree(tmp_path / "moved")
+            if what == "replaced":
+                federation(tmp_path / "run", on_disk=True, num_server_rounds=1, seed=7).run()
+        return aggregate(*arguments)
+
+    with (
+        patch.object(run.strategy, "aggregate_fit", afterwards),
+        pytest.raises(RunRefused, match=r"was moved or removed .*; the run ended before round 2 counted$"),
+    ):
+        run.run()
+    assert (place / "rounds.jsonl").exists() == (what == "replaced")
+    assert not (place / ERROR).exists()
+    if what == "moved":
+        assert len(RunDirectory(tmp_path / "moved").round_records()) == 1
+    if what == "replaced":
+        other = federation(tmp_path / "run", on_disk=True, num_server_rounds=2, seed=7, resume=True).run()
+        assert other.strategy.done == 2
+
+
+def test_a_run_goes_on_without_its_lock_file(tmp_path: Path) -> None:
+    run = federation(tmp_path, on_disk=True)
+    aggregate = run.strategy.aggregate_fit
+
+    def afterwards(*arguments: Any) -> Any:
+        (run.directory.path / history.SERVER_LOCK).unlink(missing_ok=True)
+        return aggregate(*arguments)
+
+    with patch.object(run.strategy, "aggregate_fit", afterwards):
+        assert run.run().strategy.done == 2
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_waiting_line_is_published_only_while_waiting(tmp_path: Path, fails: bool) -> None:
     before: list[str] = []
