@@ -60,7 +60,8 @@ Predictor = Callable[..., Tensor]
 """(features (B, d), logits (B, K)) -> finite scores (B, K); the class with the highest score is predicted.
 
 A sample's scores must not depend on the rest of its batch: its size is a device's choice, and a GPU's last one is
-filled up with more of the shard. One that is a :class:`WithInputs` gets the inputs as well.
+filled up with more of the shard. One that is a :class:`WithInputs` gets the inputs as well. What it reads must not be
+changed in place: the other predictors read the same tensors.
 """
 
 EXCLUDED = -1e30

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import PREDICTORS, in_order
 from pbfl_flwr.data import Shard
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Predictor, WithInputs
 from pbfl_flwr.training.class_metrics import Areas, ByClass, areas
 from pbfl_flwr.training.loop import REMEDY, Diverged, each_batch
@@ -51,6 +52,7 @@ def evaluate(
     Raises:
         ValueError: if a predictor returns another shape than (B, K), or its name is not among these.
         Diverged: if a predictor returns scores that are not finite.
+        PbflError: if a predictor changes what it reads in place.
     """
     known = in_order([*PREDICTORS, *predicts])
     if odd := [name for name in predictors if name not in known]:
@@ -61,6 +63,11 @@ def evaluate(
     if client.data.validation is None:
         return scores
     return replace(scores, validation=_scores(client, client.data.validation, predictors))
+
+
+def versions_of(tensors: Iterable[object]) -> list[int]:
+    """Return how often each tensor was changed in place, but of those of inference mode, which keep no count."""
+    return [each._version for each in tensors if isinstance(each, Tensor) and not each.is_inference()]
 
 
 def _scores(
@@ -79,10 +86,14 @@ def _scores(
         logits = client.model.head(features)
         answered = logits[: len(labels)]
         for name, predictor in predictors.items():
-            if isinstance(predictor, WithInputs):
-                found = predictor(inputs, features, logits)
-            else:
-                found = predictor(features, logits)
+            read = (inputs, features, logits) if isinstance(predictor, WithInputs) else (features, logits)
+            versions = versions_of(read)
+            found = predictor(*read)
+            if versions_of(read) != versions:
+                raise PbflError(
+                    f"predictor '{name}' changes its {'inputs, ' * (len(read) > 2)}features or logits in place; other "
+                    "predictors read them after it, so they must stay as they are"
+                )
             scores = returned(predictor, found, Tensor)
             if scores.shape != (len(inputs), client.task.num_classes):
                 raise ValueError(
@@ -90,7 +101,10 @@ def _scores(
                 )
             scores = scores[: len(labels)]
             if not bool(torch.isfinite(scores).all()):
-                raise Diverged(f"predictor '{name}' gives scores that are not finite; {REMEDY}")
+                fault, remedy = f"predictor '{name}' gives scores that are not finite", REMEDY
+                if not bool((scores.isnan() | scores.isposinf()).any()):
+                    remedy = f"a class that may not be predicted must have the score EXCLUDED, not -inf; else {REMEDY}"
+                raise Diverged(f"{fault}; {remedy}")
             answer = scores.argmax(dim=1)
             correct[name] += int((answer == labels).sum())
             if per_class:

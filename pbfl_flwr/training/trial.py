@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pbfl_flwr import calls, seeds
 from pbfl_flwr.data import ClientData, Shard
@@ -17,7 +17,7 @@ from pbfl_flwr.errors import PbflError, QuotesData, format_exception, pass_on_ex
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.models.dry_forward import CHANGES_ITS_INPUT
 from pbfl_flwr.payloads import separate
-from pbfl_flwr.training.evaluation import evaluate
+from pbfl_flwr.training.evaluation import evaluate, versions_of
 from pbfl_flwr.util.user_code import describe_user_error, is_external
 
 SIZES = (2, 1)  # samples; a client's last batch may have one
@@ -70,9 +70,6 @@ def _step(method: Method[Any, Any, Any], client: Client) -> None:
 def _features_kept(model: nn.Module) -> Iterator[None]:
     """Refuse a head that changes features in place, be it only in training: prototypes are made of them, too."""
     head, versions = getattr(model, "head", None), []
-
-    def versions_of(inputs: tuple[Any, ...]) -> list[int]:
-        return [each._version for each in inputs if isinstance(each, Tensor) and not each.is_inference()]
 
     def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         versions.append(versions_of(inputs))

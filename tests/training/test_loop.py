@@ -1,5 +1,6 @@
 """The one SGD loop: what it trains on, in which order, what it leaves alone, and what it refuses to hand on."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import EvaluationSettings, TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import EXCLUDED, Client, Nearest, WithInputs, head_scores
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.task import Task
@@ -563,8 +565,23 @@ def test_scores_must_be_finite_all_of_them(odd: float) -> None:
         scores[-1, 1] = odd
         return scores
 
-    with pytest.raises(Diverged, match="predictor 'local' gives scores that are not finite"):
+    remedy = (
+        "a class that .* score EXCLUDED, not -inf; else lower" if odd == -math.inf else "lower learning-rate"
+    )
+    with pytest.raises(Diverged, match=f"^predictor 'local' gives scores that are not finite; {remedy}"):
         evaluate(client(), {"head": lambda features, logits: logits, "local": one_is_odd})
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_predictor_that_changes_what_others_read_is_refused(which: int) -> None:
+    def changing(*read: Tensor) -> Tensor:
+        read[which][:1] *= 2  # a view of it
+        return read[-1]
+
+    changed = WithInputs(changing) if which == 2 else changing
+    fault = f"^predictor 'global' changes its {'inputs, ' * (which == 2)}features or logits in place"
+    with pytest.raises(PbflError, match=fault):
+        evaluate(client(), {"head": head_scores, "global": changed, "local": head_scores})
 
 
 def test_scores_must_be_of_shape_b_by_k() -> None:
