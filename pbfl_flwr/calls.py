@@ -6,7 +6,8 @@ something uses it later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Predictor, Update
-from pbfl_flwr.payloads import Payload, Serializable, check_storable
+from pbfl_flwr.payloads import Payload, Prototypes, Serializable, check_storable
 from pbfl_flwr.payloads.metrics import check_metrics
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import named, returned, wrong_result
@@ -26,37 +27,68 @@ def first_state(method: AnyMethod, task: Task, seed: int) -> Serializable:
     """Return the server's state before round 1.
 
     Raises:
-        PbflError: if it is not of the method's type ``state``.
+        PbflError: if it is not of the method's type ``state``, or holds a table of prototypes without K rows.
     """
-    return as_state(method, method.init(task, seed), method.init)
+    return as_state(method, method.init(task, seed), method.init, task)
 
 
-def as_state(method: AnyMethod, state: object, function: object) -> Serializable:
+def as_state(method: AnyMethod, state: object, function: object, task: Task) -> Serializable:
     """Return the state that a function has returned.
 
     Raises:
-        PbflError: naming the function, if it is not of the method's type ``state``.
+        PbflError: naming the function, if it is not of the method's type ``state``, or holds a table of prototypes
+            without K rows.
     """
     checked: Serializable = returned(function, state, method.state)
+    _need_all_rows(function, checked, task)
     return checked
 
 
-def broadcast(method: AnyMethod, state: object, client: int) -> Payload:
+def broadcast(method: AnyMethod, state: object, client: int, task: Task) -> Payload:
     """Return the payload for one client.
 
     Raises:
-        PbflError: if it is not of the method's type ``down``.
+        PbflError: if it is not of the method's type ``down``, or holds a table of prototypes without K rows.
     """
     down: Payload = returned(method.broadcast, method.broadcast(state, client), method.down)
+    _need_all_rows(method.broadcast, down, task)
     return down
+
+
+def _need_all_rows(function: object, result: object, task: Task) -> None:
+    """Check the tables of prototypes in a result: on the wire, which has present classes only, none is missed."""
+    for table in _tables_in(result):
+        for name in ("values", "present", "counts"):
+            part = getattr(table, name)
+            if part is None or (isinstance(part, Tensor) and part.shape[:1] == (task.num_classes,)):
+                continue
+            found = (
+                f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"type {type(part).__name__}"
+            )
+            raise PbflError(
+                f"{named(function)} returned a table whose '{name}' is of {found}; must be a tensor of "
+                f"K = {task.num_classes} rows, also for classes that are not present"
+            )
+
+
+def _tables_in(result: object) -> Iterator[Prototypes]:
+    if isinstance(result, Prototypes):
+        yield result
+    elif is_dataclass(result):
+        for one in fields(result):
+            yield from _tables_in(getattr(result, one.name))
+    elif isinstance(result, (dict, list, tuple)):
+        for part in result.values() if isinstance(result, dict) else result:
+            yield from _tables_in(part)
 
 
 def local_update(method: AnyMethod, client: Client, down: Payload) -> Update[Any]:
     """Train a client and return its update.
 
     Raises:
-        PbflError: if it is no Update, its payload is not of the method's type ``up``, its memory holds anything else
-            than tensors by name, or one that safetensors does not have, or its metrics cannot be sent.
+        PbflError: if it is no Update, its payload is not of the method's type ``up`` or holds a table of prototypes
+            without K rows, its memory holds anything else than tensors by name, or one that safetensors does not have,
+            or its metrics cannot be sent.
     """
     function = method.local_update
     update: Update[Any] = returned(function, function(client, down), Update)
@@ -64,6 +96,7 @@ def local_update(method: AnyMethod, client: Client, down: Payload) -> Update[Any
     if not isinstance(update.payload, method.up):
         one = f"one with a {method.up.__name__}"
         raise wrong_result(function, update.payload, one, "an Update with the payload ")
+    _need_all_rows(function, update.payload, client.task)
     if not (
         isinstance(memory, Mapping)
         and all(isinstance(name, str) and isinstance(kept, Tensor) for name, kept in memory.items())

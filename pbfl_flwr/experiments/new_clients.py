@@ -70,7 +70,7 @@ def new_client_sheet(run: FinishedRun, clients: int, rounds: int) -> Sheet:
         seed = seeds.derive(settings.data.partition_seed, "validation", number)
         data = materialise(pool, split, settings.data.validation_share, seed)
         trained.append(len(data.train))
-        sent = wire.encode(calls.broadcast(method, state, number), settings.prototypes.wire_dtype)
+        sent = wire.encode(calls.broadcast(method, state, number, task), settings.prototypes.wire_dtype)
         client = _client(settings, number, done, data, run)
         played.append([*_rounds(method, client, wire.decode(sent, method.down, task), rounds)])
     columns = {

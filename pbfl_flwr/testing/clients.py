@@ -105,7 +105,7 @@ def uploads(
         if one.id in sent:
             raise PbflError(f"uploads: two clients have the id {one.id}; each must have one of its own")
         state = calls.first_state(method, one.task, one.seed) if state is None else state
-        down = rebuilt(calls.broadcast(method, state, one.id), one.task)
+        down = rebuilt(calls.broadcast(method, state, one.id, one.task), one.task)
         sent[one.id] = rebuilt(calls.local_update(method, one, down).payload, one.task)
         method.validate(sent[one.id], state, one.task)
     return state, dict(sorted(sent.items()))

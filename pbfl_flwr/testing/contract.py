@@ -430,7 +430,7 @@ def awkward_clients(method: str, **keys: Scalar) -> Iterator[tuple[int, Update[A
             if i in networks:
                 one.model.load_state_dict(networks[i])
             before = copy.deepcopy(one.model.state_dict())
-            down = rebuilt(calls.broadcast(built, state, i), task)
+            down = rebuilt(calls.broadcast(built, state, i, task), task)
             built.install(one, down)
             found = calls.predictors(built, one, down)
             evaluate(one, found, built.predicts)  # raises at scores that are not finite

@@ -56,7 +56,9 @@ def try_step(architecture: str, method: Method[Any, Any, Any], client: Client) -
 
 
 def _step(method: Method[Any, Any, Any], client: Client) -> None:
-    down = calls.broadcast(method, calls.first_state(method, client.task, client.seed), client.id)
+    down = calls.broadcast(
+        method, calls.first_state(method, client.task, client.seed), client.id, client.task
+    )
     method.install(client, down)
     evaluate(client, calls.predictors(method, client, down), method.predicts)
     update = calls.local_update(method, client, down)

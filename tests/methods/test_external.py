@@ -15,9 +15,9 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys, check
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.method import Method, Round, head_scores
+from pbfl_flwr.method import Method, Round, Update, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.payloads.metrics import Part
 from pbfl_flwr.training.class_metrics import Areas, ByClass
 from pbfl_flwr.training.evaluation import evaluate
@@ -233,6 +233,32 @@ def test_an_update_of_other_parts_is_refused(make_client, monkeypatch, change, s
     down = method.broadcast(method.init(TASK, 0), 0)
     with pytest.raises(PbflError, match=rf"<lambda> \(test_external.py:\d+\) returned an Update {says}"):
         calls.local_update(method, make_client(), down)
+
+
+@pytest.mark.parametrize("which", ["init", "broadcast", "local_update", "aggregate"])
+@pytest.mark.parametrize("part", ["values", "present"])
+def test_a_table_with_fewer_rows_than_classes_is_refused(make_client, monkeypatch, which, part):
+    """On the wire the missing classes would only be absent ones."""
+    table = Prototypes.empty(TASK.num_classes, TASK.feature_dim)
+    few: Any = replace(table, **{part: getattr(table, part)[:2]})
+    method, one = build_method(settings_of("emaproto:build", models="mlp5")), make_client()
+    made: Any = few
+    if which == "local_update":
+        monkeypatch.setattr(type(method), "up", WeightsAndPrototypes)
+        made = Update(WeightsAndPrototypes(Weights({}), few))
+    monkeypatch.setattr(type(method), which, lambda *arguments: made)
+    made_by = {
+        "init": lambda: calls.first_state(method, TASK, 0),
+        "broadcast": lambda: calls.broadcast(method, table, 0, TASK),
+        "local_update": lambda: calls.local_update(method, one, table),
+        "aggregate": lambda: calls.as_state(
+            method, method.aggregate(table, {}, Round(1, TASK, 0)), method.aggregate, TASK
+        ),
+    }
+    with pytest.raises(
+        PbflError, match=rf"<lambda> \(.* a table whose '{part}' is of shape \(2,.*; .* K = 4 rows"
+    ):
+        made_by[which]()
 
 
 def test_metrics_of_the_server_have_texts_for_names():

@@ -26,6 +26,7 @@ from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs.records import Bytes, ClientRecord
+from pbfl_flwr.task import Task
 
 Kind = Literal["train", "evaluate"]
 """What a message asks of a client; with "train" it is scored as well, unless the plan says otherwise."""
@@ -111,6 +112,7 @@ def phase_of(
     method: Method[Any, Any, Any],
     state: Serializable,
     roster: Roster,
+    task: Task,
     experiment: str,
     dtype: wire.WireDtype,
     timeout: float,
@@ -125,7 +127,7 @@ def phase_of(
     # since the id of a deleted object may be reused.
     encoded: dict[int, tuple[Payload, ArrayRecord]] = {}
     for number in sorted(plan.kinds):
-        payload = calls.broadcast(method, state, number)
+        payload = calls.broadcast(method, state, number, task)
         if id(payload) not in encoded:
             encoded[id(payload)] = payload, wire.encode(payload, dtype)
         config = ConfigRecord({"round": plan.number, "experiment": experiment})

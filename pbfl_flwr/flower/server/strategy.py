@@ -174,7 +174,8 @@ class MethodStrategy(Strategy):
                 # A repeated round is known by it, though `resumed` may change what clients are sent.
                 self._digest = digest_of(resumed.state)
                 state = self.method.resumed(resumed.state)
-                self.state, self.done = calls.as_state(self.method, state, self.method.resumed), resumed.done
+                self.state = calls.as_state(self.method, state, self.method.resumed, roster.task)
+                self.done = resumed.done
                 self.history = resumed.history
                 for clients in resumed.clients:
                     self._count_participations(clients)
@@ -349,8 +350,8 @@ class MethodStrategy(Strategy):
 
     def _messages(self, plan: RoundPlan, state: Serializable) -> Phase:
         dtype, timeout = self.settings.prototypes.wire_dtype, self.settings.run.round_timeout
-        roster = self._clients.roster
-        return phase_of(plan, self.method, state, roster, self.experiment, dtype, timeout, self._digest)
+        roster, task = self._clients.roster, self._task
+        return phase_of(plan, self.method, state, roster, task, self.experiment, dtype, timeout, self._digest)
 
     def _read(self, phase: Phase, messages: Sequence[Message], state: Serializable) -> Replies:
         """Decode and validate replies, and remember which clients failed or are late."""
@@ -384,8 +385,8 @@ class MethodStrategy(Strategy):
             uploads = dict(sorted(uploads.items()))
         with seeds.seeded(seeds.derive(run.seed, "server", server_round)):
             state = self.method.aggregate(self.state, uploads, round_info)
-        calls.as_state(self.method, state, self.method.aggregate)
-        broadcast = calls.broadcast(self.method, state, min(uploads, default=0))
+        calls.as_state(self.method, state, self.method.aggregate, self._task)
+        broadcast = calls.broadcast(self.method, state, min(uploads, default=0), self._task)
         stopping.need_usable(broadcast, self.method.down, self._task, server_round)
         return state
 
@@ -400,7 +401,7 @@ class MethodStrategy(Strategy):
         number, members, method = replies.phase.number, self._clients, self.method
         aggregating = time.perf_counter()
         state = self.aggregate_fit(number, replies.uploads)
-        calls.as_state(method, state, self.aggregate_fit)
+        calls.as_state(method, state, self.aggregate_fit, self._task)
         aggregated = time.perf_counter() - aggregating
 
         accuracies = rounds.scores(replies)
@@ -480,7 +481,7 @@ class MethodStrategy(Strategy):
 
     def _broadcast(self, state: Serializable) -> Payload:
         """Return what the first client would be sent in the next round."""
-        return calls.broadcast(self.method, state, min(self._clients.roster.clients))
+        return calls.broadcast(self.method, state, min(self._clients.roster.clients), self._task)
 
     def _next_arrays(self) -> ArrayRecord:
         """Return the next broadcast to the first client as bytes."""
