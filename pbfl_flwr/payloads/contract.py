@@ -24,6 +24,10 @@ class RejectedPayload(ValueError):
     """A payload that must not be used; the message names the first fault found."""
 
 
+class OutOfRange(RejectedPayload):
+    """A payload with numbers that are not finite or too large, as a training that diverges leaves them."""
+
+
 @dataclass(frozen=True)
 class Magnitudes:
     """How large the numbers of an upload are; see :mod:`pbfl_flwr.payloads.plausibility`.
@@ -190,7 +194,8 @@ def floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, lim
         limit: bound on the absolute values.
 
     Raises:
-        RejectedPayload: if it is missing, not floating point, has other dimensions, is not finite or exceeds the limit.
+        OutOfRange: if it is not finite or exceeds the limit.
+        RejectedPayload: if it is missing, not floating point, or has other dimensions.
     """
     if name not in tensors:
         raise RejectedPayload(f"'{name}' is missing")
@@ -203,9 +208,9 @@ def floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, lim
         ends = torch.aminmax(tensor)  # one pass, and propagates NaN
         low, high = ends.min.item(), ends.max.item()
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise RejectedPayload(f"'{name}' holds NaN or infinity")
+            raise OutOfRange(f"'{name}' holds NaN or infinity")
         if (largest := max(-low, high)) > limit:
-            raise RejectedPayload(f"'{name}' holds {largest:.3g}, must be at most {limit:.0e}")
+            raise OutOfRange(f"'{name}' holds {largest:.3g}, must be at most {limit:.0e}")
     return tensor.float()
 
 

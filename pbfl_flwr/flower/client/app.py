@@ -43,6 +43,7 @@ from pbfl_flwr.flower.messages.report import Report, Requested, reported
 from pbfl_flwr.method import Moment, resolved_moment
 from pbfl_flwr.models.contract import has_batch_norm
 from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.payloads.contract import OutOfRange
 from pbfl_flwr.training.evaluation import Scores, evaluate
 from pbfl_flwr.training.loop import REMEDY, Diverged
 from pbfl_flwr.util.atomic_files import UnsavedState
@@ -227,16 +228,19 @@ def _check_usable(upload: Payload, session: ClientSession) -> None:
     """Check the upload as the server does, so that a diverged network is not stored.
 
     Raises:
-        Diverged: naming the invalid numbers.
+        Diverged: naming numbers that are not finite or too large.
+        PbflError: naming anything else for which it would be rejected.
     """
     method, client = session.method, session.client
     try:
         method.up.from_tensors(upload.to_tensors(), client.task)
-    except RejectedPayload as error:
+    except OutOfRange as error:
         during = session.settings.prototypes.collect in ("trajectory", "last-epoch")
         collects = "collect" in method.uses and not during and has_batch_norm(client.model)
         advice = ", or collect = 'trajectory' with BatchNorm" if collects else ""
         raise Diverged(f"its upload would be rejected: {error}; {REMEDY}{advice}") from None
+    except RejectedPayload as error:
+        raise PbflError(f"its upload would be rejected: {error}") from None
 
 
 def _report(session: ClientSession, scores: Scores | None, participations: int) -> Report:

@@ -8,6 +8,7 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.replies import LOST, Replies, error_reason, worker_died
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.payloads.contract import OutOfRange
 from pbfl_flwr.runs.records import NOT_CONNECTED
 from pbfl_flwr.task import Task
 
@@ -106,7 +107,7 @@ def _need_steps(replies: Replies, training: TrainingSettings) -> None:
 
 
 def need_usable(broadcast: Payload, kind: type[Payload], task: Task, server_round: int) -> None:
-    """Check that clients can read the next broadcast, which is of this kind: its numbers are finite and bounded.
+    """Check that clients can read the next broadcast, which is of this kind, e.g. that numbers are finite and bounded.
 
     Raises:
         RunEnded: naming the tensor that is not.
@@ -114,7 +115,8 @@ def need_usable(broadcast: Payload, kind: type[Payload], task: Task, server_roun
     try:
         kind.from_tensors(broadcast.to_tensors(), task)
     except RejectedPayload as error:
+        advice = "; lower the learning rates" if isinstance(error, OutOfRange) else ""
         raise RunEnded(
-            f"round {server_round}: after aggregation the broadcast would be rejected: {error}; lower the learning "
-            f"rates. Rounds up to {server_round - 1} are kept"
+            f"round {server_round}: after aggregation the broadcast would be rejected: {error}{advice}. Rounds up to "
+            f"{server_round - 1} are kept"
         ) from None

@@ -22,7 +22,7 @@ from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.engines.local import federate_app
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.server.stopping import RunEnded
+from pbfl_flwr.flower.server.stopping import RunEnded, need_usable
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Payload, Prototypes, Weights
@@ -114,9 +114,16 @@ def test_an_aggregate_that_clients_would_reject_ends_the_run_and_keeps_the_state
     before = strategy.state
     bad = replace(prototypes(0, [1]), values=torch.full((4, 6), value))
     says = f"round 1: after aggregation the broadcast would be rejected: 'rows' holds {found}"
-    with pytest.raises(RunEnded, match=re.escape(says)):
+    with pytest.raises(RunEnded, match=re.escape(says) + ".*; lower the learning rates. Rounds"):
         strategy.aggregate_fit(1, {0: bad})
     assert strategy.state is before
+
+
+def test_numbers_of_another_type_are_not_blamed_on_the_learning_rates() -> None:
+    whole = replace(prototypes(0, [1]), values=torch.ones(4, 6).long())
+    says = "'rows' is torch.int64, expected floating point of 16 to 64 bits. Rounds up to 0 are kept"
+    with pytest.raises(RunEnded, match=re.escape(says)):
+        need_usable(whole, Prototypes, TASK, 1)
 
 
 def test_failing_clients_are_named_and_do_not_affect_others(tmp_path: Path) -> None:
