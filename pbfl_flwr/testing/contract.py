@@ -46,6 +46,7 @@ SMALLEST = {"float16": 2.0**-25, "bfloat16": 2.0**-134}  # half the distance of 
 # Batches of 4 leave 1 sample over; client 3 begins in round 7, and in round 8 only client 2 is there.
 LABELS = {0: (0, 0, 1, 1, 2, 2, 0, 1, 1), 1: (3,), 2: (), 3: (2, 2, 2, 2, 2)}
 PRESENT = {1: (0, 2), 2: (1, 2), 7: (0, 1, 3), 8: (2,)}
+RESTORED = "with a state restored from its tensors, as on resuming, "
 
 
 def check_method(method: str, **keys: Scalar) -> None:
@@ -57,8 +58,9 @@ def check_method(method: str, **keys: Scalar) -> None:
             ``**{"app.noise": 0.1}``; ``models`` is one architecture, of all clients.
 
     Raises:
-        AssertionError: at the first thing that it does not do.
-        PbflError: if it cannot be built or run.
+        AssertionError: at the first thing that it does not do, in one line.
+        PbflError: if it cannot be built or run, e.g. since a function of it returns something else than it must, or a
+            predictor changes what it reads.
     """
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with seeds.restored(gpus), TemporaryDirectory() as place:
@@ -91,11 +93,12 @@ class Recorder(MethodStrategy):
 
     def aggregate_fit(self, server_round: int, uploads: Mapping[int, Payload]) -> Any:
         """Aggregate, and keep what went in and came out."""
-        state, before = self.state, copies((self.state, uploads))
+        state, before = self.state, copies({"state": self.state, "uploads": uploads})
         result = super().aggregate_fit(server_round, uploads)
         assert self.task is not None
         round_info = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
-        seen = Aggregation(state, dict(uploads), round_info, before, copies((state, uploads)), result)
+        after = copies({"state": state, "uploads": uploads})
+        seen = Aggregation(state, dict(uploads), round_info, before, after, result)
         self.__dict__.setdefault("aggregations", []).append(seen)
         return result
 
@@ -136,7 +139,6 @@ class Played:
                 def scores(*read: Tensor) -> Tensor:
                     actual: Tensor = predictor(*read)
                     self.scored.append((one.id, name, actual))
-                    assert actual.shape == (len(read[0]), one.task.num_classes)
                     return actual
 
                 return WithInputs(scores) if isinstance(predictor, WithInputs) else scores
@@ -213,9 +215,11 @@ def fingerprint(strategy: MethodStrategy) -> str:
 def every_client_takes_part_in_every_round(seen: Played, directory: Path) -> None:
     """Nobody fails, and everybody is scored."""
     for line in seen.strategy.history:
-        assert line.failures == []
-        assert line.trained == list(range(NUM_CLIENTS))
-        assert all(value is not None for value in line.client_metrics.values())
+        for failure in line.failures:
+            raise AssertionError(f"round {line.round}: client {failure.label} failed: {failure.reason}")
+        assert line.trained == list(range(NUM_CLIENTS)), f"round {line.round}: only {line.trained} trained"
+        for name, value in line.client_metrics.items():
+            assert value is not None, f"round {line.round}: the metric '{name}' of the clients is not finite"
         assert line.accuracy, "no predictor was scored"
 
 
@@ -223,7 +227,8 @@ def clients_do_not_change_the_broadcast_that_they_share(seen: Played, directory:
     """Other clients of a process get the same tensors."""
     assert len(seen.broadcasts) >= 2 * NUM_CLIENTS
     for down, before in seen.broadcasts:
-        assert same_tensors(copies(down), before)
+        changed = unlike(copies(down), before)
+        assert not changed, f"a client changes the broadcast, which others get, too: down{changed[0]}"
 
 
 def clients_do_not_change_their_data(seen: Played, directory: Path) -> None:
@@ -237,13 +242,20 @@ def clients_do_not_change_their_data(seen: Played, directory: Path) -> None:
 
 def scores_are_finite_and_of_shape_b_by_k(seen: Played, directory: Path) -> None:
     """For every predictor that the method names, and no other."""
-    assert {number for number, _, _ in seen.scored} == set(range(NUM_CLIENTS))
-    for number, name, scores in seen.scored:
-        assert name in seen.method.predicts
-        assert scores.shape == (len(tiny_client(number).test), 10)
-        assert torch.isfinite(scores).all(), (number, name)
-    assert seen.strategy.primary_predictor in seen.method.predicts
-    assert seen.strategy.primary_predictor in seen.strategy.history[-1].accuracy
+    scored, predicts, primary = seen.scored, seen.method.predicts, seen.strategy.primary_predictor
+    missing = set(range(NUM_CLIENTS)) - {number for number, _, _ in scored}
+    assert not missing, f"no predictor scored the clients {sorted(missing)}"
+    for number, name, scores in scored:
+        assert name in predicts, f"predictors() has '{name}', which predicts has not: {predicts}"
+        expected = (len(tiny_client(number).test), 10)
+        assert scores.shape == expected, (
+            f"predictor '{name}' returns {tuple(scores.shape)}, must be (B, K) = {expected}"
+        )
+        assert torch.isfinite(scores).all(), f"predictor '{name}' gives scores that are not finite"
+    assert primary in predicts, f"the primary predictor '{primary}' is not in predicts: {predicts}"
+    assert primary in seen.strategy.history[-1].accuracy, (
+        f"the primary predictor '{primary}' is not among predictors() in the last round"
+    )
 
 
 def payloads_cross_the_wire(seen: Played, directory: Path) -> None:
@@ -253,8 +265,13 @@ def payloads_cross_the_wire(seen: Played, directory: Path) -> None:
     for dtype in ("float32", "float16", "bfloat16", "int8"):
         for number, upload in last.uploads.items():
             back = wire.decode(wire.encode(upload, dtype), seen.method.up, task)
+            before = copies({"upload": back, "state": last.state})
             seen.method.validate(back, last.state, task)
-            assert back.scalars() == upload.scalars()
+            changed = unlike(copies({"upload": back, "state": last.state}), before)
+            assert not changed, f"validate() changes what it checks: {changed[0].removeprefix('.')}"
+            assert back.scalars() == upload.scalars(), (
+                f"scalars() of an upload are {upload.scalars()} before and {back.scalars()} after its way"
+            )
             _close(upload, back, dtype, f"up {number}")
             down = seen.method.broadcast(last.result, number)
             _close(down, wire.decode(wire.encode(down, dtype), seen.method.down, task), dtype, "down")
@@ -262,11 +279,13 @@ def payloads_cross_the_wire(seen: Played, directory: Path) -> None:
 
 def _close(sent: Payload, received: Payload, dtype: str, what: str) -> None:
     ours, theirs = sent.to_tensors(), received.to_tensors()
-    assert set(ours) == set(theirs)
+    odd = ours.keys() ^ theirs.keys()
+    assert not odd, f"{what}: to_tensors() does not give the same names after from_tensors(): {sorted(odd)}"
     for name, tensor in ours.items():
-        assert theirs[name].shape == tensor.shape
+        fault = f"{what}: tensor '{name}' is not the same after wire-dtype={dtype}"
+        assert theirs[name].shape == tensor.shape, fault
         if not tensor.is_floating_point():
-            assert torch.equal(theirs[name], tensor), (what, name)
+            assert torch.equal(theirs[name], tensor), fault
             continue
         own = torch.finfo(tensor.dtype).eps if tensor.dtype in (torch.float16, torch.bfloat16) else 0.0
         tensor = tensor.to(torch.float64)
@@ -275,16 +294,16 @@ def _close(sent: Payload, received: Payload, dtype: str, what: str) -> None:
             # Half a step of the row's largest entry / 127, float32's own rounding, and that of the payload's own type.
             row = tensor.flatten(1).abs().amax(dim=1) / 254 * (1 + 1e-5)
             allowed = row.reshape(-1, *[1] * (tensor.dim() - 1)) + own * tensor.abs()
-        assert bool(((theirs[name] - tensor).abs() <= allowed).all()), (
-            f"{what}: tensor '{name}' is not the same after wire-dtype={dtype}"
-        )
+        assert bool(((theirs[name] - tensor).abs() <= allowed).all()), fault
 
 
 def aggregate_leaves_its_input_alone(seen: Played, directory: Path) -> None:
     """Neither the call nor the next round changes the old state or the uploads."""
     for aggregation in seen.aggregations:
-        assert same_tensors(aggregation.before, aggregation.after)
-        assert same_tensors(copies((aggregation.state, aggregation.uploads)), aggregation.before)
+        now = copies({"state": aggregation.state, "uploads": aggregation.uploads})
+        for when, found in (("", aggregation.after), (" in a later round", now)):
+            changed = unlike(found, aggregation.before)
+            assert not changed, f"aggregate() changes what it is given{when}: {changed[0].removeprefix('.')}"
 
 
 def aggregate_is_a_function_of_its_input(seen: Played, directory: Path) -> None:
@@ -292,7 +311,11 @@ def aggregate_is_a_function_of_its_input(seen: Played, directory: Path) -> None:
     last = seen.aggregations[-1]
     torch.manual_seed(12345)
     again = seen.method.aggregate(copy.deepcopy(last.state), copy.deepcopy(last.uploads), last.round_info)
-    assert same_tensors(tensors_in(again), tensors_in(last.result))
+    other = unlike(tensors_in(again), tensors_in(last.result))
+    assert not other, (
+        f"aggregate() gives another state{other[0]} of the same input: it draws from a global generator, or keeps "
+        "something from call to call"
+    )
 
 
 def a_checkpoint_continues_with_the_same_bits(seen: Played, directory: Path) -> None:
@@ -301,21 +324,23 @@ def a_checkpoint_continues_with_the_same_bits(seen: Played, directory: Path) -> 
     fresh = method.init(task, seen.strategy.settings.run.seed)
     for state in (fresh, *(aggregation.result for aggregation in seen.aggregations)):
         restored = method.state.from_tensors(_through_a_file(state, directory), task)
-        assert same_tensors(restored.to_tensors(), state.to_tensors())
+        lost = unlike(restored.to_tensors(), state.to_tensors())
+        assert not lost, f"the state loses its tensor '{lost[0]}' in from_tensors(state.to_tensors())"
         for number in range(NUM_CLIENTS):
             down = method.broadcast(restored, number).to_tensors()
-            assert same_tensors(down, method.broadcast(state, number).to_tensors())
+            lost = unlike(down, method.broadcast(state, number).to_tensors())
+            assert not lost, f"{RESTORED}broadcast() gives another '{lost[0]}'"
         after, before = method.report(restored), method.report(state)
-        assert after.keys() == before.keys()
-        assert all(
-            math.isclose(after[name], before[name], rel_tol=1e-6, abs_tol=1e-12)
-            or (math.isnan(after[name]) and math.isnan(before[name]))
-            for name in before
-        )
+        assert after.keys() == before.keys(), f"{RESTORED}report() has other names"
+        for name in before:
+            assert math.isclose(after[name], before[name], rel_tol=1e-6, abs_tol=1e-12) or (
+                math.isnan(after[name]) and math.isnan(before[name])
+            ), f"{RESTORED}report() has another '{name}'"
     last = seen.aggregations[-1]
     restored = method.state.from_tensors(_through_a_file(last.state, directory), task)
     went_on = method.aggregate(restored, last.uploads, last.round_info)
-    assert same_tensors(went_on.to_tensors(), last.result.to_tensors())
+    lost = unlike(went_on.to_tensors(), last.result.to_tensors())
+    assert not lost, f"{RESTORED}aggregate() gives another '{lost[0]}'"
 
 
 def _through_a_file(state: Payload, directory: Path) -> dict[str, Tensor]:
@@ -339,7 +364,10 @@ def no_upload_crashes_the_server(seen: Played, directory: Path) -> None:
             upload.scalars()
         except RejectedPayload:
             continue
-        assert all(bool(torch.isfinite(t).all()) for t in upload.to_tensors().values()), sorted(mutant)
+        for name, tensor in upload.to_tensors().items():
+            assert torch.isfinite(tensor).all(), (
+                f"from_tensors() and validate() accept NaN or infinity in '{name}'"
+            )
         if aggregated < 6:
             aggregated += 1
             try:
@@ -348,9 +376,9 @@ def no_upload_crashes_the_server(seen: Played, directory: Path) -> None:
                 method.broadcast(state, 0).scalars()
             except Exception as error:
                 both = tensors.keys() & mutant.keys()
-                changed = [
-                    name for name in both if not same_tensors({name: tensors[name]}, {name: mutant[name]})
-                ]
+                changed = unlike(
+                    {name: tensors[name] for name in both}, {name: mutant[name] for name in both}
+                )
                 what = ", ".join([*changed, *(tensors.keys() ^ mutant.keys())])
                 raise AssertionError(
                     f"validate() accepts an upload with another '{what}', at which the server raises {error!r}"
@@ -443,7 +471,13 @@ def awkward_clients(method: str, **keys: Scalar) -> Iterator[tuple[int, Update[A
             built.validate(uploads[i], state, task)
             _check_finite(uploads[i], f"client {i}'s upload in round {number}")
             memories[i], networks[i] = update.memory, one.model.state_dict()
-        state = rebuilt(built.aggregate(state, uploads, Round(number, task, len(LABELS))), task)
+        round_info = Round(number, task, len(LABELS))
+        # A checkpoint has tensors in the order of their names, a state may have them in that of the clients' coming.
+        restored = type(state).from_tensors(dict(sorted(state.to_tensors().items())), task)
+        state = calls.as_state(built, built.aggregate(state, uploads, round_info), built.aggregate, task)
+        went_on = built.aggregate(restored, uploads, round_info)
+        lost = unlike(went_on.to_tensors(), state.to_tensors())
+        assert not lost, f"{RESTORED}aggregate() gives another '{lost[0]}', with other clients in every round"
         _check_finite(state, f"the server's state after round {number}")
 
 
@@ -482,9 +516,17 @@ def copies(thing: Any) -> dict[str, Tensor]:
 
 def same_tensors(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     """Whether names, dtypes, shapes and bits agree."""
-    return set(left) == set(right) and all(
-        left[name].dtype == right[name].dtype
-        and left[name].shape == right[name].shape
-        and torch.equal(left[name], right[name])
-        for name in left
-    )
+    return not unlike(left, right)
+
+
+def unlike(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[str]:
+    """Return the names that only one of them has, or whose dtypes, shapes or bits differ, ascending."""
+    both = left.keys() & right.keys()
+    differ = {
+        name
+        for name in both
+        if left[name].dtype != right[name].dtype
+        or left[name].shape != right[name].shape
+        or not torch.equal(left[name], right[name])
+    }
+    return sorted(differ | (left.keys() ^ right.keys()))

@@ -2,18 +2,19 @@
 
 import importlib
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pbfl_flwr.config import Settings, key_of
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.method import Client, Method, Round, Update
+from pbfl_flwr.method import Client, Method, Predictor, Round, Update
 from pbfl_flwr.methods.feddistill import FedDistill
 from pbfl_flwr.methods.fedproto import build as fedproto
 from pbfl_flwr.payloads import Logits, RejectedPayload, Weights
@@ -60,6 +61,74 @@ class Draws(FedDistill):
         return replace(new, table=noisy)
 
 
+class ChecksInPlace(FedDistill):
+    """The server scales what it checks."""
+
+    def validate(self, upload: Logits, state: Any, task: Task) -> None:
+        upload.values.div_(2)
+
+
+class ScalesFeatures(FedDistill):
+    """A predictor scales what the others read."""
+
+    def predictors(self, client: Client, down: Logits) -> dict[str, Predictor]:
+        return {"head": lambda features, logits: logits.div_(2)}
+
+
+class LosesClasses(FedDistill):
+    """The server's table ends with the last class that it knows."""
+
+    def aggregate(self, state: Any, uploads: Any, round_info: Round) -> Any:
+        new = super().aggregate(state, uploads, round_info)
+        table = replace(new.table, values=new.table.values[:-1], present=new.table.present[:-1])
+        return replace(new, table=table)
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The last upload of every client, in the order in which they first came."""
+
+    tables: Mapping[int, Logits]
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the values by client."""
+        return {str(client): table.values for client, table in self.tables.items()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> "Latest":
+        """Rebuild it."""
+        present = torch.ones(task.num_classes, dtype=torch.bool)
+        return cls({int(name): Logits(values, present) for name, values in tensors.items()})
+
+
+class AddsAsTheyCame(Method[Latest, Logits, Logits]):
+    """The sum hangs on the order of the clients, which a checkpoint has not."""
+
+    name, state, down, up = "latest", Latest, Logits, Logits
+
+    def init(self, task: Task, seed: int) -> Latest:
+        return Latest({9: Logits.empty(task.num_classes, task.num_classes)})
+
+    def broadcast(self, state: Latest, client: int) -> Logits:
+        total = sum(table.values for table in state.tables.values())
+        assert isinstance(total, Tensor)
+        return Logits(total / len(state.tables), torch.ones(len(total), dtype=torch.bool))
+
+    def local_update(self, client: Client, down: Logits) -> Update[Logits]:
+        noise = torch.randn(down.values.shape, generator=client.generator("mine"))
+        return Update(Logits(down.values + noise, down.present))
+
+    def aggregate(self, state: Latest, uploads: Mapping[int, Logits], round_info: Round) -> Latest:
+        mean = self.broadcast(state, 0)
+        moved = {number: replace(up, values=mean.values + 0.01 * up.values) for number, up in uploads.items()}
+        return Latest({**state.tables, **moved})
+
+
+def adds_as_they_came(settings: Settings) -> AddsAsTheyCame:
+    """Return the method."""
+    return AddsAsTheyCame()
+
+
 def _built(method: type[FedDistill]) -> Callable[[Settings], FedDistill]:
     return lambda settings: method(form="ce-soft")
 
@@ -67,6 +136,7 @@ def _built(method: type[FedDistill]) -> Callable[[Settings], FedDistill]:
 changes_broadcast, changes_data, changes_uploads, draws = map(
     _built, (ChangesBroadcast, ChangesData, ChangesUploads, Draws)
 )
+checks_in_place, scales_features, loses_classes = map(_built, (ChecksInPlace, ScalesFeatures, LosesClasses))
 
 
 def of_an_app(settings: Settings) -> FedDistill:
@@ -77,14 +147,24 @@ def of_an_app(settings: Settings) -> FedDistill:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("changes_broadcast", None),
+        ("changes_broadcast", "^a client changes the broadcast, which others get, too: down.values$"),
         ("changes_data", "^client.data.train.labels is changed; only client.model may be"),
-        ("changes_uploads", None),
-        ("draws", None),
+        ("changes_uploads", r"^aggregate\(\) changes what it is given: uploads.0.values$"),
+        ("draws", r"^aggregate\(\) gives another state.table.values of the same input: it draws from"),
+        ("checks_in_place", r"^validate\(\) changes what it checks: upload.values$"),
+        ("scales_features", r"predictor 'head' changes its features or logits in place"),
+        (
+            "loses_classes",
+            r"^LosesClasses.aggregate .*'values' is of shape \(9, 10\); must be .* K = 10 rows",
+        ),
+        (
+            "adds_as_they_came",
+            r"as on resuming, aggregate\(\) gives another '\d', with other clients in every",
+        ),
     ],
 )
-def test_a_method_that_does_what_it_may_not_is_found(name: str, says: str | None) -> None:
-    with pytest.raises(AssertionError, match=says):
+def test_a_method_that_does_what_it_may_not_is_found(name: str, says: str) -> None:
+    with pytest.raises((AssertionError, PbflError), match=says):
         check_method(f"{__name__}:{name}")
 
 
