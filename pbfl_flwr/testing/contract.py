@@ -35,6 +35,7 @@ from pbfl_flwr.method import Client, Method, Predictor, Round, Update, WithInput
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.runs.tensor_files import load_tensors, save_tensors
+from pbfl_flwr.task import Task
 from pbfl_flwr.testing.clients import SPLITS, TASK, client, rebuilt, tiny_client
 from pbfl_flwr.training.evaluation import Scores, evaluate
 
@@ -265,16 +266,27 @@ def payloads_cross_the_wire(seen: Played, directory: Path) -> None:
     for dtype in ("float32", "float16", "bfloat16", "int8"):
         for number, upload in last.uploads.items():
             back = wire.decode(wire.encode(upload, dtype), seen.method.up, task)
-            before = copies({"upload": back, "state": last.state})
-            seen.method.validate(back, last.state, task)
-            changed = unlike(copies({"upload": back, "state": last.state}), before)
-            assert not changed, f"validate() changes what it checks: {changed[0].removeprefix('.')}"
+            _validate(seen.method, back, last.state, task)
             assert back.scalars() == upload.scalars(), (
                 f"scalars() of an upload are {upload.scalars()} before and {back.scalars()} after its way"
             )
             _close(upload, back, dtype, f"up {number}")
-            down = seen.method.broadcast(last.result, number)
+            with _unchanged("broadcast()", state=last.result):
+                down = seen.method.broadcast(last.result, number)
             _close(down, wire.decode(wire.encode(down, dtype), seen.method.down, task), dtype, "down")
+
+
+def _validate(method: Method[Any, Any, Any], upload: Payload, state: Any, task: Task) -> None:
+    with _unchanged("validate()", upload=upload, state=state):
+        method.validate(upload, state, task)
+
+
+@contextmanager
+def _unchanged(what: str, **given: Any) -> Iterator[None]:
+    before = copies(given)
+    yield
+    changed = unlike(copies(given), before)
+    assert not changed, f"{what} changes what it is given: {changed[0].removeprefix('.')}"
 
 
 def _close(sent: Payload, received: Payload, dtype: str, what: str) -> None:
@@ -468,7 +480,7 @@ def awkward_clients(method: str, **keys: Scalar) -> Iterator[tuple[int, Update[A
             update = calls.local_update(built, one, down)
             yield len(labels), update
             uploads[i] = rebuilt(update.payload, task)
-            built.validate(uploads[i], state, task)
+            _validate(built, uploads[i], state, task)
             _check_finite(uploads[i], f"client {i}'s upload in round {number}")
             memories[i], networks[i] = update.memory, one.model.state_dict()
         round_info = Round(number, task, len(LABELS))

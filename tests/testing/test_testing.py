@@ -62,10 +62,10 @@ class Draws(FedDistill):
 
 
 class ChecksInPlace(FedDistill):
-    """The server scales what it checks."""
+    """The server empties what it checks: no other check finds it, as those see uploads that were checked before."""
 
     def validate(self, upload: Logits, state: Any, task: Task) -> None:
-        upload.values.div_(2)
+        upload.values.zero_()
 
 
 class ScalesFeatures(FedDistill):
@@ -151,7 +151,7 @@ def of_an_app(settings: Settings) -> FedDistill:
         ("changes_data", "^client.data.train.labels is changed; only client.model may be"),
         ("changes_uploads", r"^aggregate\(\) changes what it is given: uploads.0.values$"),
         ("draws", r"^aggregate\(\) gives another state.table.values of the same input: it draws from"),
-        ("checks_in_place", r"^validate\(\) changes what it checks: upload.values$"),
+        ("checks_in_place", r"^validate\(\) changes what it is given: upload.values$"),
         ("scales_features", r"predictor 'head' changes its features or logits in place"),
         (
             "loses_classes",
