@@ -7,15 +7,18 @@ something uses it later.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from numbers import Real
+from operator import index
 from typing import Any
 
 from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Predictor, Update
-from pbfl_flwr.payloads import Payload, Prototypes, Serializable, check_storable
+from pbfl_flwr.payloads import Payload, Prototypes, Serializable, Upload, check_storable
+from pbfl_flwr.payloads.contract import Magnitudes
 from pbfl_flwr.payloads.metrics import check_metrics
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import named, returned, wrong_result
@@ -113,6 +116,53 @@ def local_update(method: AnyMethod, client: Client, down: Payload) -> Update[Any
     except PbflError as error:
         raise PbflError(f"{named(function)} returned an Update whose {error}") from None
     return update
+
+
+def scalars(payload: Payload) -> int:
+    """Return how many numbers of a payload travel.
+
+    Raises:
+        PbflError: if it is no whole number.
+    """
+    found: object = payload.scalars()
+    try:
+        return index(found)  # type: ignore[arg-type]
+    except TypeError:
+        raise wrong_result(payload.scalars, found, "a whole number") from None
+
+
+def classes(upload: Upload, task: Task) -> list[int] | None:
+    """Return the classes present in an upload, None if it is not organised by class.
+
+    Raises:
+        PbflError: if they are no classes of the task.
+    """
+    found: Any = upload.classes(task)
+    if found is None:
+        return None
+    with suppress(TypeError):
+        labels = [index(label) for label in found]
+        if all(0 <= label < task.num_classes for label in labels):
+            return labels
+    raise wrong_result(upload.classes, found, f"class ids from 0 to {task.num_classes - 1}, or None")
+
+
+def magnitudes(upload: Upload) -> Magnitudes:
+    """Return how large the numbers of an upload are.
+
+    Raises:
+        PbflError: if they are no Magnitudes, or these hold anything else than numbers.
+    """
+    found = returned(upload.magnitudes, upload.magnitudes(), Magnitudes)
+    try:
+        rows = {index(label): float(size) for label, size in found.rows.items()}
+        tensors = {str(name): float(size) for name, size in found.tensors.items()}
+        return Magnitudes(rows, tensors, index(found.samples), bool(found.once))
+    except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError):
+        raise PbflError(
+            f"{named(upload.magnitudes)} returned Magnitudes that are no numbers; must have rows by class, tensors by "
+            "name, and whole samples"
+        ) from None
 
 
 def predictors(method: AnyMethod, client: Client, down: Payload) -> Mapping[str, Predictor]:

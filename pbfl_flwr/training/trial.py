@@ -64,6 +64,9 @@ def _step(method: Method[Any, Any, Any], client: Client) -> None:
     update = calls.local_update(method, client, down)
     for kind, sent in ((method.down, down), (method.up, update.payload)):
         kind.from_tensors(separate(sent.to_tensors()), client.task)
+        calls.scalars(sent)
+    calls.classes(update.payload, client.task)
+    calls.magnitudes(update.payload)
     changed = replace(client, memory=update.memory)
     evaluate(client, calls.predictors(method, changed, down), method.predicts)
 

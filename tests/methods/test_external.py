@@ -18,10 +18,12 @@ from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.method import Method, Round, Update, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes
+from pbfl_flwr.payloads.contract import Magnitudes
 from pbfl_flwr.payloads.metrics import Part
 from pbfl_flwr.training.class_metrics import Areas, ByClass
 from pbfl_flwr.training.evaluation import evaluate
 from pbfl_flwr.training.loop import fit
+from pbfl_flwr.training.trial import try_step
 from tests.flower.inprocess import federation
 from tests.methods.conftest import TASK, settings_of
 
@@ -259,6 +261,43 @@ def test_a_table_with_fewer_rows_than_classes_is_refused(make_client, monkeypatc
         PbflError, match=rf"<lambda> \(.* a table whose '{part}' is of shape \(2,.*; .* K = 4 rows"
     ):
         made_by[which]()
+
+
+NUMBERS = r"Magnitudes that are no numbers; must have rows by class, tensors by name, and whole samples$"
+
+
+@pytest.mark.parametrize(
+    ("name", "returns", "says"),
+    [
+        ("scalars", None, "None; must return a whole number$"),
+        ("scalars", 4.5, "4.5; must return a whole number$"),
+        ("classes", 4, r"4; must return class ids from 0 to 3, or None$"),
+        ("classes", [4], r"\[4\]; must return class ids"),
+        ("classes", ["1"], r"\['1'\]; must return class ids"),
+        ("magnitudes", None, "None; must return a Magnitudes$"),
+        ("magnitudes", Magnitudes({0: cast(Any, "x")}), NUMBERS),
+        ("magnitudes", Magnitudes(cast(Any, torch.ones(3))), NUMBERS),
+        ("magnitudes", Magnitudes(tensors={"a": cast(Any, torch.ones(3))}), NUMBERS),
+        ("magnitudes", Magnitudes(samples=cast(Any, None)), NUMBERS),
+    ],
+)
+def test_what_a_payload_says_of_itself_wrongly_is_named_before_round_1(
+    make_client, monkeypatch, name, returns, says
+):
+    monkeypatch.setattr(Prototypes, name, lambda *arguments: returns)
+    method = build_method(settings_of("emaproto:build", models="mlp5"))
+    with pytest.raises(PbflError, match=rf"method 'emaproto' on 2 .*<lambda> \(.*\) returned {says}"):
+        try_step("mlp5", method, make_client())
+
+
+def test_a_payload_that_says_wrong_things_only_of_some_uploads_loses_these(tmp_path, monkeypatch):
+    """It may be the upload that is odd, here one of four classes; the others count."""
+    monkeypatch.setattr(Prototypes, "classes", lambda upload, task: [1 // (1 - (upload.num_present == 4))])
+    run = federation(tmp_path, "emaproto:build").run()
+    failed = {failure.client: failure.reason for failure in run.strategy.history[-1].failures}
+    assert failed
+    assert all(reason.startswith("upload rejected: ZeroDivisionError") for reason in failed.values())
+    assert run.strategy.history[-1].trained
 
 
 def test_metrics_of_the_server_have_texts_for_names():

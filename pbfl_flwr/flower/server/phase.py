@@ -150,6 +150,6 @@ def phase_of(
             group_id=str(plan.number),
         )
         down[number] = weigh(message)
-        scalars += payload.scalars()
+        scalars += calls.scalars(payload)
         messages.append((message, number))
     return Phase(messages, plan, down, scalars, time.perf_counter(), names, roster.clients)

@@ -10,6 +10,7 @@ from typing import Any
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.common.constant import ErrorCode
 
+from pbfl_flwr import calls
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import LONGEST, format_exception, printable
 from pbfl_flwr.flower.messages import wire
@@ -130,6 +131,7 @@ class _Intake:
         replies, number = self.replies, self.replies.phase.number
         try:
             report, upload = self._decode(client, reply, size, client in self.replies.phase.training)
+            accepted = None if upload is None else self._described(reply, report, upload)
         except Exception as error:  # trust boundary: no client's reply may end the run
             replies.failures[client] = f"upload rejected: {rejection_reason(error)}"
             return
@@ -138,8 +140,8 @@ class _Intake:
             replies.failures[client] = f"sent its upload of round {uploaded} instead of round {number}"
             return
         replies.reports[client] = report
-        if upload is not None:
-            self._accept(client, reply, report, upload)
+        if accepted is not None:
+            self._accepted[client] = accepted
 
     def close(self) -> None:
         """Drop implausible uploads; set the uploads in ascending client order."""
@@ -184,13 +186,13 @@ class _Intake:
             self.rules.method.validate(upload, self.state, self.rules.task)
         return report, upload
 
-    def _accept(self, client: int, reply: Message, report: Report, upload: Upload) -> None:
-        self._accepted[client] = _Accepted(
+    def _described(self, reply: Message, report: Report, upload: Upload) -> _Accepted:
+        return _Accepted(
             wire.payload_in(reply.content),
             None if self.rules.method.streams() else upload,
-            upload.scalars(),
-            upload.classes(self.rules.task),
-            upload.magnitudes(),
+            calls.scalars(upload),
+            calls.classes(upload, self.rules.task),
+            calls.magnitudes(upload),
             report.num_train,
         )
 
