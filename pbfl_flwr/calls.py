@@ -124,9 +124,9 @@ def scalars(payload: Payload) -> int:
     Raises:
         PbflError: if it is no whole number.
     """
-    found: object = payload.scalars()
+    found: Any = payload.scalars()
     try:
-        return index(found)  # type: ignore[arg-type]
+        return index(found)
     except TypeError:
         raise wrong_result(payload.scalars, found, "a whole number") from None
 

@@ -1,7 +1,9 @@
 """What every test relies on."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -44,6 +46,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         size = len(items) * (number + 1) // count - len(items) * number // count
         share += quick[end : (end := end + max(0, size - len(share)))]
     items[:] = [test for share in shares for test in share] + quick[end:]
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the system refuse to list directories, which root could."""
+
+    def refuse(*folders: Path) -> None:
+        def refusing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def listed(path: Any) -> Any:
+                if Path(path) in folders:
+                    raise PermissionError(13, "Permission denied", str(path))
+                return read(path)
+
+            return listed
+
+        for name in ("listdir", "scandir"):
+            monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+
+    return refuse
 
 
 def slow(test: pytest.Item) -> bool:

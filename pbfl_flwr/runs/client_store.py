@@ -6,6 +6,7 @@ A damaged file, or one of another run, client or architecture, is an error that 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,8 @@ from pbfl_flwr.util.locks import Lock, need_locks
 
 # Metadata key: tensors of the reply that equal one of the model's and are stored once, name -> name in the model.
 SAME = "reply-in-model"
+EXPERIMENT = re.compile(r"[A-Za-z0-9_-]{1,100}")
+"""Ids of runs, by which a device names the directory of its state."""
 WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 

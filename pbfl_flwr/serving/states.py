@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -10,15 +10,17 @@ from pathlib import Path
 from pydantic import ValidationError
 from torch import Tensor
 
-from pbfl_flwr.errors import PbflError, abbreviate, reading
+from pbfl_flwr.errors import PbflError, abbreviate
 from pbfl_flwr.payloads import part_of
-from pbfl_flwr.runs.client_store import ClientStore
+from pbfl_flwr.runs.client_store import EXPERIMENT, ClientStore
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.saved_model import Card, fault
 from pbfl_flwr.runs.tensor_files import load_tensors
 from pbfl_flwr.util.atomic_files import NODE
+from pbfl_flwr.util.paths import files_in
 
 UNKEPT = "; a client's state is stored once it has trained, with FedAvg and its kind only if client-states = 'always'"
+STATE = ".safetensors"
 MAX_FILES = 100_000  # clients of a run
 
 
@@ -76,21 +78,10 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def _in(folder: Path) -> list[Path]:
-    found = (file for home in (folder, *_of_nodes(folder)) for file in _files(home))
+    found = (file for home in (folder, *_of_nodes(folder)) for file in files_in(home, STATE))
     if len(files := list(islice(found, MAX_FILES + 1))) > MAX_FILES:
         raise PbflError(f"{folder} holds more than {MAX_FILES} states")
     return sorted(files)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """Return the state files in a directory, none if there is no such directory.
-
-    Raises:
-        PbflError: if it may not be read, unlike :meth:`Path.glob`, which takes it for empty.
-    """
-    with reading(str(folder)):
-        files = folder.iterdir() if folder.is_dir() else iter(())
-        yield from (file for file in files if file.suffix == ".safetensors")
 
 
 def _of_nodes(folder: Path) -> list[Path]:
@@ -107,9 +98,10 @@ def _experiment(path: Path) -> Path:
         raise PbflError(
             f"{path} does not exist; expected is a run directory, a state directory or a state file"
         )
-    if any(_files(path)):
+    if files_in(path, STATE):
         return path
-    folders = [folder for folder in path.iterdir() if any(_files(folder))]
+    runs = [folder for folder in path.iterdir() if EXPERIMENT.fullmatch(folder.name)]  # not lost+found
+    folders = [folder for folder in runs if files_in(folder, STATE)]
     if not folders:
         raise PbflError(f"{path} holds neither a run nor client states{UNKEPT}")
     if len(folders) > 1:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from pbfl_flwr.errors import expanded
+from pbfl_flwr.errors import expanded, reading
 
 
 def home() -> Path:
@@ -13,6 +13,16 @@ def home() -> Path:
         PbflError: if there is neither PBFL_HOME nor a home directory.
     """
     return expanded(os.environ.get("PBFL_HOME") or "~/.pbfl").absolute()
+
+
+def files_in(folder: Path, suffix: str) -> list[Path]:
+    """Return the files with a suffix in a directory in ascending order, none if there is no such directory.
+
+    Raises:
+        PbflError: if it may not be read, unlike :meth:`Path.glob`, which takes it for empty.
+    """
+    with reading(str(folder)):
+        return sorted(file for file in folder.iterdir() if file.suffix == suffix) if folder.is_dir() else []
 
 
 def weights_file(architecture: str, label: str) -> Path:

@@ -432,26 +432,16 @@ def test_where_a_state_is_looked_for(sites: Ran, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_states_that_may_not_be_read_is_not_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, unreadable: Callable[..., None]
 ) -> None:
-    for name in ("new", "old"):
+    for name in ("new", "old", "lost+found"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "named-lab.safetensors").touch()
-    listdir, scandir = os.listdir, os.scandir
-
-    def refusing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def reading(path: Any) -> Any:
-            if Path(path).name == "new":
-                raise PermissionError(13, "Permission denied", str(path))
-            return read(path)
-
-        return reading
-
-    monkeypatch.setattr(os, "listdir", refusing(listdir))
-    monkeypatch.setattr(os, "scandir", refusing(scandir))
+    unreadable(tmp_path / "new", tmp_path / "lost+found")
     with pytest.raises(PbflError, match=r"/new cannot be read \(Permission denied\)$"):
         state_file(tmp_path, "lab")
-    assert state_file(tmp_path / "old", "lab") == tmp_path / "old" / "named-lab.safetensors"
+    (tmp_path / "new").rename(tmp_path / "lost+found" / "new")
+    assert state_file(tmp_path, "lab") == tmp_path / "old" / "named-lab.safetensors"
 
 
 def five_axes(settings: Settings, client: int) -> ClientData:

@@ -26,6 +26,7 @@ from pbfl_flwr.data.sources.files import given_path
 from pbfl_flwr.data.validation import check_labels
 from pbfl_flwr.errors import PbflError, abbreviate
 from pbfl_flwr.util.atomic_files import create_private, make_directory
+from pbfl_flwr.util.paths import files_in
 
 PARTS = ("train", "test")
 DEALT = ("non_iid", "balance", "partition", "alpha")  # what config.json says of how the samples were dealt
@@ -73,7 +74,7 @@ def pflib_client(settings: DataSettings, client: int | None) -> Pool:
 
 def clients_in(root: Path) -> list[int]:
     """Return the numbers of the clients whose training files lie in such a folder, in ascending order."""
-    names = (path.stem for path in (root / "train").glob("*.npz"))
+    names = (path.stem for path in files_in(root / "train", ".npz"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 

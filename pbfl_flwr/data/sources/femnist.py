@@ -23,6 +23,7 @@ from pbfl_flwr.data.contract import Pool, Rows
 from pbfl_flwr.data.labels import owner_names
 from pbfl_flwr.data.sources.files import check_memory, data_root, missing
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.util.paths import files_in
 
 LABELS = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
 SIDE = 28
@@ -66,13 +67,9 @@ def femnist(settings: DataSettings) -> Pool:
 
 def _files(place: Path) -> tuple[list[Path], list[Path]] | None:
     """Return the files of the training and the test part in a folder, None if it has none."""
-    train, test, together = (_json(place / name) for name in ("train", "test", "all_data"))
-    parts = (train, test) if train else (together or _json(place), [])
+    train, test, together = (files_in(place / name, ".json") for name in ("train", "test", "all_data"))
+    parts = (train, test) if train else (together or files_in(place, ".json"), [])
     return parts if parts[0] else None
-
-
-def _json(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.json"))
 
 
 def _read(path: Path) -> list[tuple[str, NDArray[np.uint8], Rows]]:

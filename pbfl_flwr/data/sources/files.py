@@ -72,12 +72,18 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield (directory, names of its files) of every directory in a folder, following links as torchvision does.
 
     Raises:
-        PbflError: if a link leads back to a directory above it, so that the same files would come again and again.
+        PbflError: if a directory may not be read, or a link leads back to one above it, so that the same files would
+            come again and again.
     """
+
+    def refuse(error: OSError) -> None:
+        if f"{os.sep}." not in str(error.filename)[len(str(folder)) :] and os.path.isdir(error.filename):
+            raise PbflError(f"{error.filename} cannot be read ({error.strerror})")
+
     above: dict[str, tuple[str, ...]] = {
         str(folder): (os.path.realpath(folder),)
     }  # a directory and all that contain it
-    for place, folders, names in os.walk(folder, followlinks=True):
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         here = above.pop(place)
         for below in [os.path.join(place, name) for name in folders]:
             if (real := os.path.realpath(below)) in here:

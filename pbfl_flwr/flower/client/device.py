@@ -9,7 +9,6 @@ regardless of its node configuration.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from pbfl_flwr.errors import PbflError, expanded, quoting_data
 from pbfl_flwr.flower.messages.identity import ALLOWED_ID, NAME, is_number
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import architectures
+from pbfl_flwr.runs.client_store import EXPERIMENT
 from pbfl_flwr.util.paths import home, run_directory
 from pbfl_flwr.util.user_code import code_in
 
@@ -79,7 +79,7 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
         PbflError: if the node has no id, its state-dir is not an absolute path, or the experiment's name is not allowed
             as a directory name.
     """
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", experiment):
+    if not EXPERIMENT.fullmatch(experiment):
         raise PbflError(f"experiment = {experiment[:100]!r}: must be letters, digits, '-' and '_'")
     node: Mapping[str, Any] = context.node_config
     client, files = client_id_of(node)

@@ -216,7 +216,7 @@ def _write(states: Path, files: Mapping[str, bytes], *, replaced: Mapping[str, b
         (states / name).unlink()
 
 
-def _removed_directory() -> Path:
+def _scratch_directory() -> Path:
     """Make a private directory that is removed when this process has ended, even if it is killed.
 
     Ray ends an actor without running any more of its code, and may kill its children: an orphan waits for the end of
@@ -237,7 +237,7 @@ class _Actor:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         threadpool_limits(cpus)
         self._app = make_client_app()
-        self._states = _removed_directory() if travelling else None
+        self._states = _scratch_directory() if travelling else None
 
     def ready(self) -> None:
         """Return once the actor runs."""

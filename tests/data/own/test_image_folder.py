@@ -38,6 +38,17 @@ def test_names_with_a_leading_dot_are_neither_classes_nor_images(tmp_path, write
     assert [note.partition(" files ignored")[0] for note in pool.notes] == ["2"]
 
 
+def test_a_folder_of_images_that_may_not_be_read_is_not_passed_over(tmp_path, write_image, unreadable):
+    for path in ("cat/a.png", "cat/more/b.png", "dog/c.png", ".trash/d.png"):
+        write_image(tmp_path / path, 3)
+    settings = DataSettings(dataset="image-folder", data_dir=str(tmp_path))
+    unreadable(tmp_path / ".trash")
+    assert len(load_pool(settings).labels) == 3
+    unreadable(tmp_path / "cat" / "more")
+    with pytest.raises(PbflError, match=r"/cat/more cannot be read \(Permission denied\)"):
+        load_pool(settings)
+
+
 def test_folders_with_the_name_of_a_class_in_another_form(tmp_path, write_image):
     for path in ("set/Ka\u0308fer/a.png", "set/Kuh /b.png"):
         write_image(tmp_path / path, 3)

@@ -41,6 +41,12 @@ def directory(tmp_path):
     return folder
 
 
+def test_a_part_that_may_not_be_read_is_named(directory, unreadable):
+    unreadable(directory / "train")
+    with pytest.raises(PbflError, match=r"/train cannot be read \(Permission denied\)"):
+        inspect(settings_for(directory))
+
+
 def test_clients_are_the_files(directory):
     settings = DataSettings(dataset="pflib", data_dir=str(directory))
     part = check_data(settings, 2)

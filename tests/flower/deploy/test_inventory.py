@@ -1,9 +1,9 @@
 """Registering the keys of a folder, against a SuperLink that answers as Flower's does."""
 
 import errno
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import os
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy import certificates as security
-from pbfl_flwr.flower.deploy import inventory, processes
+from pbfl_flwr.flower.deploy import processes
 from pbfl_flwr.flower.deploy.inventory import Device, Inventory, read_keys, register
 from tests.flower.server.test_membership import member
 from tests.small_runs import pbfl
@@ -137,17 +137,21 @@ def test_a_name_keeps_the_nodes_of_its_earlier_keys(folder: Path) -> None:
 
 
 def test_an_interrupt_loses_no_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Link()
+    link, registered = Link(), Event()
 
-    class Interrupted(ThreadPoolExecutor):
-        def map(self, *work: Any) -> Iterator[Any]:  # type: ignore[override]
-            super().map(*work)
+    def interrupted(*words: str) -> dict[str, Any]:
+        if words[-1] == "--name=a":
+            registered.wait(10)
             raise KeyboardInterrupt
+        result = link(*words)
+        if words[1] == "register":
+            registered.set()
+        return result
 
-    monkeypatch.setattr(inventory, "ThreadPoolExecutor", Interrupted)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     with pytest.raises(KeyboardInterrupt):
-        register(folder, folder / "i.json", link)
-    assert {device.node for device in devices(folder).values()} == {"101", "102"}
+        register(folder, folder / "i.json", interrupted)
+    assert {name: device.node for name, device in devices(folder).items()} == {"a": "", "b": "101"}
 
 
 def test_nothing_is_registered_if_the_inventory_cannot_be_written(

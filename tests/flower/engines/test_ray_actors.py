@@ -188,7 +188,7 @@ def test_the_states_of_a_killed_worker_are_removed(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not (worker := os.fork()):
         try:
-            (ray_actors._removed_directory() / "client-00000.safetensors").touch()
+            (ray_actors._scratch_directory() / "client-00000.safetensors").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os._exit(1)

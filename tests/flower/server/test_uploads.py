@@ -1,12 +1,14 @@
 """Private uploads through the whole app: every method that can protect them, retries, books."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
+from torch import Tensor
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments.show import privacy_line
@@ -100,7 +102,20 @@ def test_repeated_reply_has_the_same_noise(tmp_path: Path, randomness: str) -> N
     assert (again.fingerprint == run.fingerprint) == (randomness == "seed")
 
 
-def test_client_refuses_to_send_an_unbounded_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("spoilt", "reason", "diverged"),
+    [
+        (lambda values: values * 1e12, "'rows' holds", True),
+        (lambda values: values.repeat(1, 2), "rows are", False),
+    ],
+)
+def test_client_refuses_to_send_an_upload_that_would_be_rejected(
+    spoilt: Callable[[Tensor], Tensor],
+    reason: str,
+    diverged: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The client says what to do, and keeps the state of the round before."""
     original = Pipeline.local_update
 
@@ -108,15 +123,15 @@ def test_client_refuses_to_send_an_unbounded_upload(tmp_path: Path, monkeypatch:
         update = original(self, client, down)
         if (client.id, client.round) != (3, 2):
             return update
-        return replace(update, payload=replace(update.payload, values=update.payload.values * 1e12))
+        return replace(update, payload=replace(update.payload, values=spoilt(update.payload.values)))
 
     monkeypatch.setattr(Pipeline, "local_update", explodes)
     run = federation(tmp_path, on_disk=True).run()
     (failure,) = run.strategy.history[1].failures
     assert failure.client == 3
-    assert "its upload would be rejected: 'rows' holds" in failure.reason
-    assert failure.reason.endswith(
-        "; lower learning-rate, set max-grad-norm, or scale large inputs, or collect = 'trajectory' with BatchNorm"
-    )
+    assert f"its upload would be rejected: {reason}" in failure.reason
+    remedy = "; lower learning-rate, set max-grad-norm, or scale large inputs, or collect = 'trajectory' with BatchNorm"
+    assert failure.reason.endswith(remedy) == diverged
+    assert ("learning-rate" in failure.reason) == diverged
     (file,) = (tmp_path / "run").rglob("client-00003.safetensors")
     assert load_tensors(file)[1]["round"] == "1"
