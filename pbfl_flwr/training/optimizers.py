@@ -55,8 +55,8 @@ class Optimizer(ABC):
         max_grad_norm: bound to which the norm of a group's gradient is clipped; 0 is off.
         state: parameter -> the optimiser's state under the names in ``state_names``, changed in place; parameters may
             be missing.
-        fused: use torch's fused kernels, bit-identical to ``torch.optim`` with ``fused=True``; otherwise to its
-            default on a CPU.
+        fused: use torch's fused kernels, bit-identical to ``torch.optim`` with ``fused=True``; otherwise, and for a
+            group with a parameter that is not dense, to its default on a CPU.
     """
 
     state_names: ClassVar[tuple[str, ...]]
@@ -89,7 +89,7 @@ class Optimizer(ABC):
                 nn.utils.clip_grad_norm_(group.parameters, min(bounds))
             updated = {p: p.grad for p in group.parameters if p.grad is not None}
             if updated:
-                fused = self.fused and next(iter(updated)).device.type in FUSED
+                fused = self.fused and all(p.device.type in FUSED and is_dense(p) for p in updated)
                 self._update(list(updated), list(updated.values()), rate, fused)
 
     @abstractmethod
@@ -168,6 +168,20 @@ class Adam(Optimizer):
             eps=1e-8,
             maximize=False,
         )
+
+
+def is_dense(parameter: Tensor) -> bool:
+    """Whether a parameter fills its part of memory, in any order of its axes.
+
+    One made of some columns of another tensor does not. Fused kernels for a CPU take every parameter for one that does
+    and would add its gradients to the wrong elements.
+    """
+    stride_if_dense = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != stride_if_dense:
+            return False
+        stride_if_dense *= size
+    return True
 
 
 def _init_state(parameter: Tensor, fused: bool) -> dict[str, Tensor]:

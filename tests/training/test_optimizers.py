@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.training.optimizers import SGD, Adam, ParamGroup, param_group
+from pbfl_flwr.training.optimizers import SGD, Adam, ParamGroup, is_dense, param_group
 
 
 def network() -> nn.Sequential:
@@ -66,6 +66,49 @@ def test_the_bits_of_torchs_optimizer(kind: str, weight_decay: float, fused: boo
             assert tuple(state) == Adam.state_names
             assert state.keys() == optimizer.state[twin].keys()
             assert all(torch.equal(t, optimizer.state[twin][name]) for name, t in state.items())
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_parameter_made_of_some_columns_is_updated_as_by_torch(kind: str) -> None:
+    """Fused kernels take its gradients in the order of memory, and write beside it."""
+    ours, theirs = network(), network()
+    whole = torch.randn(5, 9, generator=torch.Generator().manual_seed(2))
+    for net in (ours, theirs):
+        first = net[0]
+        assert isinstance(first, nn.Linear)
+        first.weight = nn.Parameter(whole.clone()[:, :6])
+    optimizer: torch.optim.Optimizer
+    if kind == "sgd":
+        descent: SGD | Adam = SGD([param_group(ours)], 0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(theirs.parameters(), 0.1, momentum=0.9)
+    else:
+        descent, optimizer = Adam([param_group(ours)], 0.1), torch.optim.Adam(theirs.parameters(), 0.1)
+    for _ in range(3):
+        for net in (ours, theirs):
+            net.zero_grad()
+            net(torch.ones(2, 6)).square().sum().backward()
+        descent.step()
+        optimizer.step()
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        (torch.zeros(2, 3, 4, 5), True),
+        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.zeros(3, 4).t(), True),
+        (torch.zeros(4, 1, 3)[:, :, :], True),
+        (torch.zeros(()), True),
+        (torch.zeros(4, 6)[:, :1], False),
+        (torch.zeros(4, 6)[:, 1:], False),
+        (torch.zeros(4, 6)[::2], False),
+        (torch.zeros(3, 1).expand(3, 4), False),
+    ],
+)
+def test_what_is_dense(tensor: torch.Tensor, dense: bool) -> None:
+    assert is_dense(tensor) == dense
 
 
 def test_a_layer_whose_gradients_come_late_starts_as_in_a_first_step() -> None:
