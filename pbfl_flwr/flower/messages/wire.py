@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
+from inspect import getattr_static
 from typing import Literal, TypeVar
 
 import torch
@@ -103,8 +104,8 @@ def decode(
         record: as received.
         payload: the expected type.
         task: K, d and input shape, for validation.
-        again: the same record was decoded before, so its checksum and the numbers of a prototype table are not checked
-            again.
+        again: the same record was decoded before, so its checksum is not checked again, nor are the numbers of a
+            prototype table, unless its type decodes itself.
         max_bytes: largest size in memory, which the header tells before anything is decoded; None: any.
 
     Raises:
@@ -113,9 +114,14 @@ def decode(
         PbflError: if ``from_tensors`` of a user's payload returns something else.
     """
     tensors = decode_tensors(record, again, max_bytes)
-    if again and issubclass(payload, Prototypes):
+    if again and issubclass(payload, Prototypes) and _decodes_as_prototypes(payload):
         return payload.accepted(tensors, task)
     return returned(payload.from_tensors, payload.from_tensors(tensors, task), payload)
+
+
+def _decodes_as_prototypes(kind: type[Prototypes]) -> bool:
+    """Whether a table's type has no ``from_tensors`` of its own."""
+    return getattr_static(kind, "from_tensors") is getattr_static(Prototypes, "from_tensors")
 
 
 def decode_tensors(

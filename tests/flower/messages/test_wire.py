@@ -2,7 +2,9 @@
 
 import json
 import struct
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import astuple, replace
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -306,3 +308,23 @@ def test_second_decoding_equals_the_first(dtype: wire.WireDtype, order: list[int
         if first.counts is not None and second.counts is not None:
             assert torch.equal(first.counts, second.counts)
             assert second.counts[order].tolist() == list(range(1, len(order) + 1))
+
+
+class Companded(Prototypes):
+    """A table whose rows travel as logarithms."""
+
+    def to_tensors(self) -> dict[str, torch.Tensor]:
+        return Prototypes(self.values.sign() * self.values.abs().log1p(), self.present).to_tensors()
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], task: Task) -> Self:
+        sent = super().from_tensors(tensors, task)
+        return replace(sent, values=sent.values.sign() * sent.values.abs().expm1())
+
+
+def test_a_table_that_decodes_itself_does_so_the_second_time_as_well() -> None:
+    sent = Companded(*astuple(table())[:2])
+    for again in (False, True):
+        assert torch.allclose(
+            decode(encode(sent), Companded, TASK, again=again).values, sent.values, atol=1e-6
+        )
