@@ -1,5 +1,6 @@
 """Every method with its network and data on a card: nothing stays behind on the CPU, nothing comes out otherwise."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -7,13 +8,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pbfl_flwr.config import Scalar
+from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client
 from pbfl_flwr.flower.client import saving, session
 from pbfl_flwr.flower.client.worker import Worker
+from pbfl_flwr.method import Client, Method, Round, Update
 from pbfl_flwr.methods import METHODS
+from pbfl_flwr.payloads import Nothing, Prototypes, Weights, WeightsAndPrototypes
+from pbfl_flwr.task import Task
 from pbfl_flwr.training import loop
+from pbfl_flwr.training.loop import classification, fit
 from tests.flower.inprocess import Federation, federation
 from tests.pretend_card import CUDA, OnCard, card
 
@@ -63,6 +68,39 @@ def test_variant_on_a_card(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_method_on_a_card(name: str, tmp_path: Path) -> None:
     alike(tmp_path, name, GFPL if name == "gfpl" else {})
+
+
+@dataclass(frozen=True)
+class Plain(Method[Nothing, Nothing, WeightsAndPrototypes]):
+    """A user's method, whose uploads stay where its network is."""
+
+    name: str = "plain"
+
+    state = down = Nothing
+    up = WeightsAndPrototypes
+
+    def init(self, task: Task, seed: int) -> Nothing:
+        return Nothing()
+
+    def local_update(self, client: Client, down: Nothing) -> Update[WeightsAndPrototypes]:
+        report = fit(client, classification(client.model))
+        weights = {name: weight.detach().clone() for name, weight in client.model.named_parameters()}
+        classes = client.task.num_classes
+        present = torch.bincount(client.data.train.labels, minlength=classes) > 0
+        rows = present[:, None] * torch.ones(classes, client.task.feature_dim, device=client.device)
+        payload = WeightsAndPrototypes(Weights(weights), Prototypes(rows, present))
+        return Update(payload, report.optimizer, report.metrics())
+
+    def aggregate(self, state: Nothing, uploads: object, round_info: Round) -> Nothing:
+        return state
+
+
+def plain_method(settings: Settings) -> Plain:
+    return Plain()
+
+
+def test_uploads_of_a_users_method_may_be_on_the_card(tmp_path: Path) -> None:
+    alike(tmp_path, f"{__name__}:plain_method", {})
 
 
 def on_a_real_card(tmp_path: Path, name: str, **keys: Scalar) -> Federation:

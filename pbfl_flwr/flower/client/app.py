@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import traceback
 from bdb import BdbQuit
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from logging import ERROR, WARNING
@@ -20,6 +20,7 @@ from flwr.app import Context, Error, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common import log
+from torch import Tensor
 
 from pbfl_flwr import calls, seeds
 from pbfl_flwr.config import Settings
@@ -42,7 +43,7 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, Requested, reported
 from pbfl_flwr.method import Moment, resolved_moment
 from pbfl_flwr.models.contract import has_batch_norm
-from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.payloads import Payload, RejectedPayload, separate
 from pbfl_flwr.payloads.contract import OutOfRange
 from pbfl_flwr.training.evaluation import Scores, evaluate
 from pbfl_flwr.training.loop import REMEDY, Diverged
@@ -146,7 +147,8 @@ def _train_and_save(session: ClientSession, message: Message, worker: Worker) ->
         scores = _scores(session, down)
     with session.timed("fit"):
         update = calls.local_update(method, client, down)
-        _check_usable(update.payload, session)
+        reply = separate(update.payload.to_tensors())  # a user's may be on the network's device
+        _check_usable(reply, session)
     predictors = calls.predictors(method, replace(client, memory=update.memory), down)
     if moment == "after":
         with session.timed("evaluate"):
@@ -154,10 +156,10 @@ def _train_and_save(session: ClientSession, message: Message, worker: Worker) ->
     keeps = needs_state(session, update)
     participations = 1 + session.participations if keeps else 0
     report = replace(_report(session, scores, participations), round=client.round, metrics=update.metrics)
-    payload = wire.encode(update.payload, session.settings.prototypes.wire_dtype)
+    payload = wire.encode_tensors(reply, session.settings.prototypes.wire_dtype)
     with session.timed("save"):
         if keeps:
-            session.store.save(state_after_round(session, update, predictors, report))
+            session.store.save(state_after_round(session, reply, update.memory, predictors, report))
     report = replace(report, seconds=session.seconds)
     return Message(wire.content(payload, report.to_record()), reply_to=message)
 
@@ -224,7 +226,7 @@ def _scores(session: ClientSession, down: Payload) -> Scores:
         return evaluate(client, predictors, method.predicts)
 
 
-def _check_usable(upload: Payload, session: ClientSession) -> None:
+def _check_usable(upload: Mapping[str, Tensor], session: ClientSession) -> None:
     """Check the upload as the server does, so that a diverged network is not stored.
 
     Raises:
@@ -233,7 +235,7 @@ def _check_usable(upload: Payload, session: ClientSession) -> None:
     """
     method, client = session.method, session.client
     try:
-        method.up.from_tensors(upload.to_tensors(), client.task)
+        method.up.from_tensors(upload, client.task)
     except OutOfRange as error:
         during = session.settings.prototypes.collect in ("trajectory", "last-epoch")
         collects = "collect" in method.uses and not during and has_batch_norm(client.model)

@@ -31,7 +31,11 @@ def needs_state(session: ClientSession, update: Update[Payload]) -> bool:
 
 
 def state_after_round(
-    session: ClientSession, update: Update[Payload], predictors: Mapping[str, Predictor], report: Report
+    session: ClientSession,
+    reply: Mapping[str, Tensor],
+    memory: Mapping[str, Tensor],
+    predictors: Mapping[str, Predictor],
+    report: Report,
 ) -> ClientState:
     """Return the client's state after it has trained."""
     alone = not any(isinstance(predictor, WithInputs) for predictor in predictors.values())
@@ -39,8 +43,8 @@ def state_after_round(
         session.client.round,
         report.participations,
         {name: tensor.detach().cpu() for name, tensor in session.client.model.state_dict().items()},
-        update.memory,
-        update.payload.to_tensors(),
+        memory,
+        reply,
         plain(report.to_record()),
         _card(session, report.participations) if alone else "",
         _prototypes(predictors),
