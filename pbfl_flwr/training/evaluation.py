@@ -123,7 +123,7 @@ def _scores(
 def _areas(labels: Tensor, scored: Mapping[str, Sequence[Tensor]]) -> dict[str, Areas]:
     truth = labels.cpu().numpy()
     return {
-        name: areas(truth, torch.cat(list(parts)).double().cpu().numpy()) for name, parts in scored.items()
+        name: areas(truth, torch.cat(list(parts)).cpu().double().numpy()) for name, parts in scored.items()
     }
 
 

@@ -31,7 +31,7 @@ from pbfl_flwr.training.loop import (
     rate_factor,
 )
 from pbfl_flwr.training.optimizers import ParamGroup, param_group
-from tests.pretend_card import CUDA, card
+from tests.pretend_card import CUDA, OnCard, card
 
 TASK = Task(num_classes=3, feature_dim=5, input_shape=(4,))
 SETTINGS = TrainingSettings(batch_size=4, learning_rate=0.1, batch_order="shuffled", drop_last="small")
@@ -655,6 +655,22 @@ def test_batches_of_a_card_are_filled_in_evaluation(
     of_cpu = evaluate(on_cpu, predictors, ("nearest",))
     assert (scores.num_samples, scores.correct) == (n, of_cpu.correct)
     assert scores.loss == pytest.approx(of_cpu.loss)
+
+
+def test_areas_need_no_float64_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apple's have none."""
+
+    def refused(tensor: Tensor) -> Tensor:
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+
+    monkeypatch.setattr(OnCard, "double", refused)
+    on_cpu = replace(client(n=30), evaluation=EvaluationSettings(auc=True))
+    on_cpu = replace(on_cpu, data=replace(on_cpu.data, test=on_cpu.data.train))
+    with card():
+        model: Any = Net().to(CUDA)
+        model.load_state_dict(on_cpu.model.state_dict())
+        scores = evaluate(replace(on_cpu, model=model, data=on_cpu.data.on(CUDA)), {"head": head_scores})
+    assert scores.areas == evaluate(on_cpu, {"head": head_scores}).areas
 
 
 def test_nearest_prefers_the_nearest_candidate() -> None:
