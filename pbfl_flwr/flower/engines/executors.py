@@ -176,7 +176,7 @@ class ProcessExecutor(Executor):
         context = get_context("spawn")  # torch's threads do not survive a fork
         self._process = context.Process(target=_work, args=(child_end, self._spec), daemon=True, name=WORKER)
         try:
-            with _signals_blocked():
+            with environment(self._spec), _signals_blocked():
                 self._process.start()
         except BaseException:  # a Ctrl-C that was blocked during the start
             if self._process.pid is not None:
@@ -266,6 +266,22 @@ def _script() -> str:
 
 
 @contextmanager
+def environment(spec: WorkerSpec) -> Iterator[None]:
+    """Set environment variables that libraries read at their first use, here or in child processes."""
+    variables = {"OMP_NUM_THREADS": str(spec.cores), "CUDA_VISIBLE_DEVICES": spec.gpus}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Block SIGINT, SIGTERM and SIGHUP in processes started meanwhile; only the parent handles these signals."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
@@ -283,7 +299,6 @@ def _work(parent: Channel, spec: WorkerSpec) -> None:
     """Handle messages until the channel is closed, which also happens when the parent ends."""
     for number in (signal.SIGINT, signal.SIGTERM, *HANGUPS):  # clusters signal every process of a job
         signal.signal(number, signal.SIG_IGN)
-    os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpus
     with open(spec.log, "ab", opener=private_opener) as log:
         for output in (1, 2):  # descriptors, since sys.stdout may be None
             os.dup2(log.fileno(), output)

@@ -7,7 +7,6 @@ process, so a debugger can stop in a client.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +41,7 @@ from pbfl_flwr.flower.engines.executors import (
     WorkerSpec,
     check_may_start_workers,
     check_not_worker,
+    environment,
 )
 from pbfl_flwr.flower.engines.only_run import only_run
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
@@ -261,10 +261,10 @@ def run_here(
             workers = stack.enter_context(ray_workers(resources, num_clients, states))
             grid = stack.enter_context(_pooled(workers, keys, num_clients))
         elif len(specs) > 1:
-            stack.enter_context(_environment(specs[0]))
+            stack.enter_context(environment(specs[0]))
             grid = stack.enter_context(_pooled([*map(ProcessExecutor, specs)], keys, num_clients))
         else:
-            stack.enter_context(_environment(specs[0]))
+            stack.enter_context(environment(specs[0]))
             stack.enter_context(as_worker(specs[0].cores))
             clients = in_this_process(make_client_app(loaded=loaded))
             grid = LocalGrid(clients, run_immediately, keys, num_clients)
@@ -369,19 +369,3 @@ def _logged_to(file: Path) -> Iterator[None]:
     finally:
         logger.handlers[:] = before
         handler.close()
-
-
-@contextmanager
-def _environment(spec: WorkerSpec) -> Iterator[None]:
-    """Set environment variables that libraries read at their first use, here or in child processes."""
-    variables = {"OMP_NUM_THREADS": str(spec.cores), "CUDA_VISIBLE_DEVICES": spec.gpus}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

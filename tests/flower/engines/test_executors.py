@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -55,6 +56,19 @@ def test_dead_or_hanging_worker_costs_one_reply_and_sigterm_none(tmp_path: Path)
         assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
         processes = [worker._process for worker in workers]
     assert not any(process.is_alive() for process in processes)
+
+
+def test_a_worker_has_a_card_of_its_own_before_it_imports_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA looks once, which may be in the script that a worker imports."""
+    seen: list[str | None] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
+    monkeypatch.setattr(SpawnProcess, "start", lambda _: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    for card in ("0", "1", ""):
+        ProcessExecutor(WorkerSpec(1, card, tmp_path / "log")).start()
+    assert seen == ["0", "1", ""]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "all"
 
 
 @pytest.mark.long
