@@ -242,6 +242,23 @@ def test_a_class_has_its_own_place_where_others_are_missing(
         assert len(axes.get_xticks()) == 3
 
 
+def test_a_run_keeps_its_colour_where_another_has_nothing_to_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(run: results.FinishedRun) -> Prototypes:
+        if run.path.name == "a":
+            raise PbflError("no prototypes")
+        return Prototypes(torch.eye(3, 4), torch.ones(3, dtype=torch.bool))
+
+    runs = [write_run(tmp_path / name, [entry(1, 0.5, 0.5)], method=name) for name in ("a", "fedproto")]
+    monkeypatch.setattr(similarity, "global_prototypes", read)
+    reason, *drawn = similarity.per_class(results.load(runs))
+    assert str(reason) == "a: no prototypes"
+    for picture in drawn:
+        assert isinstance(picture, style.Picture)
+        assert [line.get_color() for line in picture.figure.axes[0].lines] == [style.COLOURS[1]]
+
+
 def test_bytes_where_nothing_travels_at_first(tmp_path: Path) -> None:
     """GFPL's first exchange is in round 10 by default."""
     nothing = {"payload": 0, "application": 20, "total": 100}

@@ -44,7 +44,7 @@ def within_a_phase(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
         return
     figure, (axes,) = canvas(3.0)
     grey = ""
-    for number, (group, trajectory) in enumerate(trajectories):
+    for number, group, trajectory in trajectories:
         steps = range(len(trajectory.steps))
         mean = [at.mean_distance for at in trajectory.steps]
         low, high = (
@@ -64,7 +64,7 @@ def within_a_phase(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
         figure,
     )
     figure, (axes,) = canvas(3.0)
-    for number, (group, trajectory) in enumerate(trajectories):
+    for number, group, trajectory in trajectories:
         best = optimum(trajectory.num_rows, group.first.about.task.feature_dim)
         floor = best[0] if best is not None else min(at.energy for at in trajectory.steps)
         gaps = [at.energy - floor for at in trajectory.steps]

@@ -78,11 +78,11 @@ def per_class(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
     yield from reasons
     if not rows:
         return
-    labels = [group.first.about.label_names for group, _ in rows]
+    labels = [group.first.about.label_names for _, group, _ in rows]
     shared = all(of_run == labels[0] for of_run in labels)
     names = labels[0] if shared else [str(number) for number in range(max(map(len, labels)))]
     figure, (axes,) = canvas()
-    for number, (group, (values, classes)) in enumerate(rows):
+    for number, group, (values, classes) in rows:
         cosine = similarities(values)
         mean = np.nanmean(cosine, axis=1)
         band = np.nanmin(cosine, axis=1), np.nanmax(cosine, axis=1)
@@ -97,7 +97,7 @@ def per_class(groups: Sequence[RunGroup]) -> Iterator[Picture | PbflError]:
         figure,
     )
     figure, (axes,) = canvas()
-    for number, (group, (values, classes)) in enumerate(rows):
+    for number, group, (values, classes) in rows:
         margin = margins(values)
         curve(axes, classes, margin, group.label, number, markevery=1)
     curve_axes(axes, "class", "margin / largest margin")

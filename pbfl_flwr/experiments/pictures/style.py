@@ -108,12 +108,15 @@ def of_each_run(
 
 def of_available(
     groups: Sequence[RunGroup], read: Callable[[RunGroup], T]
-) -> tuple[list[tuple[RunGroup, T]], list[PbflError]]:
-    """Return (what was read of the configurations that have it, the reasons why the others do not)."""
+) -> tuple[list[tuple[int, RunGroup, T]], list[PbflError]]:
+    """Return what was read of the configurations that have it, and the reasons why the others do not.
+
+    Each comes with its number among all, so that it looks alike in all pictures.
+    """
     available, reasons = [], []
-    for group in groups:
+    for number, group in enumerate(groups):
         try:
-            available.append((group, read(group)))
+            available.append((number, group, read(group)))
         except PbflError as error:
             reasons.append(PbflError(f"{group.label}: {error}"))
     return available, reasons
