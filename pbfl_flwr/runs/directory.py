@@ -126,10 +126,12 @@ class RunDirectory:
         return (self.path / "run.json").exists()
 
     def check_new(self) -> None:
-        """Check that the directory holds no run yet, nor what is left of one.
+        """Check that the directory holds no run yet, nor what is left of one, nor other runs, and is in none.
+
+        Lists and reports do not look for runs in a run.
 
         Raises:
-            RunRefused: if it does.
+            RunRefused: if it does, or is.
         """
         if self.taken:
             raise RunRefused(f"run-dir = '{self.path}' already holds a run; choose another one, or resume it")
@@ -138,6 +140,12 @@ class RunDirectory:
                 f"run-dir = '{self.path}' holds {left[0]} of a run whose run.json is missing; choose another one, or "
                 "restore it"
             )
+        if inner := next(self.path.glob("*/run.json"), None):
+            raise RunRefused(
+                f"run-dir = '{self.path}' holds other runs, '{inner.parent.name}' for one; choose another one"
+            )
+        if RunDirectory(parent := self.path.absolute().parent).taken and (parent / ROUNDS).exists():
+            raise RunRefused(f"run-dir = '{self.path}' lies in the directory of a run; choose another one")
 
     def write_line(self, name: str, line: str) -> None:
         """Write ERROR, RESULT or WAITING.

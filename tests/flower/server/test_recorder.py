@@ -131,6 +131,18 @@ def test_refused_run_does_not_change_an_existing_one(
     assert {file.name: file.read_bytes() for file in run.path.iterdir() if file.is_file()} == before
 
 
+def test_a_run_is_beside_others_neither_around_nor_in_one(tmp_path: Path) -> None:
+    """Lists and reports would leave out the inner ones."""
+    run = federation(tmp_path, "local", on_disk=True).run().directory.path
+    for place, reason in (
+        (tmp_path, "holds other runs, 'run' for one"),
+        (run / "inner", "lies in the directory"),
+    ):
+        with pytest.raises(RunRefused, match=reason):
+            federation(place, "local", on_disk=True, run_dir=str(place)).run()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [run.name]
+
+
 @pytest.mark.parametrize("newer", ["learning-rate", "threads", "trim-share"])
 def test_a_run_that_is_older_than_a_key_resumes_with_its_default(
     tmp_path: Path, two_rounds: Federation, newer: str
