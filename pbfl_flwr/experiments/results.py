@@ -217,7 +217,7 @@ def resume_command(run_dir: Path, about: RunRecord) -> str:
     if about.simulated:
         return f"pbfl run {resume_words(run_dir, about.configuration)}"
     if (run_dir / NODES).exists():
-        return f"pbfl deploy local {resume_words(run_dir, about.configuration)}"
+        return f"pbfl deploy local {resume_words(run_dir, about.configuration, _nodes(run_dir))}"
     return f"flwr run, with the same configuration, run-dir='{run_dir.absolute()}' and resume=true"
 
 
@@ -226,10 +226,18 @@ def named_code(keys: Mapping[str, Scalar]) -> frozenset[str]:
     return code_in(value for key, value in keys.items() if key not in ("labels", "label-column"))
 
 
-def resume_words(run_dir: Path, configuration: Mapping[str, Scalar]) -> str:
-    """Return the options that resume a run and repeat what is not taken from its files: code, and paths elsewhere."""
+def resume_words(
+    run_dir: Path, configuration: Mapping[str, Scalar], nodes: Iterable[Mapping[str, Scalar]] = ()
+) -> str:
+    """Return the options that resume a run and repeat what is not taken from its files: code, and paths elsewhere.
+
+    Args:
+        run_dir: the run directory.
+        configuration: the run's keys.
+        nodes: the keys of its SuperNodes, from ``pbfl deploy local``.
+    """
     words = ["--resume", str(run_dir)]
-    for name in sorted(named_code(configuration).union(*map(named_code, _nodes(run_dir)))):
+    for name in sorted(named_code(configuration).union(*map(named_code, nodes))):
         words += ["--import", name]
     if state_dir := configuration.get("state-dir"):
         words += ["--set", f"state-dir={state_dir}"]

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from rich.console import Console
 
 import pbfl_flwr
 from pbfl_flwr.config import GROUPS, Group, Scalar, parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.execute import deployment
 from pbfl_flwr.experiments.plan.configuration import check_allowed
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.worker import DataSource
@@ -23,7 +25,7 @@ from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import UserCode, import_function, own_code
 from tests.flower.inprocess import InProcessGrid, configuration, scripted, tiny_data
-from tests.small_runs import entry, pbfl, refused, write_run
+from tests.small_runs import edit, entry, pbfl, refused, write_run
 
 SPY = "spy_of_imports:build"
 TASK = Task(10, 16, (1, 16, 16))
@@ -244,21 +246,40 @@ def test_names_of_classes_are_no_code(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2, **keys})
     assert "--import" not in pbfl("show", run).stdout
     with pytest.raises(PbflError, match=f"^a file names code to import; if it is yours: --import {SPY}$"):
-        check_allowed("a file", {**keys, "models": SPY}, ())
-    check_allowed("a file", keys, ())
+        check_allowed("a file", (), keys, {**keys, "models": SPY})
+    check_allowed("a file", (), keys)
 
 
 def test_resuming_supernodes_imports_nothing_that_only_their_file_names(
     tmp_path: Path, imported: Path
 ) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
+    clients = json.loads((run / "run.json").read_text())["clients"]
+    edit(run / "run.json", clients=[{**client, "simulated": False} for client in clients])
     node = {"client-id": 0, "state-dir": str(run / "clients/0"), "allow-code": f"os:getcwd, {SPY}"}
     (run / "nodes.json").write_text(json.dumps({"nodes": [node], "secure": True}))
     command = pbfl("show", run).stdout
     assert f"--import {SPY} --import os:getcwd" in command or f"--import os:getcwd --import {SPY}" in command
-    said = f"error: {run / 'nodes.json'} names code to import; if it is yours: --import {SPY}"
-    assert refused("deploy", "local", "--resume", run, "--import", "os:getcwd") == said
+    said = f"error: '{run}' names code to import; if it is yours:"
+    assert refused("deploy", "local", "--resume", run, "--import", "os:getcwd") == f"{said} --import {SPY}"
+    both = " ".join(f"--import {name}" for name in sorted([SPY, "os:getcwd"]))
+    assert refused("deploy", "local", "--resume", run) == f"{said} {both}"
     assert not imported.exists()
+
+
+def test_the_command_that_resumes_supernodes_names_their_code_before_they_have_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(deployment, "follow_run", lambda *given: told.append(given[-1]))
+    nodes: list[dict[str, Scalar]] = [
+        {"client-id": 0, "state-dir": "0", "model": "a:b"},
+        {"client-id": 1, "state-dir": "1", "allow-code": "c:d"},
+    ]
+    settings = parse({"method": "local"}, SECTIONS)
+    plan = deployment.Plan(tmp_path / "run", {"method": "e:f"}, settings, nodes, False)
+    deployment.start(tmp_path, plan, Console())
+    assert told == [f"pbfl deploy local --resume {tmp_path / 'run'} --import a:b --import c:d --import e:f"]
 
 
 def test_no_other_place_imports_by_name() -> None:

@@ -108,18 +108,16 @@ def resumed(run: Path, assignments: Iterable[str], allowed: Collection[str] = ()
     directory = expanded(run).absolute()
     given = configuration.gather(None, assignments)
     allowed = {*allowed, *code_in(given.values.values())}
-    requested = configuration.resumed(directory, given, allowed, devices=True)
-    settings = configuration.check(requested)
-    file = directory / NODES
+    recorded, file = RunDirectory(directory).record().configuration, directory / NODES
     if not file.exists():
         raise PbflError(
             f"'{directory}' was not made by pbfl deploy local: it has no {NODES}; try pbfl run --resume"
         )
     record = NodesRecord.from_json(RunDirectory(directory).read(NODES), file)
-    before = Path(str(RunDirectory(directory).record().configuration["run-dir"]))
-    for node in record.nodes:
-        configuration.check_allowed(str(file), node, allowed)
-    nodes = [_moved(node, before, directory) for node in record.nodes]
+    configuration.check_allowed(f"'{directory}'", allowed, recorded, *record.nodes)
+    requested = configuration.resumed(directory, given, allowed, devices=True)
+    settings = configuration.check(requested)
+    nodes = [_moved(node, Path(str(recorded["run-dir"])), directory) for node in record.nodes]
     _check(settings, nodes)
     return Plan(directory, requested.values, settings, nodes, record.secure)
 
@@ -158,7 +156,7 @@ def start(app: Path, plan: Plan, console: Console) -> int:
         return run_id
 
     rounds = plan.settings.run.num_server_rounds
-    resume_with = f"pbfl deploy local {resume_words(plan.run_dir, plan.config)}"
+    resume_with = f"pbfl deploy local {resume_words(plan.run_dir, plan.config, plan.nodes)}"
     return follow_run(deployment, submit, rounds, console, resume_with)
 
 

@@ -226,13 +226,13 @@ def training_warnings(settings: Settings, method: Method[Any, Any, Any]) -> list
     ]
 
 
-def check_allowed(source: str, keys: Mapping[str, Scalar], allowed: Collection[str]) -> None:
-    """Check that of the code that keys in a file name, all may be imported here.
+def check_allowed(source: str, allowed: Collection[str], *keys: Mapping[str, Scalar]) -> None:
+    """Check that of the code that keys in files name, all may be imported here.
 
     Raises:
         PbflError: naming the rest, and the option that allows it.
     """
-    if names := sorted(named_code(keys) - {*allowed}):
+    if names := sorted(frozenset[str]().union(*map(named_code, keys)) - {*allowed}):
         options = " ".join(f"--import {name}" for name in names)
         raise PbflError(f"{source} names code to import; if it is yours: {options}")
 
@@ -265,7 +265,7 @@ def resumed(
     recorded = about.configuration
     if Path(str(requested.values.get("run-dir", run))).resolve() != run.resolve():
         raise PbflError("--resume and run-dir: a resumed run stays in its directory; give one of the two")
-    check_allowed(f"'{run}'", recorded, {*allowed, *code_in(requested.values.values())})
+    check_allowed(f"'{run}'", {*allowed, *code_in(requested.values.values())}, recorded)
     state_dir = str(recorded.get("state-dir", ""))
     if state_dir and not {"state-dir"} & {*requested.values} and not _is_below(Path(state_dir), run):
         raise PbflError(
