@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.models.cpu_convolutions import DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d
+from pbfl_flwr.models.isolation import is_altered
 from pbfl_flwr.task import Task
 
 HEAD_PREFIX = "head."
@@ -123,17 +125,20 @@ _POOLING = (
     nn.AdaptiveAvgPool1d,
     nn.AdaptiveAvgPool2d,
 )
-DETERMINISTIC = frozenset({*_CONTAINERS, *_LAYERS, *_POOLING})
+_REPLACEMENTS = (PointwiseConv2d, FewPixelsConv2d, DepthwiseConv2d)
+DETERMINISTIC = frozenset({*_CONTAINERS, *_LAYERS, *_POOLING, *_REPLACEMENTS})
 """Layers whose output for a sample is the same in training and evaluation, whatever the batch."""
 
 
 def is_deterministic(model: nn.Module) -> bool:
     """Return whether a frozen body is deterministic and stateless: equal features for a sample at every pass.
 
-    False for layers of other types and for external models, where this is unknown.
+    False for layers and models of other types, or that a user has altered, where this is unknown.
     """
-    if type(model) is not SplitModel:
+    if type(model) is not SplitModel or is_altered(model):
         return False
     return all(
-        type(module) in DETERMINISTIC for part in (model.stages, model.neck) for module in part.modules()
+        type(module) in DETERMINISTIC and not is_altered(module)
+        for part in (model.stages, model.neck)
+        for module in part.modules()
     )

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.models.isolation import is_altered
+
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 FEW_PIXELS = 4  # pixels of a map up to which the replacements are faster
 
@@ -115,8 +117,9 @@ def _is_ours(maps: Tensor) -> bool:
 def _replacement(conv: nn.Conv2d) -> nn.Conv2d | None:
     """Return an equivalent layer of this module with the same parameters, None if none applies."""
     padding = conv.padding
-    if any(hooks for name, hooks in vars(conv).items() if name.endswith("_hooks")):
-        return None  # they know this layer; torch's weight_norm also keeps its weight by one
+    tensors = {name for name, _ in (*conv.named_parameters(), *conv.named_buffers())}
+    if is_altered(conv) or tensors - {"weight", "bias"} or any(conv.children()):
+        return None  # hooks know this layer; torch's weight_norm also keeps its weight by one
     if isinstance(padding, str) or conv.padding_mode != "zeros" or {*conv.dilation} != {1}:
         return None
     if not len({*conv.kernel_size}) == len({*conv.stride}) == len({*padding}) == 1:

@@ -1,4 +1,4 @@
-"""Networks apart from one another: whether a deep copy is one, ties that moves lose, training that leaves no trace."""
+"""Networks apart from one another and from their types: copies, altered layers, lost ties, training without traces."""
 
 from __future__ import annotations
 
@@ -33,6 +33,14 @@ def is_copyable(model: nn.Module) -> bool:
         return not any(_overlapping(inspector.tensors.values()))
     except Exception:  # of whatever it holds
         return False
+
+
+def is_altered(module: nn.Module) -> bool:
+    """Return whether this one layer has hooks, or functions in place of its type's: it computes something else."""
+    return any(
+        value if name.endswith("_hooks") else callable(getattr(type(module), name, None))
+        for name, value in vars(module).items()
+    )
 
 
 @contextmanager

@@ -3,6 +3,7 @@ import torch
 
 from pbfl_flwr.methods import fedrep
 from pbfl_flwr.models.contract import body_names, head_names
+from pbfl_flwr.models.cpu_convolutions import optimize_layout
 from pbfl_flwr.training.loop import classification, fixed_features
 from tests.methods.conftest import dealt, descend, same_weights
 
@@ -66,23 +67,38 @@ def test_stages_keep_the_hidden_layer_private(make_method, make_client, task):
 @pytest.mark.parametrize(
     ("architecture", "computed"), [("cnn4", True), ("mlp5", True), ("cnn2", False), ("resnet4", False)]
 )
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
 def test_features_are_computed_once_only_where_nothing_in_the_body_draws_or_counts(
-    architecture, computed, make_client
+    architecture, computed, layout, make_client
 ):
-    assert (fixed_features(make_client(architecture=architecture)) is not None) == computed
+    client = make_client(architecture=architecture)
+    optimize_layout(client.model, layout)
+    assert (fixed_features(client) is not None) == computed
+
+
+def test_features_of_a_body_that_a_user_has_altered_are_computed_anew(make_client):
+    def dropped(module, inputs, output):
+        return torch.nn.functional.dropout(output, training=module.training)
+
+    by_hook, by_function = make_client(architecture="cnn4"), make_client(architecture="cnn4")
+    by_hook.model.neck.register_forward_hook(dropped)
+    plain = by_function.model.features
+    by_function.model.features = lambda inputs: torch.nn.functional.dropout(plain(inputs))
+    assert fixed_features(by_hook) is None
+    assert fixed_features(by_function) is None
 
 
 def test_a_head_learns_the_same_from_features_computed_once(make_method, make_client, task, monkeypatch):
     settings = {"batch_size": 3, "learning_rate": 0.1}
     method = make_method("fedrep", own={"head_epochs": 3})
     once, each = make_client(architecture="cnn4", **settings), make_client(architecture="cnn4", **settings)
-    calls, features = [], once.model.features
+    calls, features = [], type(once.model).features
 
-    def counted(inputs):
+    def counted(model, inputs):
         calls.append(len(inputs))
-        return features(inputs)
+        return features(model, inputs)
 
-    monkeypatch.setattr(once.model, "features", counted)
+    monkeypatch.setattr(type(once.model), "features", counted)
     report = method.phases.head_phase(once)
     assert calls == [8]
     monkeypatch.setattr(fedrep, "fixed_features", lambda client: None)

@@ -84,6 +84,13 @@ def test_a_single_map_and_no_map_at_all_are_the_librarys(conv: nn.Conv2d) -> Non
     assert model(maps[:0]).shape == (0, conv.out_channels, 2, 2)
 
 
+def of_a_user(name: str, added: object) -> nn.Conv2d:
+    """A convolution to which something was added."""
+    conv = nn.Conv2d(4, 4, 1)
+    setattr(conv, name, added)
+    return conv
+
+
 @pytest.mark.parametrize(
     "conv",
     [
@@ -98,6 +105,9 @@ def test_a_single_map_and_no_map_at_all_are_the_librarys(conv: nn.Conv2d) -> Non
         nn.Conv2d(4, 4, 1, stride=2),
         nn.Conv2d(4, 4, 1, padding=1),
         nn.utils.weight_norm(nn.Conv2d(4, 4, 1)),  # keeps its weight by a hook
+        of_a_user("forward", lambda maps: -maps),
+        of_a_user("gain", nn.Parameter(torch.ones(()))),
+        of_a_user("after", nn.ReLU()),
     ],
 )
 def test_other_convolutions_stay_the_librarys(conv: nn.Conv2d) -> None:
