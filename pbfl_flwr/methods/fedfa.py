@@ -36,7 +36,7 @@ from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import fit, forward
 from pbfl_flwr.training.optimizers import Adam, param_group
 
-ANCHORS = "anchors"  # name of A in the payload's weights
+ANCHORS = ".anchors"  # name of A in the payload's weights; a network's own names do not begin with a dot
 
 
 class Config(Group):

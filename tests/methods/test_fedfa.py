@@ -4,6 +4,7 @@ from torch.nn import functional as F
 
 from pbfl_flwr.methods.averaging import load_parameters
 from pbfl_flwr.methods.fedfa import RunningAnchors, anchor_loss, initial_anchors
+from pbfl_flwr.util.user_code import own_code
 from tests.methods.conftest import dealt, descend, same_weights
 from tests.pretend_card import CUDA, card
 
@@ -49,8 +50,8 @@ def test_a_round_of_batches_follows_the_reference_loop(make_method, make_client,
     state, keys = method.init(task, 3), {"learning_rate": 0.1, "batch_size": 3, "drop_last": "never"}
     client, oracle = (make_client(architecture="cnn4", local_epochs=2, **keys) for _ in range(2))
     upload = method.local_update(client, state).payload
-    network, A = oracle.model.train(), state.tensors["anchors"]
-    load_parameters(network, {name: t for name, t in state.tensors.items() if name != "anchors"})
+    network, A = oracle.model.train(), state.tensors[".anchors"]
+    load_parameters(network, {name: t for name, t in state.tensors.items() if name != ".anchors"})
     adam = torch.optim.Adam(network.head.parameters(), lr=0.001)
     dealt_batches, moved = list(dealt(oracle, epochs=2)), A.clone()
     for epoch in (dealt_batches[:3], dealt_batches[3:]):
@@ -68,5 +69,14 @@ def test_a_round_of_batches_follows_the_reference_loop(make_method, make_client,
                 sums[label] += z[y == label].mean(0).detach()
         for label in (0, 1, 2):
             moved[label] = 0.5 * moved[label] + 0.5 * sums[label] / len(epoch)
-    torch.testing.assert_close(upload.tensors["anchors"], moved, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(upload.tensors[".anchors"], moved, atol=1e-6, rtol=1e-5)
     same_weights(network, upload.tensors)
+
+
+def test_a_networks_own_parameter_may_be_called_anchors(make_method, task):
+    name = "tests.methods.tiny_nets:with_anchors"
+    method = make_method("fedfa", models=own_code(name, [name]))
+    state = method.init(task, 0)
+    assert state.tensors["anchors"].shape == (task.feature_dim,)
+    assert state.tensors[".anchors"].shape == (task.num_classes, task.feature_dim)
+    assert "anchors" in method.network(state)

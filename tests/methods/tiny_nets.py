@@ -74,3 +74,50 @@ class Twice(Plain):
         if self.training:
             self.mean.copy_(inputs.detach().mean())
         return super().features(inputs - self.mean)
+
+
+class Cosine(nn.Linear):
+    """A classifier with the tensors of a linear one."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return (B, K)."""
+        return nn.functional.linear(
+            nn.functional.normalize(features), nn.functional.normalize(self.weight), self.bias
+        )
+
+
+def with_a_cosine_head(task: Task) -> SplitModel:
+    """See :class:`Cosine`."""
+    net = normed(task)
+    net.head = Cosine(task.feature_dim, task.num_classes)
+    return net
+
+
+def of_unit_features(task: Task) -> SplitModel:
+    """Its features are not what its neck computes."""
+
+    class Unit(SplitModel):
+        def features(self, inputs: Tensor) -> Tensor:
+            return nn.functional.normalize(super().features(inputs))
+
+    net = normed(task)
+    return Unit(task, [*net.stages], net.neck, net.head)
+
+
+def with_other_maps(task: Task) -> SplitModel:
+    """Its maps are not what its stages compute."""
+
+    class Doubled(SplitModel):
+        def maps_and_features(self, inputs: Tensor) -> tuple[list[Tensor], Tensor]:
+            maps, features = super().maps_and_features(inputs)
+            return [2 * feature_map for feature_map in maps], features
+
+    net = normed(task)
+    return Doubled(task, [*net.stages], net.neck, net.head)
+
+
+def with_anchors(task: Task) -> nn.Module:
+    """It has a parameter of that name."""
+    net = Plain(task)
+    net.anchors = nn.Parameter(torch.ones(task.feature_dim))
+    return net
