@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
@@ -35,6 +35,7 @@ from pbfl_flwr.methods.averaging import (
     weighting_of,
 )
 from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.registry import ModelName, architectures, without_weights
 from pbfl_flwr.payloads import RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
@@ -83,7 +84,11 @@ def check_heads(method: str, task: Task, models: Sequence[str], *, linear: bool 
     names = [name for name in dict.fromkeys(models) if isinstance(name, UserCode) or not is_external(name)]
     if not any(is_external(name) or ModelName.parse(name).widths for name in names):
         return  # all heads are one linear layer
-    shapes = {name: _head_shapes(name, task) for name in names}
+    found = {name: _built(name, task) for name in names}
+    shapes = {
+        name: {key: tuple(tensor.shape) for key, tensor in shared_parameters(model, "head").items()}
+        for name, model in found.items()
+    }
     expected = next(iter(shapes.values()))
     if linear:
         expected = {"head.weight": (task.num_classes, task.feature_dim), "head.bias": (task.num_classes,)}
@@ -93,13 +98,26 @@ def check_heads(method: str, task: Task, models: Sequence[str], *, linear: bool 
                 f"method '{method}' exchanges classifiers and needs the classifier {_tensors(expected)} in every "
                 f"model, found {_tensors(shapes_of_head)} in '{name}'"
             )
+        if linear and is_external(name) and not _is_linear(found[name], task):
+            raise PbflError(
+                f"method '{method}' exchanges classifiers and needs a linear one in every model; that of '{name}' "
+                "computes something else than features·weightᵀ + bias"
+            )
 
 
-def _head_shapes(name: str, task: Task) -> dict[str, tuple[int, ...]]:
+def _built(name: str, task: Task) -> SplitModel:
     # On "meta", without memory: a client may name layers of any width.
     with nullcontext() if is_external(name) else torch.device("meta"):
-        head = shared_parameters(build_model(without_weights(name), task, 0), "head")
-    return {key: tuple(tensor.shape) for key, tensor in head.items()}
+        return build_model(without_weights(name), task, 0)
+
+
+def _is_linear(model: SplitModel, task: Task) -> bool:
+    """Whether a classifier with the tensors of a linear layer computes, but for dropout, what one does."""
+    features = torch.randn(8, task.feature_dim, generator=torch.Generator().manual_seed(0))
+    sent = shared_parameters(model, "head")
+    with torch.no_grad():
+        linear = nn.functional.linear(features, sent["head.weight"], sent["head.bias"])
+        return torch.allclose(model.head.eval()(features), linear, rtol=1e-3, atol=1e-4)
 
 
 def _tensors(shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import METHODS
+from pbfl_flwr.util.user_code import own_code
 from tests.flower.inprocess import federation
 
 LINEAR = {"fedgen", "fedgh", "fednh", "fedpa"}
@@ -101,3 +102,11 @@ def test_the_page_of_models_names_the_methods_that_limit_classifiers() -> None:
         "any, the same on all clients": sorted(ALIKE - LINEAR),
         "linear": sorted(LINEAR),
     }
+
+
+@pytest.mark.parametrize("method", sorted(LINEAR))
+def test_a_classifier_that_only_looks_linear_is_refused(make_method, task, method: str) -> None:
+    name = "tests.methods.tiny_nets:with_a_cosine_head"
+    model = own_code(name, [name])
+    with pytest.raises(PbflError, match="needs a linear one in every model; that of 'tests"):
+        make_method(method, models=model).check(task, [model])
