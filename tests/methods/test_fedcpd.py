@@ -5,6 +5,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
 from pbfl_flwr.payloads import part_of
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.user_code import own_code
 from tests.methods.conftest import play
 
 OFF = {"align_weight": 0.0, "contrast_weight": 0.0, "distill_weight": 0.0}
@@ -60,3 +61,11 @@ def test_a_model_without_maps_is_refused_unless_memory_is_off(make_method, model
     with pytest.raises(PbflError, match="'har-gru' does not have"):
         make_method("fedcpd", models="har-gru").check(windows, ["har-gru"])
     make_method("fedcpd", models="har-resnet").check(windows, ["har-resnet"])
+
+
+@pytest.mark.parametrize("altered", ["of_unit_features", "with_other_maps"])
+def test_a_model_that_computes_maps_or_features_by_itself_is_refused(make_method, task, altered):
+    model = own_code(f"tests.methods.tiny_nets:{altered}", [f"tests.methods.tiny_nets:{altered}"])
+    with pytest.raises(PbflError, match=rf"'{model}' computes its maps or features otherwise"):
+        make_method("fedcpd", models=model).check(task, [model])
+    make_method("fedcpd", models=model, own={"distill_weight": 0.0}).check(task, [model])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pbfl_flwr import seeds
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel, random_inputs
 from pbfl_flwr.task import Task
 
@@ -165,6 +166,35 @@ def map_channels(model: nn.Module, task: Task) -> list[int]:
         maps = convolutional(model.feature_maps(random_inputs(task, 1).to(device)))
     model.train(was_training)
     return [x.shape[1] for x in maps]
+
+
+def check_maps(name: str, model: SplitModel, task: Task) -> None:
+    """Check that the network's maps and features are what its stages and its neck compute, since the teacher is these.
+
+    Args:
+        name: of the network, for the error.
+        model: put into evaluation mode.
+        task: with the shape of inputs.
+
+    Raises:
+        PbflError: if the network computes its maps or its features otherwise.
+    """
+    inputs = random_inputs(task, 2)
+    with torch.no_grad():
+        maps, features = model.eval().maps_and_features(inputs)
+        found, expected = [*maps, features, model.features(inputs)], list[Tensor]()
+        for stage in model.stages:
+            inputs = stage(inputs)
+            expected.append(inputs)
+        expected += [model.neck(inputs)] * 2
+    if not all(
+        one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-4)
+        for one, other in zip(found, expected, strict=True)
+    ):
+        raise PbflError(
+            f"method 'fedcpd' distils the feature maps of a network's stages, and model '{name}' computes its maps or "
+            "features otherwise than by its stages and its neck; must do it there, or fedcpd.distill-weight = 0"
+        )
 
 
 def convolutional(maps: Sequence[Tensor]) -> list[Tensor]:

@@ -33,7 +33,13 @@ from pbfl_flwr.config.keys import Stale
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.averaging import Part, Weighting, average, copies, weighting_of
-from pbfl_flwr.methods.fedcpd.attention import MapDistillation, MapMemory, convolutional, map_channels
+from pbfl_flwr.methods.fedcpd.attention import (
+    MapDistillation,
+    MapMemory,
+    check_maps,
+    convolutional,
+    map_channels,
+)
 from pbfl_flwr.methods.fedcpd.losses import alignment_loss, contrast
 from pbfl_flwr.methods.fedrep import HeadThenBody
 from pbfl_flwr.methods.sharing import answer, check_both, initial, receive, shared_scalars, to_be_equal
@@ -203,13 +209,15 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """Check that there is one architecture (any classifier on FedRep), with feature maps if γ > 0."""
         super().check(task, to_be_equal([self.architecture, *architectures], self.part))
-        if self.config.distill_weight and not map_channels(
-            build_model(without_weights(self.architecture), task, 0), task
-        ):
+        if not self.config.distill_weight:
+            return
+        model = build_model(without_weights(self.architecture), task, 0)
+        if not map_channels(model, task):
             raise PbflError(
                 f"method 'fedcpd' distils feature maps, which model '{self.architecture}' does not have; allowed "
                 "are convolutional models with stages, or fedcpd.distill-weight = 0"
             )
+        check_maps(self.architecture, model, task)
 
     def paper_scalars(self, task: Task, class_counts: Sequence[int]) -> float:
         """2·M·|θ| + Σ_i (K_i + K)·d."""
