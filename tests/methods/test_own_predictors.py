@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from pbfl_flwr.config import PREDICTORS, in_order
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import results
 from pbfl_flwr.experiments.pairs import paired_sheet
 from pbfl_flwr.experiments.summary import comparison_sheet, summary_csv
+from pbfl_flwr.flower.client.saving import _prototypes
 from pbfl_flwr.flower.messages.report import Report, Requested, reported, requested, seconds_in
+from pbfl_flwr.method import Nearest
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.training.class_metrics import Areas, ByClass
 from tests.flower.inprocess import Federation, federation, numbers
@@ -141,3 +145,13 @@ def test_a_table_by_one_of_them(tmp_path: Path) -> None:
     refused = pbfl(*words, "--by", "cosin")
     assert refused.exit_code == 2
     assert "--by cosin: must be one of head, global, global-local, local, etf, cosine, last" in refused.stderr
+
+
+def test_only_a_plain_nearest_is_exported() -> None:
+    class Cosine(Nearest):
+        def __call__(self, features: Tensor, logits: Tensor) -> Tensor:
+            return features @ self.prototypes.T
+
+    table = torch.eye(3, 4), torch.ones(3, dtype=torch.bool)
+    tables = _prototypes({"global": Nearest(*table), "cosine": Cosine(*table)})
+    assert sorted(tables) == ["global.candidates", "global.rows"]

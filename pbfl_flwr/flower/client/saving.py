@@ -99,7 +99,7 @@ def _prototypes(predictors: Mapping[str, Predictor]) -> dict[str, Tensor]:
     """
     tables: dict[str, Tensor] = {}
     for name, predictor in predictors.items():
-        if isinstance(predictor, Nearest):
+        if type(predictor) is Nearest:  # what one of a user's computes is not known elsewhere
             tables[f"{name}.candidates"] = predictor.candidates
             if predictor.prototypes is not tables.get("global.rows"):
                 tables[f"{name}.rows"] = predictor.prototypes
