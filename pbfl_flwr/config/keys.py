@@ -249,7 +249,7 @@ class DataSettings(Group):
         description="all class names in the order of their ids, e.g. 'cat,dog'; empty: those found in the data",
     )
     label_column: str = Field(
-        "", description="column of a table with the class; empty: 'label', else the last column"
+        "", description="column of a table with the class; empty: 'label', else the last one but 'client'"
     )
     input_shape: Shape = Field(
         "",

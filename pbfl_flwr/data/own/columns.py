@@ -1,8 +1,8 @@
 """CSV or Parquet files as pandas tables, with the class and client columns common to all of them.
 
 CSV is UTF-8 with a header line and ',', ';' or a tab as separator. Parquet needs pyarrow. Classes are in
-``label-column``, by default in the column ``label``, else in the last one. They are read as text and numbered in sorted
-order (``labels`` lists them all). A column ``client`` holds the natural client.
+``label-column``, by default in the column ``label``, else in the last one but ``client``, which holds the natural
+client. They are read as text and numbered in sorted order (``labels`` lists them all).
 
 pandas is imported where it is used: it takes half a second, which a device would pay at every message.
 """
@@ -201,7 +201,7 @@ def label_column(path: Path, names: Sequence[str], settings: DataSettings) -> st
     column = settings.label_column
     if column and column not in names:
         raise PbflError(f"label-column = '{column}': {path} has no such column; it has {shown(names)}")
-    return column or (LABEL if LABEL in names else names[-1])
+    return column or (LABEL if LABEL in names else [name for name in names if name != CLIENT][-1])
 
 
 def classes_and_clients(

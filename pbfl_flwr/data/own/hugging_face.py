@@ -4,8 +4,9 @@ data-dir is a folder written by ``save_to_disk`` (``flwr-datasets create`` write
 ``datasets.load_dataset`` reads, or ``hf://`` and the id of a dataset on the hub. The split ``train`` is the official
 training part, ``test`` the official test part; a dataset without splits has only samples.
 
-Classes are in ``label-column``, by default ``label``, else in the only column of type ``ClassLabel``. Inputs are the
-column of images, else the only column of arrays, else all columns of numbers, among which is any other ``ClassLabel``.
+Classes are in ``label-column``, by default ``label``, else in the only column of type ``ClassLabel`` but ``client``.
+Inputs are the column of images, else the only column of arrays, else all columns of numbers, among which is any other
+``ClassLabel``.
 The format of a dataset (``set_format``) and ``Image(decode=False)`` change nothing.
 """
 
@@ -203,7 +204,8 @@ def _label_column(train: Dataset, settings: DataSettings) -> str:
         if column not in names:
             raise PbflError(f"label-column = '{column}': {where} has no such column; it has {shown(names)}")
         return str(column)
-    classes = [name for name, feature in train.features.items() if isinstance(feature, ClassLabel)]
+    named = [name for name, feature in train.features.items() if isinstance(feature, ClassLabel)]
+    classes = [name for name in named if name != CLIENT]
     if len(classes) != 1:
         raise PbflError(f"{where}: set label-column to the column with the classes; it has {shown(names)}")
     return str(classes[0])

@@ -118,6 +118,22 @@ def test_numbers_become_features_and_client_a_natural_client(tmp_path: Path) -> 
     assert pool.owner_names == ("u", "v")
 
 
+def test_clients_are_not_the_classes_though_only_they_are_a_class_label(tmp_path: Path) -> None:
+    features = datasets.Features(
+        {
+            "a": datasets.Value("float32"),
+            "kind": datasets.Value("int64"),
+            "client": datasets.ClassLabel(names=["u", "v"]),
+        }
+    )
+    columns = {"a": [1, 2, 3], "kind": [1, 0, 1], "client": [0, 1, 0]}
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "table")
+    with pytest.raises(
+        PbflError, match="set label-column to the column with the classes; it has a, kind, client"
+    ):
+        load_pool(settings(tmp_path / "table"))
+
+
 def test_arrays_keep_their_shape(tmp_path: Path) -> None:
     windows = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
     datasets.Dataset.from_dict({"window": windows.tolist(), "label": [0, 1, 0, 1]}).save_to_disk(

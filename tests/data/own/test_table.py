@@ -37,6 +37,15 @@ def test_the_last_column_other_separators_and_whole_classes(tmp_path: Path, sepa
     assert (pool.label_names, pool.labels.tolist()) == (("0", "1", "10"), [1, 0, 2])
 
 
+def test_the_last_column_is_not_the_class_if_it_is_client(tmp_path: Path) -> None:
+    path = write(tmp_path, "a,kind,client\n1,x,zoe\n2,y,ada\n")
+    pool = load_pool(settings(path))
+    assert (pool.columns, pool.label_names, pool.owner_names) == (("a",), ("x", "y"), ("ada", "zoe"))
+    assert load_pool(settings(write(tmp_path, "a,client\n1,u\n2,v\n"), label_column="client")).owner is None
+    with pytest.raises(PbflError, match="has no feature column besides 'a'"):
+        load_pool(settings(tmp_path / "t.csv"))
+
+
 def test_separators_inside_quoted_names_do_not_count(tmp_path: Path) -> None:
     pool = load_pool(settings(write(tmp_path, '"length, cm";"width, cm";label\n1;2;x\n3;4;y\n')))
     assert (pool.columns, pool.inputs.tolist()) == (("length, cm", "width, cm"), [[1, 2], [3, 4]])
