@@ -1,9 +1,10 @@
 """Decode a dataset's files once, into memory maps that all processes of a machine share.
 
 A cache entry is the folder ``<home>/cache/<dataset>-<hash>`` with ``inputs.npy``, ``labels.npy``, ``meta.json`` and,
-where the source has them, ``owner.npy`` and ``in_train.npy``. The hash covers the settings that a decoder may read, and
-path, size and modification time of every source file, so changed files are decoded again. Entries may be deleted
-whenever no run is in progress. They are readable by their owner alone, whatever the mode of the files was.
+where the source has them, ``owner.npy`` and ``in_train.npy``. The hash covers the settings and names of folders that a
+decoder may read, and path, size and modification time of every source file, so changed files are decoded again. Entries
+may be deleted whenever no run is in progress. They are readable by their owner
+alone, whatever the mode of the files was.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import os
 import shutil
 import tokenize
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +45,25 @@ Allocate = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 log = logging.getLogger(__name__)
 
 
-def cached(settings: DataSettings, sources: Iterable[Path], decode: Callable[[Allocate], Pool]) -> Pool:
+def cached(
+    settings: DataSettings,
+    sources: Iterable[Path],
+    decode: Callable[[Allocate], Pool],
+    folders: Sequence[str] = (),
+) -> Pool:
     """Return the pool of a dataset, decoding its files if no process of this machine has done so before.
 
     Args:
         settings: of the data; ``decode`` may depend on the dataset and on those in DECODING.
         sources: every file that ``decode`` reads.
         decode: reads the files; called under a lock, by one process only.
+        folders: names of folders, also empty ones, on which ``decode`` depends.
 
     Raises:
         PbflError: if a source is missing, or the cache cannot be written or is damaged; also what ``decode`` and
             the validation raise.
     """
-    entry = home() / "cache" / f"{settings.dataset}-{_fingerprint(settings, sources)}"
+    entry = home() / "cache" / f"{settings.dataset}-{_fingerprint(settings, sources, folders)}"
     if not entry.is_dir():
         try:
             make_directory(entry.parent)
@@ -71,8 +78,8 @@ def cached(settings: DataSettings, sources: Iterable[Path], decode: Callable[[Al
     return _open(entry)
 
 
-def _fingerprint(settings: DataSettings, sources: Iterable[Path]) -> str:
-    content = [FORMAT, *(getattr(settings, key) for key in DECODING)]
+def _fingerprint(settings: DataSettings, sources: Iterable[Path], folders: Sequence[str]) -> str:
+    content = [FORMAT, *(getattr(settings, key) for key in DECODING), *folders]
     digest = hashlib.sha256(json.dumps(content).encode())
     for path in sorted(sources):
         try:

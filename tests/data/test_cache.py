@@ -119,7 +119,7 @@ def test_a_decoder_that_fails_leaves_nothing_and_can_be_tried_again(source, home
 
 
 def test_the_rest_of_a_killed_process_is_swept_away(source, home):
-    entry = home / "cache" / f"set-{cache._fingerprint(SET, [source])}"
+    entry = home / "cache" / f"set-{cache._fingerprint(SET, [source], ())}"
     leftover = entry.with_name(entry.name + ".partial")
     leftover.mkdir(parents=True)
     (leftover / "inputs.npy").write_bytes(b"half")

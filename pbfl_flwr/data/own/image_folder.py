@@ -11,7 +11,8 @@ with a dot (``.git``, ``._a.png``) are ignored.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.labels import by_name, numbers_of, owner_names
 from pbfl_flwr.data.own.images import SUFFIXES, decode_images, open_image
-from pbfl_flwr.data.sources.files import files_under, given_path, walk
+from pbfl_flwr.data.sources.files import given_path, walk
 from pbfl_flwr.errors import PbflError, abbreviate
 
 Numbered = Callable[[Sequence[str], Path], Sequence[int]]
@@ -47,10 +48,10 @@ def image_folder(settings: DataSettings) -> Pool:
         return _of_clients(settings, root)
     train_dir = root / "train" if (root / "train").is_dir() else root
     numbered = _numbered(settings)
-    train, class_folders = labelled_files(train_dir, settings.dataset, numbered)
-    if not settings.classes and {name.casefold() for name in class_folders} <= _PARTS:
+    train, other_files = labelled_files(train_dir, settings.dataset, numbered)
+    if not settings.classes and {name.casefold() for name in other_files} <= _PARTS:
         raise PbflError(
-            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(class_folders)}, which would become the "
+            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(other_files)}, which would become the "
             "classes; must be train/<class>/* and test/<class>/*, in lower case"
         )
     if train and all(path.parent.parent != train_dir for path, _ in train):
@@ -59,9 +60,9 @@ def image_folder(settings: DataSettings) -> Pool:
             f"{train[0][0].parent.relative_to(train_dir)}; must be <class>/* with images. If it is <client>/<class>/*, "
             "a simulation reads it with partition = natural, and a device is given the folder of one client"
         )
-    classes = settings.classes or tuple(class_folders)
+    classes = settings.classes or tuple(other_files)
     test: list[tuple[Path, int]] = []
-    tested: dict[str, Path] = {}
+    other_test_files: dict[str, int] = {}
     if train_dir != root and (root / "test").is_dir():
 
         def as_in_train(names: Sequence[str], folder: Path) -> list[int]:
@@ -71,25 +72,26 @@ def image_folder(settings: DataSettings) -> Pool:
                 )
             return by_name(names, classes, str(folder))
 
-        test, tested = labelled_files(root / "test", settings.dataset, numbered or as_in_train)
+        test, other_test_files = labelled_files(root / "test", settings.dataset, numbered or as_in_train)
     channels, side = image_size(settings)
 
     def decode(allocate: Allocate) -> Pool:
         samples = ((open_image(path), label) for path, label in [*train, *test])
         inputs, labels, notes = decode_images(samples, len(train) + len(test), allocate, side, root, channels)
-        folders = [*class_folders.values(), *tested.values()]
-        if ignored := sum(len(files_under(folder)) for folder in folders) - len(train) - len(test):
-            kinds = ", ".join(SUFFIXES)
-            notes = (
-                *notes,
-                f"{ignored} files ignored that are not images ({kinds}) or whose names begin with a dot",
-            )
-        other = sorted(path.name for path in _folders(root) if path.name not in ("train", "test"))
-        if other and train_dir != root:
-            notes = (*notes, f"folders ignored next to train and test: {abbreviate(other)}")
         return Pool(inputs, labels, classes, num_train=len(train), notes=notes)
 
-    return cached(settings, (path for path, _ in [*train, *test]), decode)
+    pool = cached(settings, (path for path, _ in [*train, *test]), decode)
+    notes = pool.notes  # the rest is about what the cache's key does not cover
+    if others := sum(other_files.values()) + sum(other_test_files.values()):
+        kinds = ", ".join(SUFFIXES)
+        notes = (
+            *notes,
+            f"{others} files ignored that are not images ({kinds}) or whose names begin with a dot",
+        )
+    unread = sorted(path.name for path in _folders(root) if path.name not in ("train", "test"))
+    if unread and train_dir != root:
+        notes = (*notes, f"folders ignored next to train and test: {abbreviate(unread)}")
+    return replace(pool, notes=notes)
 
 
 def _of_clients(settings: DataSettings, root: Path) -> Pool:
@@ -119,7 +121,7 @@ def _of_clients(settings: DataSettings, root: Path) -> Pool:
         clients = owner_names([folder.name for folder in folders])
         return Pool(inputs, labels, classes, sum(sizes), owner, clients, notes=notes)
 
-    return cached(settings, (path for files in samples for path, _ in files), decode)
+    return cached(settings, (path for files in samples for path, _ in files), decode, classes)
 
 
 def _numbered(settings: DataSettings) -> Numbered | None:
@@ -169,8 +171,8 @@ def one_image(path: Path, channels: int, side: tuple[int, int]) -> NDArray[Any]:
 
 def labelled_files(
     folder: Path, dataset: str, numbered: Numbered | None = None
-) -> tuple[list[tuple[Path, int]], dict[str, Path]]:
-    """Return (path, label) of every image below ``folder/<class>``, and the folder of every class by its name.
+) -> tuple[list[tuple[Path, int]], dict[str, int]]:
+    """Return (path, label) of every image below ``folder/<class>``, and class -> number of its other files.
 
     Args:
         folder: parent of the class folders.
@@ -192,21 +194,30 @@ def labelled_files(
             )
         of_names = range(len(folder_of)) if numbered is None else numbered([*folder_of], folder)
         numbers = {path.name: number for path, number in zip(folder_of.values(), of_names, strict=True)}
-        samples = {name: [*_images(folder, name)] for name in sorted(numbers)}
-        if numbered is None and not all(samples.values()):
-            empty = ", ".join(name for name, paths in samples.items() if not paths)
+        found = {name: _images(folder, name) for name in sorted(numbers)}
+        if numbered is None and not all(paths for paths, _ in found.values()):
+            empty = ", ".join(name for name, (paths, _) in found.items() if not paths)
             raise FileNotFoundError(f"no image for the classes {empty}")
     except OSError as error:
         raise PbflError(
             f"dataset '{dataset}': {error}; {folder} should hold <class>/* with images "
             f"({', '.join(SUFFIXES)})"
         ) from error
-    return [(path, numbers[name]) for name, paths in samples.items() for path in paths], folder_of
+    samples = [(path, numbers[name]) for name, (paths, _) in found.items() for path in paths]
+    return samples, {name: found[path.name][1] for name, path in folder_of.items()}
 
 
-def _images(folder: Path, name: str) -> Iterator[Path]:
-    """Yield the images below ``folder/name``, following links, in the order of torchvision's ``ImageFolder``."""
-    for place, files in sorted(walk(folder / name)):
-        for path in (os.path.join(place, file) for file in sorted(files)):
-            if path.lower().endswith(SUFFIXES) and f"{os.sep}." not in path[len(str(folder)) :]:
-                yield Path(path)
+def _images(folder: Path, name: str) -> tuple[list[Path], int]:
+    """Return the images below ``folder/name``, and the number of its other files.
+
+    Links are followed, in the order of torchvision's ``ImageFolder``.
+    """
+    files = [
+        os.path.join(place, file) for place, names in sorted(walk(folder / name)) for file in sorted(names)
+    ]
+    images = [
+        Path(path)
+        for path in files
+        if path.lower().endswith(SUFFIXES) and f"{os.sep}." not in path[len(str(folder)) :]
+    ]
+    return images, len(files) - len(images)

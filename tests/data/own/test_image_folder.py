@@ -312,3 +312,21 @@ def test_folders_of_clients(tmp_path, hospitals, write_image):
     write_image(tmp_path / "set" / "test" / "cat" / "0.png", 3)
     with pytest.raises(PbflError, match=r"no train and test; it has a folder 'test'"):
         load_pool(natural)
+
+
+def test_folders_made_or_removed_after_the_first_reading_count(tmp_path, hospitals, write_image):
+    natural = hospitals.model_copy(update={"partition": "natural"})
+    before = load_pool(natural).label_names
+    (tmp_path / "set" / "north" / "ant").mkdir()
+    assert load_pool(natural).label_names == ("ant", *before)
+    (tmp_path / "set" / "north" / "ant").rmdir()
+    assert load_pool(natural).label_names == before
+    one = natural.model_copy(update={"partition": "iid", "data_dir": str(tmp_path / "one")})
+    for path in ("train/cat/a.png", "train/dog/b.png"):
+        write_image(tmp_path / "one" / path, 3)
+    assert load_pool(one).notes == ()
+    (tmp_path / "one" / "val").mkdir()
+    (tmp_path / "one" / "train" / "cat" / "b.heic").touch()
+    ignored, unread = load_pool(one).notes
+    assert ignored.startswith("1 files ignored")
+    assert unread == "folders ignored next to train and test: val"
