@@ -146,7 +146,7 @@ def _plain(part: Dataset) -> Dataset:
 
 def _partition_ids(train: Dataset, settings: DataSettings) -> tuple[Rows, list[str]]:
     """Return the partition of every row, as ``FederatedDataset`` deals it, -1 for none, and its warnings."""
-    from datasets import Image
+    from datasets import Dataset, Image
     from flwr_datasets import partitioner as partitioners
 
     name, who = settings.partitioner, f"partitioner = '{settings.partitioner}'"
@@ -160,7 +160,9 @@ def _partition_ids(train: Dataset, settings: DataSettings) -> tuple[Rows, list[s
     try:
         with _quietly() as said:
             partitioner = kind(**_arguments(settings))
-            partitioner.dataset = numbered.shuffle(seed=SHUFFLE_SEED)
+            # Of a dataset in files the library would cache indices beside them, in the data folder.
+            in_memory = Dataset(numbered.with_format("arrow")[:], info=numbered.info)
+            partitioner.dataset = in_memory.shuffle(seed=SHUFFLE_SEED)
             partitions = [partitioner.load_partition(number) for number in range(partitioner.num_partitions)]
             dealt = [np.asarray(rows[ROW], dtype=np.int64) for rows in partitions if ROW in rows.column_names]
     except Exception as error:  # the library raises what its many classes raise

@@ -98,6 +98,16 @@ def test_partitions_equal_those_of_a_federated_dataset(
     assert theirs.partitioners["train"].num_partitions == len(np.unique(pool.owner))
 
 
+def test_a_folder_is_only_read(saved: Path) -> None:
+    before = {*saved.rglob("*")}
+    for name, options in (
+        ("NaturalIdPartitioner", "partition-by='writer'"),
+        ("IidPartitioner", "num-partitions=3"),
+    ):
+        load_pool(settings(saved, partitioner=name, partitioner_settings=options))
+    assert {*saved.rglob("*")} == before
+
+
 def test_partitions_leave_out_the_test_split(saved: Path) -> None:
     text = "num-partitions=3"
     pool = load_pool(settings(saved, partitioner="IidPartitioner", partitioner_settings=text))
