@@ -277,6 +277,13 @@ def test_values_are_toml_scalars_and_bare_words() -> None:
     assert [*configuration.gather(None, assignments).values.values()] == [*values.values()]
 
 
+@pytest.mark.parametrize("text", ["2024_11_29", "2024-11-29", "1e3", "007", "0x10", "true", "'a b'", '"1e3"'])
+def test_the_value_of_a_key_of_texts_is_as_written(text: str) -> None:
+    plain = text.strip("\"'")
+    values = configuration.gather(None, [f"run-dir={text}", f"label-column={text}"]).values
+    assert values == {"run-dir": str(Path(plain).absolute()), "label-column": plain}
+
+
 def test_set_overrides_the_preset_and_tables_are_flattened(tmp_path: Path) -> None:
     preset = tmp_path / "mine.toml"
     preset.write_text('seed = 4\nmethod = "tinyproto"\ndata-dir = "there"\n[tinyproto]\nbase = "fedtgp"\n')

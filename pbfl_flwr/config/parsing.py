@@ -75,12 +75,13 @@ class Group(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _numbers_as_text(cls, values: Any) -> Any:
-        """Convert numbers that are values of text keys: ``--set data-dir=2024`` is parsed as a number."""
-        texts = {name for name, field in cls.model_fields.items() if field.annotation is str}
-        texts |= {str(cls.model_fields[name].alias) for name in texts}
+        """Convert numbers that are values of text keys, as in a file with ``label-column = 2024``."""
+        texts = cls.text_keys()
         return {
             key: str(value)
-            if key in texts and isinstance(value, int | float) and not isinstance(value, bool)
+            if key.replace("_", "-") in texts
+            and isinstance(value, int | float)
+            and not isinstance(value, bool)
             else value
             for key, value in dict(values).items()
         }
@@ -89,6 +90,11 @@ class Group(BaseModel):
     def key_names(cls) -> list[str]:
         """Return the kebab-case keys of this group; a method's own have no prefix here."""
         return [name.replace("_", "-") for name in cls.model_fields]
+
+    @classmethod
+    def text_keys(cls) -> set[str]:
+        """Return those of :meth:`key_names` whose value may be any text."""
+        return {str(field.alias) for field in cls.model_fields.values() if field.annotation is str}
 
     @classmethod
     def concerns_of(cls, key: str) -> Concerns:

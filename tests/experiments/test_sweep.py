@@ -48,6 +48,11 @@ def test_lists(text: str, values: list[Scalar]) -> None:
     assert sweep.listed("key", text) == values
 
 
+@pytest.mark.parametrize("text", ["2024_11_29", "2024_11_29,1e3"])
+def test_values_of_a_key_of_texts_are_as_written(text: str) -> None:
+    assert sweep.listed("data-dir", text) == text.split(",")
+
+
 def test_every_combination_is_a_run_and_seeds_share_a_row(tmp_path: Path) -> None:
     found = sweep.read(
         "fedproto-digits", ["cps-dim=25,50", "seed=0,1,2", "learning-rate=0.1", "method=fedproto,fedtgp"]

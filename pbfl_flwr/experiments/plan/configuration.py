@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, StringConstraints, ValidationError
 
-from pbfl_flwr.config import CHANGEABLE, HUB, DataSettings, Scalar, Settings, parse
+from pbfl_flwr.config import CHANGEABLE, GROUPS, HUB, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.config.toml import flatten, parse_toml
 from pbfl_flwr.data import DATASETS, LoadedData, Partition, load_pool, names_file, read_names
 from pbfl_flwr.data.own.inspection import swapped_axes_warning
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # imports torch, which commands that only read do not need
     from pbfl_flwr.method import Method
 
 PATHS = ("run-dir", "state-dir", "data-dir")
+TEXTS = frozenset[str]().union(*(group.text_keys() for group in GROUPS.values()))
 PRESETS = "experiments/presets"
 Schema = TypeVar("Schema", bound=BaseModel)
 DirectoryName = Annotated[str, StringConstraints(pattern=r"^[^./\\\x00][^/\\\x00]*$")]
@@ -57,7 +58,7 @@ def gather(preset: str | None, assignments: Iterable[str]) -> RequestedKeys:
 
     Args:
         preset: a TOML file, or the name of a preset that comes with the package; nested tables become a.b.
-        assignments: a value is read as a TOML scalar; text that is not TOML is a string.
+        assignments: see :func:`value`.
 
     Raises:
         PbflError: if the preset cannot be read.
@@ -74,7 +75,7 @@ def gather(preset: str | None, assignments: Iterable[str]) -> RequestedKeys:
         if not equals or not key.strip():
             problems.append(f"--set {assignment}: must be key=value, e.g. --set num-server-rounds=5")
             continue
-        requested[key.strip()] = value(text.strip())
+        requested[key.strip()] = value(key.strip(), text.strip())
     checked = scalars(requested)
     return RequestedKeys(checked.values, (*problems, *checked.problems))
 
@@ -442,10 +443,15 @@ def read_file(kind: str, name: str, folder: str, schema: type[Schema]) -> Schema
         ) from None
 
 
-def value(text: str) -> Any:
-    """Return the value of an assignment's right side: a TOML value, or else the text itself."""
+def value(key: str, text: str) -> Any:
+    """Return the value of an assignment's right side: a TOML value, or else the text itself.
+
+    The value of a key of texts is the text as it is written, unless that is a TOML text or list.
+    """
     try:
         read = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    return read["value"] if read.keys() == {"value"} else text
+    if read.keys() != {"value"} or (key in TEXTS and not isinstance(read["value"], str | list)):
+        return text
+    return read["value"]

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import itertools
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 from pbfl_flwr.config import CHANGEABLE, Scalar
-from pbfl_flwr.config.toml import parse_toml
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.plan import configuration
@@ -90,10 +88,9 @@ def listed(key: str, text: str) -> list[Scalar]:
     Raises:
         PbflError: if a value is not a number, boolean or text.
     """
-    try:
-        value: object = parse_toml(f"value = {text}").get("value")
-    except tomllib.TOMLDecodeError:
-        value = [configuration.value(part.strip()) for part in text.split(",")] if "," in text else text
+    value = configuration.value(key, text)
+    if value == text and "," in text:  # it is not TOML
+        value = [configuration.value(key, part.strip()) for part in text.split(",")]
     parsed = value if isinstance(value, list) else [value]
     values = [item for item in parsed if isinstance(item, bool | int | float | str)]
     if not values or len(values) < len(parsed):
