@@ -59,10 +59,7 @@ def open_image(path: Path) -> Image.Image:
             image.load()
             with suppress(SyntaxError):  # damaged EXIF data in a readable image
                 ImageOps.exif_transpose(image, in_place=True)
-            transparent = image.mode == "P" and "transparency" in image.info
-            # By way of RGBA the colours are the same, without Pillow's warning.
-            plain = image.convert("RGBA") if transparent else _eight_bits(image, str(path))
-            return _as_mode(plain, "RGB")
+            return _as_mode(_eight_bits(image, str(path)), "RGB")
     except _UNREADABLE as error:
         raise PbflError(f"{path} is not a readable image: {error}") from error
 
@@ -88,7 +85,8 @@ def _eight_bits(image: Image.Image, where: str) -> Image.Image:
         )
     if sixteen:  # convert() would clip at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image
+    # From RGBA the colours are the same, without Pillow's warning.
+    return image.convert("RGBA") if image.mode == "P" and "transparency" in image.info else image
 
 
 def decode_images(
@@ -125,8 +123,9 @@ def decode_images(
     try:
         for image, label in samples:
             labels[row] = label
-            depth = depth or (1 if image.mode in ("L", "1") else 3)
-            greyed += depth == 1 and Image.getmodebase(image.mode) != "L"
+            grey = Image.getmodebase(image.mode) == "L"  # also with transparency, or of 16 bits
+            depth = depth or (1 if grey else 3)
+            greyed += depth == 1 and not grey
             converted = _as_mode(
                 _eight_bits(image, f"{where}: number {row + 1}"), "L" if depth == 1 else "RGB"
             )

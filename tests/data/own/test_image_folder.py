@@ -186,6 +186,9 @@ def test_colours_of_a_palette_with_transparent_ones(tmp_path):
     image.putpixel((1, 0), 1)
     pool = load_pool(folder_of(tmp_path, "a.png", lambda path: image.save(path, transparency=b"\0\x80")))
     assert pool.inputs[0, :, 0].T.tolist() == [[10, 20, 30], [40, 50, 60]]
+    with Image.open(tmp_path / "cat" / "a.png") as opened:
+        inputs = decode_images([(opened, 0)], 1, np.empty, None, tmp_path, None)[0]
+    assert np.array_equal(inputs[0], pool.inputs[0])
 
 
 @pytest.mark.parametrize("name", ["0.png", "0.tif"])
@@ -226,6 +229,10 @@ def test_the_first_of_opened_images_decides_between_grey_and_rgb(tmp_path):
     assert notes == ("2 of 4 images lost their colours, since the first image is grey",)
     inputs, _, notes = decode_images(images[::-1], 4, np.empty, None, tmp_path, None)
     assert (inputs.shape, notes) == ((4, 3, 2, 2), ())
+    for mode in ("1", "LA", "I;16"):
+        assert (
+            decode_images([(Image.new(mode, (2, 2)), 0)], 1, np.empty, None, tmp_path, None)[0].shape[1] == 1
+        )
     assert decode_images(images, 4, np.empty, None, tmp_path, 1)[2] == ()
 
 
