@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from pbfl_flwr import seeds
-from pbfl_flwr.config import MAX_CLASSES, DataSettings, class_name
+from pbfl_flwr.config import MAX_CLASSES, DataSettings
 from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.labels import names_in
 from pbfl_flwr.data.own.npz import pool_of_arrays
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
@@ -51,9 +52,9 @@ def from_function(settings: DataSettings) -> Pool:
 def _classes(result: Mapping[str, object], spec: str) -> tuple[str, ...] | None:
     if "classes" not in result:
         return None
-    names = [class_name(str(name)) for name in np.ravel(np.asarray(result["classes"]))]
-    if not 2 <= len(names) <= MAX_CLASSES or len({*names}) < len(names) or not all(names):
-        raise PbflError(
-            f"dataset = '{spec}': classes are {names[:5]}; must be 2 to {MAX_CLASSES} different names"
-        )
+    where, cells = f"dataset = '{spec}': classes", np.ravel(np.asarray(result["classes"])).tolist()
+    distinct, numbers = names_in(cells, np.arange(len(cells)), "class", lambda place: f"{where}[{place}]")
+    names = [distinct[number] for number in numbers]
+    if not 2 <= len(names) <= MAX_CLASSES or len(distinct) < len(names):
+        raise PbflError(f"{where} are {names[:5]}; must be 2 to {MAX_CLASSES} different names")
     return tuple(names)

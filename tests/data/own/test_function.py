@@ -25,6 +25,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def named(settings): return {'x': X, 'y': ['dog', 'cat', 'cat', 'dog'], 'client': ['b', 'a', 'b', 'b']}\n"
         "def tensors(settings):\n"
         "    return {'x': torch.tensor(X), 'y': torch.tensor([0, 2, 2, 0]), 'classes': ['a', 'b', 'c']}\n"
+        "def stored(settings): return {**tensors(settings), 'classes': np.array([b'c', b'k\\xc3\\xa4', b'b'])}\n"
         "def noisy(settings):\n"
         "    return {'x': np.random.rand(4, 2) + random.random() + torch.rand(1).item(), 'y': [0, 1, 0, 1]}\n"
         "def nothing(settings): return None\n"
@@ -37,6 +38,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def infinite(settings): return {'x': X + np.inf, 'y': [0, 1, 0, 1]}\n"
         "def outside(settings): return {'x': X, 'y': [0, 1, 2, 1], 'classes': ['a', 'b']}\n"
         "def alike(settings): return {'x': X, 'y': [0, 1, 1, 1], 'classes': ['a', 'a ']}\n"
+        "def unnamed(settings): return {**tensors(settings), 'classes': ['a', '', 'c']}\n"
         "def raises(settings): return settings.colours\n"
     )
 
@@ -58,6 +60,7 @@ def test_tensors_and_names_of_the_numbers() -> None:
     pool = of("own_data:tensors")
     assert pool.inputs.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert (pool.label_names, pool.labels.tolist()) == (("a", "b", "c"), [0, 2, 2, 0])
+    assert of("own_data:stored").label_names == ("c", "k\u00e4", "b")
 
 
 def test_its_randomness_comes_from_the_seed_of_the_partition_alone() -> None:
@@ -117,7 +120,8 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("own_data:outside", "the result of own_data:outside: y has the label 2; must be 0..1"),
         ("own_data:alike", r"classes are \['a', 'a'\]; must be 2 to 10000 different names"),
-        ("own_data:raises", r"raises\(settings\) raised AttributeError: .*'colours' \(own_data.py:20\)"),
+        ("own_data:unnamed", r"classes\[1\]: the cell is empty; a class is expected"),
+        ("own_data:raises", r"raises\(settings\) raised AttributeError: .*'colours' \(own_data.py:22\)"),
     ],
 )
 def test_nonsense_is_refused_in_a_line(name: str, says: str) -> None:
