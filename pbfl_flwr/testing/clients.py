@@ -52,7 +52,7 @@ def client(
         architecture: of its network, also ``my_package.module:function``.
         round: the server's round number, from 1.
         memory: what it keeps from its last round.
-        task: K, d and the shape of inputs.
+        task: K, d, the shape of inputs and the vocabulary, whose token ids lie around the label's number, too.
         keys: of the run configuration, with underscores, e.g. ``learning_rate=0.1``, except those of networks and
             data; batches have 4 samples.
 
@@ -68,6 +68,8 @@ def client(
     random = torch.Generator().manual_seed(100 + id)
     y = torch.tensor(labels, dtype=torch.int64)
     x = torch.randn(len(y), *task.input_shape, generator=random) + y.view(-1, *(1 for _ in task.input_shape))
+    if task.vocabulary_size:
+        x = x.round().long() % task.vocabulary_size
     shape = (task.input_shape[0], *(1 for _ in task.input_shape[1:]))
     data = ClientData(
         Shard(x, y),
@@ -76,6 +78,7 @@ def client(
         tuple(map(str, range(task.num_classes))),
         torch.ones(shape),
         torch.zeros(shape),
+        vocabulary_size=task.vocabulary_size,
     )
     own: dict[str, Scalar] = {"method": "local", "batch-size": 4}
     settings = parse({**own, **given}, SECTIONS)

@@ -218,6 +218,14 @@ def test_a_client_has_the_samples_of_its_labels() -> None:
     assert wide.model.head(wide.model.features(wide.data.train.inputs)).shape == (2, 7)
 
 
+def test_a_client_has_token_ids_where_the_task_has_a_vocabulary() -> None:
+    task = Task(4, 8, (12,), vocabulary_size=50)
+    made = client(architecture="fasttext", task=task)
+    made.data.check()
+    assert made.data.task(8) == task
+    assert made.model(made.data.prepare(made.data.train.inputs)).shape == (8, 4)
+
+
 def test_the_seed_of_a_client_is_that_of_its_weights_and_draws() -> None:
     plain, other = client(), client(seed=5)
     assert (plain.seed, other.seed) == (0, 5)
