@@ -3,8 +3,7 @@
 A cache entry is the folder ``<home>/cache/<dataset>-<hash>`` with ``inputs.npy``, ``labels.npy``, ``meta.json`` and,
 where the source has them, ``owner.npy`` and ``in_train.npy``. The hash covers the settings and names of folders that a
 decoder may read, and path, size and modification time of every source file, so changed files are decoded again. Entries
-may be deleted whenever no run is in progress. They are readable by their owner
-alone, whatever the mode of the files was.
+may be deleted whenever no run is in progress. They are readable by their owner alone, whatever the files' mode was.
 """
 
 from __future__ import annotations

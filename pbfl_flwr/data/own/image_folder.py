@@ -48,10 +48,10 @@ def image_folder(settings: DataSettings) -> Pool:
         return _of_clients(settings, root)
     train_dir = root / "train" if (root / "train").is_dir() else root
     numbered = _numbered(settings)
-    train, other_files = labelled_files(train_dir, settings.dataset, numbered)
-    if not settings.classes and {name.casefold() for name in other_files} <= _PARTS:
+    train, others_by_class = labelled_files(train_dir, settings.dataset, numbered)
+    if not settings.classes and {name.casefold() for name in others_by_class} <= _PARTS:
         raise PbflError(
-            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(other_files)}, which would become the "
+            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(others_by_class)}, which would become the "
             "classes; must be train/<class>/* and test/<class>/*, in lower case"
         )
     if train and all(path.parent.parent != train_dir for path, _ in train):
@@ -60,9 +60,9 @@ def image_folder(settings: DataSettings) -> Pool:
             f"{train[0][0].parent.relative_to(train_dir)}; must be <class>/* with images. If it is <client>/<class>/*, "
             "a simulation reads it with partition = natural, and a device is given the folder of one client"
         )
-    classes = settings.classes or tuple(other_files)
+    classes = settings.classes or tuple(others_by_class)
     test: list[tuple[Path, int]] = []
-    other_test_files: dict[str, int] = {}
+    test_others_by_class: dict[str, int] = {}
     if train_dir != root and (root / "test").is_dir():
 
         def as_in_train(names: Sequence[str], folder: Path) -> list[int]:
@@ -72,7 +72,7 @@ def image_folder(settings: DataSettings) -> Pool:
                 )
             return by_name(names, classes, str(folder))
 
-        test, other_test_files = labelled_files(root / "test", settings.dataset, numbered or as_in_train)
+        test, test_others_by_class = labelled_files(root / "test", settings.dataset, numbered or as_in_train)
     channels, side = image_size(settings)
 
     def decode(allocate: Allocate) -> Pool:
@@ -82,7 +82,7 @@ def image_folder(settings: DataSettings) -> Pool:
 
     pool = cached(settings, (path for path, _ in [*train, *test]), decode)
     notes = pool.notes  # the rest is about what the cache's key does not cover
-    if others := sum(other_files.values()) + sum(other_test_files.values()):
+    if others := sum(others_by_class.values()) + sum(test_others_by_class.values()):
         kinds = ", ".join(SUFFIXES)
         notes = (
             *notes,
