@@ -408,6 +408,40 @@ def test_uploads_that_were_not_accepted_count_as_releases_until_the_client_repor
     assert line().endswith("needs scipy, which is not installed: pip install 'pbfl-flwr[privacy]'")
 
 
+@pytest.mark.parametrize(
+    ("counts", "releases"),
+    [([1, 2, 1], 3), ([1, 2, 2], 3), ([1, 2, 1, 2, 3], 5), ([2, 4, 1], 5)],
+    ids=["lost", "older", "lost and further", "lost after uploads that were lost"],
+)
+def test_releases_before_a_client_lost_its_state_still_count(counts: list[int], releases: int) -> None:
+    config: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 2.0, "dp-unit": "sample", "dp-delta": 1e-5}
+    answers = [
+        ClientsRecord.from_json(
+            columns(
+                number, [{}], metrics=[{"epsilon": epsilon_of(2.0, count, 1e-5)}], participations=[count]
+            ),
+            "a line",
+        )
+        for number, count in enumerate(counts, start=1)
+    ]
+    rounds = rounds_of(*(entry(number, 0.5, 0.5) for number in range(1, 1 + len(counts))))
+    said = str(show.privacy_line(config, rounds, answers))
+    assert f"ε = {epsilon_of(2.0, releases, 1e-5):.3g} for client 0, " in said
+
+
+def test_an_upload_that_was_not_accepted_before_a_client_lost_its_state_counts_as_a_release() -> None:
+    config: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 2.0, "dp-unit": "sample", "dp-delta": 1e-5}
+    reports = [
+        columns(1, [{}], metrics=[{"epsilon": 1.0}]),
+        {**columns(2, []), "seconds": {}},
+        columns(3, [{}], metrics=[{"epsilon": 1.0}], participations=[1]),
+    ]
+    failed = entry(2, 0.5, 0.5, failures=[{"client": 0, "reason": "no answer within 9 s"}])
+    answers = [ClientsRecord.from_json(each, "a line") for each in reports]
+    said = show.privacy_line(config, rounds_of(entry(1, 0.5, 0.5), failed, entry(3, 0.5, 0.5)), answers)
+    assert f"ε = at most {epsilon_of(2.0, 3, 1e-5):.3g} for client 0, " in str(said)
+
+
 def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:
     def sizes(payload: int) -> dict[str, int]:
         return {"payload": payload, "application": payload + 20, "total": payload + 40}

@@ -108,34 +108,41 @@ def privacy_line(
     """Return a line with the differential privacy budget ε that the uploads have spent; None without noise.
 
     "At most", if uploads were lost or rejected, each of which may have been a release that somebody saw: until its next
-    report, which counts it if it was, a client that failed in a round counts as having made one.
+    report, which counts it if it was, a client that failed in a round counts as having made one. A report whose count
+    is too low, of a client that lost its state or has an older one, adds its own release to those known before.
     """
-    releases: Counter[int] = Counter()
-    told: dict[int, tuple[int, float]] = {}  # client -> its count and ε when it last reported an ε
+    known: Counter[int] = Counter()  # client -> releases according to its reports
+    possible: Counter[int] = Counter()  # client -> failures that no report has settled
+    last: dict[int, int] = {}  # client -> the count of its last report
+    told: dict[int, tuple[int, float]] = {}  # client -> its highest count with an ε, and that ε
     by_round = {columns.round: columns for columns in clients}
     for record in rounds if configuration["dp-noise"] else ():
         if (columns := by_round.get(record.round)) is not None:
             for client, count, metrics in zip(
                 columns.client, columns.participations, columns.metrics, strict=True
             ):
-                releases[client] = count
-                if "epsilon" in metrics:
-                    told[client] = count, metrics["epsilon"]
+                own, more = int("epsilon" in metrics), count - last.get(client, 0)
+                known[client] += max(own, more)
+                last[client] = count
+                if more >= own:
+                    possible[client] = 0
+                if own:
+                    told[client] = max(told.get(client, (0, 0.0)), (count, metrics["epsilon"]))
         tried = REPEATED in record.warnings  # it may have answered the try before
-        releases.update(failure.client for failure in record.failures if tried or not failure.unasked)
-    spent = {client: told.get(client, (0, 0.0)) for client, count in releases.items() if count}
-    if not spent:
+        possible.update(failure.client for failure in record.failures if tried or not failure.unasked)
+    releases = known + possible  # without those of 0
+    if not releases:
         return None
-    more = [client for client, (count, _) in spent.items() if count != releases[client]]
-    missing = lacking("counting uploads that were not accepted", "scipy") if more else ""
-    budget = {client: epsilon for client, (_, epsilon) in spent.items()}
-    if more and not missing:
+    budget = {client: told.get(client, (0, 0.0))[1] for client in releases}
+    untold = [client for client, count in releases.items() if count != told.get(client, (0, 0.0))[0]]
+    missing = lacking("counting the releases that no ε covers", "scipy") if untold else ""
+    if untold and not missing:
         from pbfl_flwr.prototypes.privacy import epsilon_of
 
         noise, delta = float(configuration["dp-noise"]), float(configuration["dp-delta"])
-        budget |= {client: epsilon_of(noise, releases[client], delta) for client in more}
+        budget |= {client: epsilon_of(noise, releases[client], delta) for client in untold}
     worst = max(budget, key=lambda client: budget[client])
-    bound = "at least " if missing else "at most " if more else ""
+    bound = "at least " if missing else "at most " if +possible else ""
     return (
         f"differential privacy of the prototypes (clip {configuration['dp-clip']:g}, noise "
         f"{configuration['dp-noise']:g}, unit {configuration['dp-unit']}): at δ = {configuration['dp-delta']:g} "
