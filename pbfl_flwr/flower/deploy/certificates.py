@@ -10,6 +10,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -50,17 +51,17 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> None:
     ``days``. Keys are readable by their owner only.
 
     Raises:
-        PbflError: if a host is no valid name or address, or if a file exists.
+        PbflError: if a host is no valid name or address, or if a file exists or cannot be written; nothing is written
+            then.
     """
     names = _alternatives(hosts)
-    files = [directory / name for name in (CA_CERTIFICATE, CA_KEY, SERVER_CERTIFICATE, SERVER_KEY)]
-    _refuse_existing(files, "--renew replaces the server's certificate; a new CA needs another directory")
     key, subject = ec.generate_private_key(ec.SECP256R1()), _name(f"pbfl CA {os.urandom(4).hex()}")
     usage = {name: name in ("key_cert_sign", "crl_sign") for name in KEY_USAGES}
     more = ((x509.BasicConstraints(ca=True, path_length=0), True), (x509.KeyUsage(**usage), True))
     ca = _signed(subject, key.public_key(), subject, key, _in_days(CA_DAYS), more)
-    authority = {CA_KEY: _pem(key), CA_CERTIFICATE: ca.public_bytes(Encoding.PEM)}
-    _write(directory, authority | _of_server(names, days, ca, key), private=(CA_KEY, SERVER_KEY))
+    files = {CA_CERTIFICATE: ca.public_bytes(Encoding.PEM), CA_KEY: _pem(key)}
+    advice = "--renew replaces the server's certificate; a new CA needs another directory"
+    _write_new(directory, files | _of_server(names, days, ca, key), (CA_KEY, SERVER_KEY), advice)
 
 
 def renew_certificate(directory: Path, hosts: Sequence[str], days: int) -> None:
@@ -176,7 +177,7 @@ def make_keys(directory: Path, names: Sequence[str]) -> None:
     """Write a key pair for every device: NAME (private, readable by the owner only) and NAME.pub.
 
     Raises:
-        PbflError: if a name is invalid or repeated, or if a file exists; nothing is written then.
+        PbflError: if a name is invalid or repeated, or if a file exists or cannot be written; nothing is written then.
     """
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name) or name.endswith(".pub"):
@@ -185,20 +186,13 @@ def make_keys(directory: Path, names: Sequence[str]) -> None:
             )
     if len(set(names)) < len(names):
         raise PbflError(f"names {', '.join(names)}: must differ")
-    files = [directory / file for name in names for file in (name, f"{name}.pub")]
-    _refuse_existing(files, "keys are not replaced; choose another name or directory")
     pairs: dict[str, bytes] = {}
     for name in names:
         key = ec.generate_private_key(ec.SECP384R1())
         private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
         public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
         pairs |= {name: private, f"{name}.pub": public + f" {name}\n".encode()}
-    try:
-        _write(directory, pairs, private=names)
-    except OSError:  # a full disk: half a pair would be refused the next time
-        for file in files:
-            file.unlink(missing_ok=True)
-        raise
+    _write_new(directory, pairs, names, "keys are not replaced; choose another name or directory")
 
 
 def readable_by_others(path: Path) -> bool:
@@ -212,6 +206,21 @@ def _write(directory: Path, files: Mapping[str, bytes], private: Collection[str]
         write_atomically(directory / name, data, private=name in private)
 
 
+def _write_new(directory: Path, files: Mapping[str, bytes], private: Collection[str], advice: str) -> None:
+    """Write all files or none: some, e.g. half of a pair, would be refused the next time.
+
+    Raises:
+        PbflError: if one exists, which ``advice`` is for, or cannot be written.
+    """
+    if existing := [str(directory / name) for name in files if os.path.lexists(directory / name)]:
+        raise PbflError(f"{', '.join(existing)}: already exists; {advice}")
+    with ExitStack() as undo:
+        for name in files:
+            undo.callback((directory / name).unlink, missing_ok=True)
+        _write(directory, files, private)
+        undo.pop_all()
+
+
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
@@ -221,8 +230,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise PbflError(f"{path} cannot be read ({error.strerror})") from None
-
-
-def _refuse_existing(files: Iterable[Path], advice: str) -> None:
-    if existing := [str(file) for file in files if os.path.lexists(file)]:
-        raise PbflError(f"{', '.join(existing)}: already exists; {advice}")

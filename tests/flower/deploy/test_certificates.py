@@ -19,7 +19,6 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.deploy import certificates as security
 from pbfl_flwr.flower.deploy.connection import server_certificate
 from pbfl_flwr.util.addresses import split_address
-from pbfl_flwr.util.atomic_files import write_atomically
 
 
 @contextmanager
@@ -193,19 +192,29 @@ def test_rejects_invalid_hosts(host: str, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_full_disk_leaves_no_half_of_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("last", ["c.pub", "server.pem"])
+def test_a_full_disk_leaves_no_half_of_a_pair(
+    last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     security.make_keys(tmp_path, ["a"])
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
 
-    def full(path: Path, data: bytes, private: bool) -> None:
-        if path.name == "c.pub":
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        write_atomically(path, data, private=private)
+    def make() -> None:
+        if last == "c.pub":
+            security.make_keys(tmp_path, ["b", "c"])
+        else:
+            security.make_certificates(tmp_path, ["localhost"], 30)
 
-    monkeypatch.setattr("pbfl_flwr.flower.deploy.certificates.write_atomically", full)
-    with pytest.raises(OSError, match="No space left"):
-        security.make_keys(tmp_path, ["b", "c"])
+    def full(descriptor: int) -> None:
+        if any(tmp_path.glob(f".{last}.*.tmp")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(PbflError, match=rf"{last} cannot be written \(No space left on device\)"):
+            make()
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    make()
 
 
 @pytest.mark.parametrize("name", ["../a", "a/b", "", ".a", "a.pub", "-a"])
