@@ -19,6 +19,7 @@ from mlflow.tracking import MlflowClient
 
 from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.sinks import Ending, Metrics
+from pbfl_flwr.util.atomic_files import make_directory
 
 TAG = "pbfl.experiment"
 EXPERIMENT = "pbfl-flwr"
@@ -39,7 +40,9 @@ class Mlflow:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            uri = (run_dir.absolute() / "mlruns").as_uri()  # only an absolute path has one
+            store = run_dir.absolute() / "mlruns"
+            make_directory(store)  # MLflow's own mode is the umask's
+            uri = store.as_uri()  # only an absolute path has one
         self._client = MlflowClient(uri)
         place = self._experiment()
         if resumed := self._runs(place, about.experiment):

@@ -19,6 +19,7 @@ from torch.utils.tensorboard.summary import text
 
 from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.sinks import Ending, Metrics
+from pbfl_flwr.util.atomic_files import make_directory, private_opener
 
 FOLDER = "tensorboard"
 
@@ -29,7 +30,7 @@ class TensorBoard:
     def __init__(self, run_dir: Path, about: RunRecord) -> None:
         folder = run_dir / FOLDER
         new = not folder.exists()
-        folder.mkdir(exist_ok=True)
+        make_directory(folder)
         self._file = (
             folder / f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}.{os.getpid()}"
         )
@@ -45,7 +46,7 @@ class TensorBoard:
 
     def _add(self, **fields: Any) -> None:
         event = Event(wall_time=time.time(), **fields)
-        with self._file.open("ab") as file:
+        with open(self._file, "ab", opener=private_opener) as file:
             RecordWriter(file).write(event.SerializeToString())
 
     def close(self, ending: Ending) -> None:

@@ -14,7 +14,9 @@ import wandb
 
 from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.sinks import Ending, Metrics
+from pbfl_flwr.util.atomic_files import make_directory
 
+FOLDER = "wandb"
 PATIENCE = {"WANDB_LOGIN_TIMEOUT": "10", "WANDB_INIT_TIMEOUT": "20", "WANDB_FINISH_TIMEOUT": "30"}  # seconds
 
 
@@ -24,6 +26,7 @@ class WeightsAndBiases:
     def __init__(self, run_dir: Path, about: RunRecord) -> None:
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
+        make_directory(run_dir / FOLDER)  # wandb's own mode is the umask's
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "pbfl-flwr"),
             id=about.experiment,

@@ -1,6 +1,7 @@
 """Sinks: what they are given, what they write, that a resumed run goes on in them, and that they cost no run."""
 
 import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec
@@ -239,17 +240,19 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert sorted(result) == [1, 2, 3]
     assert "bytes/up/total" in events.Tags()["scalars"]
     assert len(events.Tensors("configuration/text_summary")) == 1
+    assert stat.S_IMODE((run_dir / "tensorboard").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (run_dir / "tensorboard").iterdir()} == {0o600}
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
-def test_a_full_disk_is_found_at_the_step_that_tensorboard_lacks(tmp_path: Path) -> None:
+def test_a_full_disk_is_found_at_the_step_that_tensorboard_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorboard")
-    from pbfl_flwr.sinks.tensorboard import TensorBoard
+    from pbfl_flwr.sinks import tensorboard
 
-    sink = TensorBoard(tmp_path, MagicMock(configuration={}))
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    file.unlink()
-    file.symlink_to("/dev/full")
+    sink = tensorboard.TensorBoard(tmp_path, MagicMock(configuration={}))
+    monkeypatch.setattr(tensorboard, "private_opener", lambda _, flags: os.open("/dev/full", flags))
     with pytest.raises(OSError, match="No space left"):
         sink.log(1, {"accuracy": 0.5})
 
@@ -277,8 +280,9 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def mlflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
+def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
     """A stand-in for the library, which need not be there."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     library = MagicMock(MlflowException=RuntimeError)
@@ -321,13 +325,11 @@ def test_a_run_that_mlflow_made_twice_is_resumed_with_its_figures(mlflow: MagicM
     client.update_run.assert_called_once_with("1", "RUNNING")
 
 
-def test_mlflow_takes_a_relative_run_directory(
-    mlflow: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_takes_a_relative_run_directory(mlflow: MagicMock, tmp_path: Path) -> None:
     """Of a strategy's ``directory``."""
-    monkeypatch.chdir(tmp_path)
     sinks.Sinks("mlflow", Path("mine"), MagicMock())
     mlflow.MlflowClient.assert_called_once_with((tmp_path / "mine" / "mlruns").as_uri())
+    assert stat.S_IMODE((tmp_path / "mine" / "mlruns").stat().st_mode) == 0o700
     attempts = 1 + int(os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
     assert attempts * int(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) < 30  # s, if the server is away
 
@@ -410,6 +412,7 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(sys.modules, "pbfl_flwr.sinks.weights_and_biases", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     run_dir = run(tmp_path, "wandb")
+    assert stat.S_IMODE((run_dir / "wandb").stat().st_mode) == 0o700
     monkeypatch.setenv("WANDB_MODE", "online")
     run(tmp_path, "wandb", rounds=3, resume=True)
     about = RunDirectory(run_dir).record()
