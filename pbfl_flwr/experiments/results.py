@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import NEUTRAL, PREDICTORS, DataSettings, Scalar, completed, in_order
+from pbfl_flwr.config import CHANGEABLE, NEUTRAL, PREDICTORS, DataSettings, Scalar, completed, in_order
+from pbfl_flwr.config.toml import written
 from pbfl_flwr.data import same_deal
 from pbfl_flwr.data.contract import same_samples
 from pbfl_flwr.errors import PbflError, expanded
@@ -229,18 +230,27 @@ def named_code(keys: Mapping[str, Scalar]) -> frozenset[str]:
 def resume_words(
     run_dir: Path, configuration: Mapping[str, Scalar], nodes: Iterable[Mapping[str, Scalar]] = ()
 ) -> str:
-    """Return the options that resume a run and repeat what is not taken from its files: code, and paths elsewhere.
+    """Return the options that resume a run and repeat what is not taken from its files.
+
+    That is code, paths elsewhere, and values of CHANGEABLE keys that a resumed run has not recorded yet.
 
     Args:
         run_dir: the run directory.
         configuration: the run's keys.
         nodes: the keys of its SuperNodes, from ``pbfl deploy local``.
+
+    Raises:
+        PbflError: if it is to be resumed and has no record.
     """
     words = ["--resume", str(run_dir)]
     for name in sorted(named_code(configuration).union(*map(named_code, nodes))):
         words += ["--import", name]
     if state_dir := configuration.get("state-dir"):
         words += ["--set", f"state-dir={state_dir}"]
+    recorded = RunDirectory(run_dir).record().configuration if configuration.get("resume") else configuration
+    for key in CHANGEABLE:
+        if key in configuration and (value := configuration[key]) != recorded.get(key):
+            words += ["--set", f"{key}={value if isinstance(value, str) else written(value)}"]
     return shlex.join(words)
 
 

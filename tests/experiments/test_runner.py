@@ -16,7 +16,9 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments.execute import runner, several
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.execute.runner import interruptible
+from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.plan.configuration import RequestedKeys
+from pbfl_flwr.experiments.results import resume_words
 from pbfl_flwr.flower.deploy.local_federation import Deployment
 from pbfl_flwr.flower.deploy.processes import Processes, signals_ignored
 from pbfl_flwr.flower.engines.placement import Resources, Slot
@@ -215,6 +217,27 @@ def test_an_interrupt_ends_with_a_line_whenever_it_comes(
     told = "interrupted; resume with: pbfl --resume" if begun else "interrupted before the run began"
     assert printed(console)[-1] == told
     assert met[-1] == ("stop" if "wait" in during else during[0])
+
+
+def test_a_run_interrupted_while_it_is_resumed_goes_on_with_the_keys_that_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
+    given = ["num-server-rounds=9", "sinks=tensorboard,mlflow", "new-code=true"]
+    requested = configuration.resumed(run, configuration.gather(None, given))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pbfl_flwr.flower.engines.local.run_here", interrupted)
+    resources = Resources(cpus_per_client=2)
+    runner.simulate(tmp_path, run, requested, resources, console := terminal())
+    keys = "--set num-server-rounds=9 --set new-code=true --set sinks=tensorboard,mlflow"
+    options = " ".join(resources.options)
+    told = f"interrupted; resume with: pbfl run --resume {run} {keys} --set threads=2 {options}"
+    assert "".join(printed(console)).endswith(told.strip())
+    edit(run / "run.json", configuration=requested.values)
+    assert resume_words(run, requested.values) == f"--resume {run}"
 
 
 class EndedLink(Deployment):
