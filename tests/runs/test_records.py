@@ -59,7 +59,8 @@ def test_a_run_of_another_version_is_refused_in_a_line(tmp_path: Path) -> None:
 
 def test_a_run_names_the_versions_that_made_it(tmp_path: Path) -> None:
     other = RunDirectory(write_run(tmp_path / "other", [entry(1, 0.5, 0.5)])).record()
-    run = RunDirectory(tmp_path)
+    (place := tmp_path / "run").mkdir()
+    run = RunDirectory(place)
     run.start(**other.model_dump(exclude={"version", "versions"}), versions=installed_versions())
     packages = {name: version(name) for name in ("pbfl-flwr", "flwr", "torch", "numpy")}
     made_with = {"python": platform.python_version(), **packages}
