@@ -113,10 +113,11 @@ def _built(name: str, task: Task) -> SplitModel:
 
 def _is_linear(model: SplitModel, task: Task) -> bool:
     """Whether a classifier with the tensors of a linear layer computes, but for dropout, what one does."""
-    features = torch.randn(8, task.feature_dim, generator=torch.Generator().manual_seed(0))
     sent = shared_parameters(model, "head")
+    weight, bias = sent["head.weight"], sent["head.bias"]
+    features = torch.randn(8, task.feature_dim, generator=torch.Generator().manual_seed(0)).to(weight)
     with torch.no_grad():
-        linear = nn.functional.linear(features, sent["head.weight"], sent["head.bias"])
+        linear = nn.functional.linear(features, weight, bias)
         return torch.allclose(model.head.eval()(features), linear, rtol=1e-3, atol=1e-4)
 
 

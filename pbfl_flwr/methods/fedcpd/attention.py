@@ -179,7 +179,7 @@ def check_maps(name: str, model: SplitModel, task: Task) -> None:
     Raises:
         PbflError: if the network computes its maps or its features otherwise.
     """
-    inputs = random_inputs(task, 2)
+    inputs = random_inputs(task, 2).to(next(model.parameters()).device)
     with torch.no_grad():
         maps, features = model.eval().maps_and_features(inputs)
         found, expected = [*maps, features, model.features(inputs)], list[Tensor]()
@@ -187,10 +187,11 @@ def check_maps(name: str, model: SplitModel, task: Task) -> None:
             inputs = stage(inputs)
             expected.append(inputs)
         expected += [model.neck(inputs)] * 2
-    if not all(
+    same = len(found) == len(expected) and all(
         one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-4)
         for one, other in zip(found, expected, strict=True)
-    ):
+    )
+    if not same:
         raise PbflError(
             f"method 'fedcpd' distils the feature maps of a network's stages, and model '{name}' computes its maps or "
             "features otherwise than by its stages and its neck; must do it there, or fedcpd.distill-weight = 0"
