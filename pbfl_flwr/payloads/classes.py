@@ -103,31 +103,6 @@ class Prototypes:
                 raise RejectedPayload(f"a count of {ends.max.item()}, must be less than {MAX_COUNT}")
         total = num_examples_of(tensors) if "n" in tensors else None
         no_others(tensors, {"labels", "rows", "counts", "n"})
-        return cls._placed(K, classes, labels, rows, counts, total)
-
-    @classmethod
-    def accepted(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
-        """Rebuild the table from tensors that :meth:`from_tensors` has accepted before, without validating again."""
-        labels, counts, total = tensors["labels"], tensors.get("counts"), tensors.get("n")
-        return cls._placed(
-            task.num_classes,
-            labels.tolist(),
-            labels,
-            tensors["rows"].float(),
-            None if counts is None else counts.long(),
-            None if total is None else int(total.item()),
-        )
-
-    @classmethod
-    def _placed(
-        cls,
-        K: int,
-        classes: list[int],
-        labels: Tensor,
-        rows: Tensor,
-        counts: Tensor | None,
-        total: int | None,
-    ) -> Self:
         if classes == list(range(K)):  # all classes present, in order: no copy needed
             return cls(rows, torch.ones(K, dtype=torch.bool), counts, total)
         labels = labels.long()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -55,8 +56,8 @@ class Optimizer(ABC):
         max_grad_norm: bound to which the norm of a group's gradient is clipped; 0 is off.
         state: parameter -> the optimiser's state under the names in ``state_names``, changed in place; parameters may
             be missing.
-        fused: use torch's fused kernels, bit-identical to ``torch.optim`` with ``fused=True``; otherwise, and for a
-            group with a parameter that is not dense, to its default on a CPU.
+        fused: use torch's fused kernels, bit-identical to ``torch.optim`` with ``fused=True``; otherwise, and if a
+            parameter is not dense, to its default on a CPU.
     """
 
     state_names: ClassVar[tuple[str, ...]]
@@ -74,6 +75,10 @@ class Optimizer(ABC):
         """All parameters, group by group."""
         return [parameter for group in self.groups for parameter in group.parameters]
 
+    @cached_property
+    def _dense(self) -> bool:
+        return all(map(is_dense, self.parameters))
+
     def zero_grad(self) -> None:
         """Set all gradients to None."""
         for parameter in self.parameters:
@@ -89,7 +94,7 @@ class Optimizer(ABC):
                 nn.utils.clip_grad_norm_(group.parameters, min(bounds))
             updated = {p: p.grad for p in group.parameters if p.grad is not None}
             if updated:
-                fused = self.fused and all(p.device.type in FUSED and is_dense(p) for p in updated)
+                fused = self.fused and self._dense and next(iter(updated)).device.type in FUSED
                 self._update(list(updated), list(updated.values()), rate, fused)
 
     @abstractmethod

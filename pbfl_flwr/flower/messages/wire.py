@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
-from inspect import getattr_static
 from typing import Literal, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from pbfl_flwr.config.keys import WireDtype as WireDtype
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.payloads import Payload, Prototypes, RejectedPayload, separate
+from pbfl_flwr.payloads import Payload, RejectedPayload, separate
 from pbfl_flwr.runs.tensor_files import MALFORMED, header_of, tensors_in
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import returned
@@ -104,8 +103,7 @@ def decode(
         record: as received.
         payload: the expected type.
         task: K, d and input shape, for validation.
-        again: the same record was decoded before, so its checksum is not checked again, nor are the numbers of a
-            prototype table, unless its type decodes itself.
+        again: the same record was decoded before, so its checksum is not checked again.
         max_bytes: largest size in memory, which the header tells before anything is decoded; None: any.
 
     Raises:
@@ -114,14 +112,7 @@ def decode(
         PbflError: if ``from_tensors`` of a user's payload returns something else.
     """
     tensors = decode_tensors(record, again, max_bytes)
-    if again and issubclass(payload, Prototypes) and _decodes_as_prototypes(payload):
-        return payload.accepted(tensors, task)
     return returned(payload.from_tensors, payload.from_tensors(tensors, task), payload)
-
-
-def _decodes_as_prototypes(kind: type[Prototypes]) -> bool:
-    """Whether a table's type has no ``from_tensors`` of its own."""
-    return getattr_static(kind, "from_tensors") is getattr_static(Prototypes, "from_tensors")
 
 
 def decode_tensors(

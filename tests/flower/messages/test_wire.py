@@ -294,7 +294,7 @@ def test_replies_are_sorted_by_client() -> None:
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4], [4, 1], []])
 @pytest.mark.parametrize("counted", [True, False])
 def test_second_decoding_equals_the_first(dtype: wire.WireDtype, order: list[int], counted: bool) -> None:
-    """What streams is decoded twice; the second time nothing is checked, and the table is the same."""
+    """What streams is decoded twice, the second time without its checksum."""
     tensors = {"labels": torch.tensor(order, dtype=torch.uint8), "rows": torch.randn(len(order), 8)}
     if counted:
         tensors |= {"counts": torch.arange(1, len(order) + 1), "n": torch.tensor([21])}
