@@ -182,7 +182,7 @@ class DataSettings(Group):
         "",
         description="directory or file of the data, or hf://<id> of a dataset on the hub; empty: <home>/data",
     )
-    download: Annotated[bool, Concerns(silent=True)] = Field(
+    download: Annotated[bool, Concerns(changeable=True, neutral=True, silent=True)] = Field(
         False, description="allow torchvision and flwr-datasets to download what is missing"
     )
     max_samples: int = Field(

@@ -47,6 +47,7 @@ without the initial networks."""
 WINDOW = 10
 STATISTICS = ("mean", "std", "worst", "balanced", "macro_f1", "auc_macro", "auc_micro")
 LONGEST_LABEL = 40
+DATA_KEYS = tuple(key for key in (*DataSettings.key_names(), "num-clients") if key not in NEUTRAL)
 SEEDED = {*NEUTRAL, "partition-seed"}  # runs that differ in these keys alone are repetitions
 NODES = "nodes.json"  # the SuperNodes' configuration in the run directory, from pbfl deploy local
 
@@ -585,7 +586,9 @@ class RunGroup:
 def load(
     paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "", at: Round = "last"
 ) -> list[RunGroup]:
-    """Read runs and group those that differ only in their seeds; the other arguments are those of :class:`FinishedRun`.
+    """Read runs and group those of one task that differ only in their seeds.
+
+    The other arguments are those of :class:`FinishedRun`.
 
     Raises:
         PbflError: if a path holds no run with a finished round, or is given twice.
@@ -596,8 +599,9 @@ def load(
     keyed: dict[object, list[FinishedRun]] = {}
     order: dict[Path, int] = {place: number for number, place in enumerate(places)}
     for record in with_the_same_keys([FinishedRun.load(place, allowed, by, at=at) for place in places]):
-        key = frozenset(item for item in record.config.items() if item[0] not in SEEDED)
-        keyed.setdefault(key, []).append(record)
+        keys = frozenset(item for item in record.config.items() if item[0] not in SEEDED)
+        first = record.about.clients[0]  # clients may bring their own data, which no key names
+        keyed.setdefault((keys, first.task, first.labels), []).append(record)
     groups = [group for records in keyed.values() for group in _repetitions(records)]
     groups.sort(key=lambda records: order[records[0].path])
     ordered = [tuple(sorted(records, key=lambda record: record.seeds)) for records in groups]
@@ -642,25 +646,46 @@ def with_the_same_keys(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
     ]
 
 
-def data_keys(run: FinishedRun) -> tuple[Scalar | None, ...]:
-    """Return the values of the keys that say which samples are on which client."""
-    return tuple(run.config.get(key) for key in (*DataSettings.key_names(), "num-clients"))
+def data_keys(run: FinishedRun, *, place: bool = True) -> tuple[Scalar | None, ...]:
+    """Return the values of the keys that say which samples are on which client, and in which place they lie."""
+    return tuple(run.config.get(key) for key in DATA_KEYS if place or key != "data-dir")
 
 
 def same_data(one: FinishedRun, other: FinishedRun) -> bool:
     """Whether two runs have the same samples on the same clients, as far as their files record it."""
-    if data_keys(one) != data_keys(other):
+    # What a user's function gives may differ in rounding.
+    exact = not is_external(str(one.config["dataset"]))
+    fingerprints = [run.partition.data for run in (one, other)]
+    place = not (exact and all(fingerprints))
+    if data_keys(one, place=place) != data_keys(other, place=place):
         return False
     deals = [run.about.clients[0].deal for run in (one, other)]
     if all(deals) and not same_deal(*deals):
         return False
-    # What a user's function gives may differ in rounding.
-    exact = not is_external(str(one.config["dataset"]))
-    if exact and not same_samples(one.partition.data, other.partition.data):
+    if exact and not same_samples(*fingerprints):
         return False
     if one.counts is None or other.counts is None:
-        return one.counts is other.counts
+        return one.counts is other.counts and _same_holdings(one, other)
     return np.array_equal(one.counts, other.counts)
+
+
+def _same_holdings(one: FinishedRun, other: FinishedRun) -> bool:
+    """Whether clients with data of their own declared the same in both runs; a client of one alone is left out."""
+    declared = [
+        {
+            client.title: (
+                client.task,
+                client.labels,
+                client.columns,
+                client.num_train,
+                client.num_test,
+                client.num_validation,
+            )
+            for client in run.about.clients
+        }
+        for run in (one, other)
+    ]
+    return all(declared[0][who] == declared[1][who] for who in declared[0].keys() & declared[1].keys())
 
 
 def mean_over_seeds(group: RunGroup, seeds: Iterable[tuple[int, int]]) -> dict[str, float]:

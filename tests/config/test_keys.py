@@ -74,7 +74,7 @@ def test_what_a_key_concerns_is_declared_with_it() -> None:
         "min-clients",
         "max-upload-mb",
     }
-    course |= {"threads", "sinks", "new-code"}
+    course |= {"threads", "sinks", "new-code", "download"}
     assert {*PLACES} == {"run-dir", "state-dir", "resume"}
     assert {*CHANGEABLE} == {"num-server-rounds", "patience", "patience-on", *course}
     assert {*NEUTRAL} == {"seed", "device", "client-states", *PLACES, *course}

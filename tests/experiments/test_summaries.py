@@ -731,6 +731,41 @@ def test_samples_of_functions_are_compared_as_they_were_dealt(
     assert results.same_data(one.first, other.first) == alike
 
 
+@pytest.mark.parametrize(
+    ("declared", "alike", "rows"),
+    [
+        ({}, True, 1),
+        ({"num_train": 99}, False, 1),
+        ({"columns": "other"}, False, 1),
+        ({"labels": ["x", "y", "z"]}, False, 2),  # another task is another row
+    ],
+)
+def test_data_of_the_clients_own_are_compared_as_they_declared_them(
+    tmp_path: Path, declared: dict[str, Any], alike: bool, rows: int
+) -> None:
+    for seed in range(2):
+        path = run(tmp_path / f"{seed}", 0.5, [1, 3], seed=seed)
+        edit(path / "partition.json", counts=None, data=None)
+        clients = json.loads((path / "run.json").read_text())["clients"]
+        edit(path / "run.json", clients=[{**client, **(declared if seed else {})} for client in clients])
+    groups = results.load([tmp_path / "0", tmp_path / "1"])
+    one, other = (found for group in groups for found in group.runs)
+    assert (results.same_data(one, other), len(groups)) == (alike, rows)
+
+
+def test_a_place_or_a_download_does_not_make_other_data(tmp_path: Path) -> None:
+    first = run(tmp_path / "first", 0.5, [1, 3], download=True, **{"data-dir": "/a"})
+    moved = run(tmp_path / "moved", 0.5, [1, 3], method="local", **{"data-dir": "/b"})
+    for path in (first, moved):
+        edit(path / "partition.json", data="x" * 32)
+    unread = run(tmp_path / "unread", 0.5, [1, 3], method="fedtgp", **{"data-dir": "/c"})
+    edit(unread / "partition.json", data=None)
+    runs = [group.first for group in results.load([first, moved, unread])]
+    assert [results.same_data(runs[0], other) for other in runs[1:]] == [True, False]
+    again = run(tmp_path / "again", 0.5, [1, 3], seed=1, **{"data-dir": "/a"})
+    assert len(results.load([first, again])) == 1
+
+
 @pytest.mark.parametrize("newer", ["trim-share", "fedtgp.margin-cap"])
 def test_a_run_that_is_older_than_a_key_has_its_default(tmp_path: Path, newer: str) -> None:
     changes: list[dict[str, Any]] = [{}, {}, {newer: 0.25}]
