@@ -31,7 +31,7 @@ from pbfl_flwr.util.atomic_files import create_private, make_directory
 from pbfl_flwr.util.locks import Lock
 from pbfl_flwr.util.paths import home
 
-FORMAT = 13
+FORMAT = 14
 """Incremented when the stored content changes, so that older entries are not read."""
 
 DECODING = ("data_dir", "labels", "label_column", "input_shape", "partitioner", "partitioner_settings")

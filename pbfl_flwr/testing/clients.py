@@ -15,6 +15,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.build import build_model
+from pbfl_flwr.payloads import separate
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import own_code
 
@@ -116,7 +117,7 @@ def uploads(
 
 def rebuilt(payload: Any, task: Task) -> Any:
     """Return a payload as it arrives."""
-    return type(payload).from_tensors(payload.to_tensors(), task)
+    return type(payload).from_tensors(separate(payload.to_tensors()), task)
 
 
 def tiny_client(number: int) -> ClientData:

@@ -33,7 +33,7 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.method import Client, Method, Predictor, Round, Update, WithInputs
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.payloads import Payload, RejectedPayload, separate
 from pbfl_flwr.runs.tensor_files import load_tensors, save_tensors
 from pbfl_flwr.task import Task
 from pbfl_flwr.testing.clients import SPLITS, TASK, client, rebuilt, tiny_client
@@ -483,7 +483,7 @@ def awkward_clients(method: str, **keys: Scalar) -> Iterator[tuple[int, Update[A
             uploads[i] = rebuilt(update.payload, task)
             _validate(built, uploads[i], state, task)
             _check_finite(uploads[i], f"client {i}'s upload in round {number}")
-            memories[i], networks[i] = update.memory, one.model.state_dict()
+            memories[i], networks[i] = separate(update.memory), one.model.state_dict()
         round_info = Round(number, task, len(LABELS))
         # A checkpoint has tensors in the order of their names, a state may have them in that of the clients' coming.
         restored = type(state).from_tensors(dict(sorted(state.to_tensors().items())), task)

@@ -139,6 +139,19 @@ changes_broadcast, changes_data, changes_uploads, draws = map(
 checks_in_place, scales_features, loses_classes = map(_built, (ChecksInPlace, ScalesFeatures, LosesClasses))
 
 
+class Attached(FedDistill):
+    """Uploads and memory that hang on the network's graph, which neither wire nor disk keeps."""
+
+    def local_update(self, client: Client, down: Logits) -> Update[Logits]:
+        update = super().local_update(client, down)
+        weight = next(client.model.parameters())
+        table = replace(update.payload, values=update.payload.values + 0 * weight.sum())
+        return replace(update, payload=table, memory={"weight": 2 * weight})
+
+
+attached = _built(Attached)
+
+
 def of_an_app(settings: Settings) -> FedDistill:
     """A method with a key of an app's."""
     return FedDistill(form="ce-soft", weight=float(settings.app["my_share"]))
@@ -166,6 +179,12 @@ def of_an_app(settings: Settings) -> FedDistill:
 def test_a_method_that_does_what_it_may_not_is_found(name: str, says: str) -> None:
     with pytest.raises((AssertionError, PbflError), match=says):
         check_method(f"{__name__}:{name}")
+
+
+def test_a_method_may_leave_its_results_in_the_graph() -> None:
+    check_method("tests.testing.test_testing:attached")
+    _, sent = uploads(Attached(form="ce-soft"), [client()])
+    assert not sent[0].values.requires_grad
 
 
 def test_an_example_does_what_every_method_must_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 SHUFFLE_SEED = 42  # FederatedDataset shuffles with it before a partitioner is applied
 ROW = "pbfl row"
+NUMBERS = ("bool", "decimal", "float", "int", "uint")  # types whose names begin so; texts and times are none
 QUANTITY = "ContinuousPartitioner"  # whose partition-by is a number that belongs to the inputs
 
 
@@ -265,6 +266,16 @@ def _inputs(
     names = arrays or list(others)
     if not names:
         raise PbflError(f"{where} has no column besides '{label}'")
+    odd = {
+        name: feature.dtype
+        for name, feature in others.items()
+        if not arrays and isinstance(feature, Value) and not feature.dtype.startswith(NUMBERS)
+    }
+    if odd:
+        raise PbflError(
+            f"{where}, columns {shown([*odd])}: must be numbers, arrays of one shape, or an image, not "
+            f"{' and '.join(sorted({*odd.values()}))}"
+        )
     try:
         columns = [
             np.concatenate(

@@ -1,5 +1,6 @@
 """Datasets in Hugging Face's format: the same samples and the same partitions as Flower's own library gives."""
 
+from datetime import datetime
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -417,8 +418,12 @@ def test_bad_input_gives_one_line(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="cannot be read"):
         load_pool(settings(tmp_path / "nothing"))
     datasets.Dataset.from_dict({"said": ["good", "bad day"], "label": [1, 0]}).save_to_disk(tmp_path / "t")
-    with pytest.raises(PbflError, match="columns said: must be numbers, arrays of one shape, or an image"):
+    with pytest.raises(PbflError, match=r"columns said: must be numbers, .* or an image, not string"):
         load_pool(settings(tmp_path / "t"))
+    times = {"at": [datetime(2024, 1, 1), datetime(2024, 1, 2)], "code": ["001", "002"], "label": [1, 0]}
+    datasets.Dataset.from_dict(times).save_to_disk(tmp_path / "times")
+    with pytest.raises(PbflError, match=r"columns at, code: must be .*, not string and timestamp\[us\]"):
+        load_pool(settings(tmp_path / "times"))
     with pytest.raises(PbflError, match="is on the hub; set download=true"):
         load_pool(settings("hf://someone/something"))
     with pytest.raises(PbflError, match="needs dataset = 'flwr-datasets' and partition = 'natural'"):
