@@ -28,7 +28,6 @@ UNSCORED = "unscored"  # in CONFIG, if the client shall train without being scor
 STATE = "state"  # in CONFIG, if the client shall train: digest of the server's state that the broadcast is of
 UNSAVED = 1001  # error code, far above Flower's own: a simulation's disk does not take what a client writes
 PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names; short, because every message contains them
-MAX_BYTES = 2**31  # of one reply; Flower's own frame limit
 FORMAT = "safetensors crc32="  # stype of the array, followed by the checksum; Flower passes on unknown stypes unchanged
 MAX_HEADER = (
     2**20

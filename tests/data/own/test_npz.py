@@ -91,6 +91,7 @@ def test_numbered_natural_clients_are_told_from_numbers_of_clients(save):
         ),
         (X.astype("m8[s]"), Y, "must be numbers"),
         (X[:3], Y, "3 inputs and 4 labels"),
+        (np.zeros((0, 3)), np.zeros(0, int), "has no samples; must be 1 or more"),
         ([[0.0], [np.nan], [1.0], [2.0]], Y, r"NaN, .* first in row 1"),
         ([[0.0], [1.0], [1.0], [-np.inf]], Y, "first in row 3"),
         ([[0.0], [1.0], [1e99], [2.0]], Y, "first in row 2"),

@@ -131,6 +131,19 @@ def test_refused_run_does_not_change_an_existing_one(
     assert {file.name: file.read_bytes() for file in run.path.iterdir() if file.is_file()} == before
 
 
+def test_a_run_that_began_during_the_handshake_is_left_as_it_is(finished: Federation) -> None:
+    run = finished.directory
+    before = {file.name: file.read_bytes() for file in run.path.iterdir() if file.is_file()}
+    other = again(run.path.parent, resume=False).strategy
+    # Their partition would be written.
+    clients = [
+        one.model_copy(update={"simulated": True, "configured_data": True}) for one in run.record().clients
+    ]
+    with pytest.raises(RunRefused, match="already holds a run"):
+        other._recorder.begin("other", "after", clients)
+    assert {file.name: file.read_bytes() for file in run.path.iterdir() if file.is_file()} == before
+
+
 def test_a_run_is_beside_others_neither_around_nor_in_one(tmp_path: Path) -> None:
     """Lists and reports would leave out the inner ones."""
     run = federation(tmp_path, "local", on_disk=True).run().directory.path

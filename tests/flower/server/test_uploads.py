@@ -1,6 +1,8 @@
 """Private uploads through the whole app: every method that can protect them, retries, books."""
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments.show import privacy_line
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.server import strategy as strategy_module
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods import using
 from pbfl_flwr.payloads import Prototypes
@@ -57,6 +61,29 @@ def test_shows_the_releases_that_the_server_lost_or_rejected(tmp_path: Path) -> 
     assert clients[2].metrics[0]["epsilon"] == epsilon
     said = str(privacy_line(run.strategy.settings.as_dict(), rounds, clients))
     assert said.endswith(f"ε = at most {epsilon:.3g} for client 0, {epsilon:.3g} on average")
+
+
+def test_of_a_round_that_is_streamed_no_decoded_upload_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, kept, decode, read = [], [], wire.decode, strategy_module.read
+
+    def decoding(*words: Any, **named: Any) -> Any:
+        payload = decode(*words, **named)
+        if "max_bytes" in named:  # on the server, as it arrives
+            decoded.append(weakref.ref(payload))
+        return payload
+
+    def reading(*words: Any) -> Any:
+        replies = read(*words)
+        gc.collect()
+        kept.append(sum(upload() is not None for upload in decoded))
+        return replies
+
+    monkeypatch.setattr(wire, "decode", decoding)
+    monkeypatch.setattr(strategy_module, "read", reading)
+    federation(tmp_path, "fedproto").run()
+    assert (len(decoded), kept) == (2 * NUM_CLIENTS, [0, 0])
 
 
 IDLE = "made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client 1"
