@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -18,6 +18,7 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from typer.main import get_command
 
 from pbfl_flwr.cli import app
+from tests.small_runs import pbfl
 
 ROOT = Path(__file__).parents[3]
 FILES = ROOT / "docs" / "deploy"
@@ -33,14 +34,14 @@ def unit_commands(name: str) -> Iterator[list[str]]:
         yield shlex.split(Template(command).substitute(GIVEN))
 
 
-def compose_commands(service: dict[str, Any]) -> Iterator[list[str]]:
+def compose_commands(service: dict[str, Any], given: Mapping[str, str] = GIVEN) -> Iterator[list[str]]:
     """Yield the commands of a service, those of its shell one by one."""
     command = service["command"]
     if command[:2] != ["sh", "-c"]:
         yield command
         return
     for part in re.sub(r"\$\{(\w+)-\}", r"${\1}", command[2]).split("&&"):
-        yield shlex.split(Template(part).substitute(GIVEN).replace("exec ", ""))
+        yield shlex.split(Template(part).substitute(given).replace("exec ", ""))
 
 
 def accepted(words: list[str]) -> str:
@@ -92,6 +93,16 @@ def test_compose_starts_both_sides_and_lets_the_server_end_a_run() -> None:
         place = FILES / each["build"]["context"]
         assert (place / each["build"]["dockerfile"]).read_text().startswith("# One image")
         assert place.resolve() == ROOT
+
+
+def test_a_device_without_its_name_is_told_which_option_lacks_it() -> None:
+    supernode = yaml.safe_load((FILES / "compose.yaml").read_text())["services"]["supernode"]
+    _, doctor, _ = compose_commands(supernode, {**GIVEN, "NAME": ""})
+    found = pbfl(*doctor[1:])
+    assert (found.exit_code, found.output) == (
+        2,
+        "error: --key '': must be a path, . for the current directory\n",
+    )
 
 
 def test_the_image_gets_all_that_the_package_is_made_of() -> None:
