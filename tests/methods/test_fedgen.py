@@ -72,6 +72,11 @@ def test_labels_are_counted_as_the_loader_deals_them(make_method, make_client, t
     assert sent.dtype == torch.int64
 
 
+@pytest.mark.parametrize(("n", "counts"), [(1, [500, 0, 0, 0]), (500, [1, 0, 0, 0])])
+def test_an_upload_claims_the_samples_of_its_weights_or_of_its_labels(n, counts):
+    assert answer(0, counts, n).magnitudes().samples == 500
+
+
 def test_without_persistence_clients_always_see_the_initial_generator(make_method, make_client, task):
     method = make_method("fedgen", own={**SMALL, "persist": False})
     state = method.init(task, 0)

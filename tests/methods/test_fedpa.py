@@ -15,6 +15,7 @@ from pbfl_flwr.methods.generative.fedpa import (
     prototype_weight,
     teaching_weights,
 )
+from pbfl_flwr.methods.generative.generators import train_generator
 from pbfl_flwr.payloads import Prototypes, Weights, WeightsAndPrototypes
 from tests.methods.conftest import dealt, descend, same_weights
 
@@ -88,6 +89,25 @@ def test_the_generator_is_pushed_off_the_prototypes_of_the_round_before(make_met
         pushed.append(float(table.values[0, 0]) if table.num_present else None)
     assert pushed == [None, 1.0, 5.0]
     assert float(state.taught.prototypes.values[0, 0]) == 9.0
+
+
+@pytest.mark.parametrize(("batch_size", "drawn"), [(7, 7), (1, 2)])  # BatchNorm needs two
+def test_the_server_trains_by_its_schedules(make_method, task, batch_size, drawn):
+    own = {**SMALL, "server_learning_rate": 0.5, "server_rate_decay": 0.5, "server_weight_decay": 0.25}
+    method = make_method("fedpa", own=own, batch_size=batch_size)
+    state, found, server = method.init(task, 0), [], "pbfl_flwr.methods.generative.fedpa"
+    rows = Prototypes(torch.ones(4, 6), torch.ones(4).bool(), torch.ones(4, dtype=torch.int64))
+    uploads = {0: WeightsAndPrototypes(Weights(state.taught.weights.tensors, 4), rows)}
+    for number in (1, 3):
+        with (
+            patch(f"{server}.generator_loss", wraps=generator_loss) as loss,
+            patch(f"{server}.train_generator", wraps=train_generator) as training,
+        ):
+            method.aggregate(state, uploads, Round(number, task, 1))
+        *_, rate, decay = training.call_args.args
+        assert len(loss.call_args.args[0]) == drawn
+        found.append((rate, decay, loss.call_args.kwargs["generation"]))
+    assert found == [(0.5, 0.25, 25), (0.5**3, 0.25, 25 * 0.98**2)]
 
 
 def test_a_single_prototype_regularises(make_method, make_client, task):
