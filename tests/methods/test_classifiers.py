@@ -110,3 +110,6 @@ def test_a_classifier_that_only_looks_linear_is_refused(make_method, task, metho
     model = own_code(name, [name])
     with pytest.raises(PbflError, match="needs a linear one in every model; that of 'tests"):
         make_method(method, models=model).check(task, [model])
+    name = "tests.methods.tiny_nets:normed"
+    linear = own_code(name, [name])
+    make_method(method, models=linear).check(task, [linear])

@@ -69,6 +69,18 @@ def test_scoring_before_training_does_not_apply_it_twice(make_method, make_clien
     assert all(torch.equal(tensor, uploads[1][name]) for name, tensor in uploads[0].items())
 
 
+def test_the_mixing_weights_do_not_depend_on_the_random_state(make_method, make_client, task):
+    method = make_method("fedala", models="cnn2", own={"max_epochs": 3})  # cnn2 has dropout
+    state, installed = method.init(task, 5), []
+    memory = method.local_update(make_client(architecture="cnn2"), state).memory
+    for seed in (0, 1):
+        client = make_client(architecture="cnn2", round=2, memory=memory)
+        torch.manual_seed(seed)
+        method.install(client, state)
+        installed.append(copies(dict(client.model.named_parameters())))
+    assert all(torch.equal(tensor, installed[1][name]) for name, tensor in installed[0].items())
+
+
 class HeadFirst(nn.Module):
     """Somebody's model that declares its classifier before its body."""
 

@@ -62,7 +62,14 @@ def test_fewer_clients_than_centres(make_method, task):
     }
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_a_client_may_have_a_number_beyond_how_many_there_are(make_method, task):
+    method = make_method("fesem", models="cnn4")
+    state = method.aggregate(START, {0: weights(1), 5: weights(9)}, Round(1, task, 2))
+    assert [client for client, centre in enumerate(state.assigned.tolist()) if centre >= 0] == [0, 5]
+    assert values(state)[state.assigned[5]] == 9.0
+
+
+@pytest.mark.parametrize("size", [1e3, 1.0, 1e-8])
 @pytest.mark.parametrize("seed", range(4))
 def test_equal_updates_are_one_to_the_first_clusters(make_method, task, seed, size):
     """Whatever a machine's eigenvectors round to: k-means is not asked for more clusters than there are updates."""
