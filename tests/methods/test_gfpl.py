@@ -44,7 +44,7 @@ def mixtures(*labels, width=6):
         ({"pseudo_features": False}, [], 0),
     ],
 )
-def test_rounds_of_exchange_and_a_warning_if_none_shows(make_method, own, exchanges, shows):
+def test_rounds_of_exchange_and_a_warning_if_none_shows(make_method, task, own, exchanges, shows):
     method = make_method("gfpl", own=own)
     assert [t for t in range(1, 31) if method.exchanges(t)] == exchanges
     assert method.warnings(shows or 1) == []
@@ -53,6 +53,7 @@ def test_rounds_of_exchange_and_a_warning_if_none_shows(make_method, own, exchan
         assert warning.startswith(
             f"num-server-rounds = {shows - 1}: the first exchange of mixtures is in round {shows - 1}"
         )
+        assert method.warnings(shows - 1, method.init(task, 0)) == []  # not again after the run
 
 
 def test_only_rounds_of_exchange_carry_components(make_method, make_client):

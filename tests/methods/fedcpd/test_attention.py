@@ -2,10 +2,18 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.methods.fedcpd.attention import CBAM, MapDistillation, MapMemory, convolutional, map_channels
+from pbfl_flwr.methods.fedcpd.attention import (
+    CBAM,
+    MapDistillation,
+    MapMemory,
+    check_maps,
+    convolutional,
+    map_channels,
+)
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import random_inputs
 from pbfl_flwr.task import Task
+from tests.methods.tiny_nets import normed
 from tests.models.kinds import EXAMPLES, WITHOUT_PLACES, is_one_of, shapes, takes_images, task_of
 
 IMAGES = Task(4, 6, (3, 16, 16))
@@ -57,6 +65,8 @@ def test_cnn4_on_28x28_has_the_published_maps():
     assert [tuple(x.shape[1:]) for x in maps] == [(32, 12, 12), (64, 4, 4)]
     hidden = [CBAM(c).channel_gate[0].out_features for c in (32, 64, 10)]
     assert hidden == [2, 4, 1]  # C/16, at least one
+    # 32·2 + 2, 2·32 + 32, and 2·7·7 without a bias
+    assert sum(p.numel() for p in CBAM(32).parameters()) == 66 + 96 + 98
 
 
 def test_seeded_and_without_a_trace_in_the_global_state():
@@ -76,3 +86,9 @@ def test_looking_at_maps_changes_nothing():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert map_channels(build_model("mlp5", IMAGES, 0), IMAGES) == []
     assert map_channels(nn.Linear(2, 2), IMAGES) == []
+
+
+def test_maps_are_compared_without_dropout():
+    model = normed(IMAGES)
+    model.neck = nn.Sequential(model.neck, nn.Dropout(0.5))
+    check_maps("normed", model.train(), IMAGES)
