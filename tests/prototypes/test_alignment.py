@@ -162,6 +162,14 @@ def test_near_coincident_prototypes_do_not_blow_up(gap, solver):
     assert report.replaced == (1 if gap < 1e-7 else 0)
 
 
+@pytest.mark.parametrize("solver", ["thomson", "simplex"])
+def test_two_equal_prototypes_become_opposite(solver):
+    start = torch.ones(2, 4)
+    report = align(start, everybody(start), solver)
+    assert report.replaced == 1
+    torch.testing.assert_close(report.values[0], -report.values[1], atol=1e-3, rtol=0)
+
+
 def test_zero_rows_get_a_seeded_direction():
     start = relu_like(5, 16)
     start[[1, 3]] = 0

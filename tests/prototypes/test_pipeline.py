@@ -299,7 +299,8 @@ def test_warns_of_settings_without_effect() -> None:
         ("cps-scheme = 'block'", "cps-dim above 0"),
     ]
     assert method("fedproto", aggregation="trimmed-mean", trim_share=0.1).warnings(5) == []
-    assert method("tinyproto", aps_scale=0.5, cps_scheme="block", cps_dim=2).warnings(5) == []
+    assert method("tinyproto", aps_scale=0.5, cps_scheme="block", cps_dim=1).warnings(5) == []
+    assert method("fedproto", cps_dim=1, cps_regularizer="masked").warnings(5) == []
     assert method("fedtgp").warnings(5) == method("protonorm").warnings(5) == []
 
 

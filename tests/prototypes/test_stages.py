@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,22 @@ def test_a_run_records_what_the_method_made_of_auto():
     assert (
         settings_in(Stages.model_construct(upscale=math.inf))["upscale"] == "inf"
     )  # run.json stays readable
+
+
+@pytest.mark.parametrize(
+    ("method", "named"),
+    [
+        ("fedproto", {}),
+        ("fedtgp", {}),
+        ("tinyproto", {"aggregation": "aps-sum", "cps_dim": 50}),
+        ("protonorm", {"alignment": "thomson", "upscale": 100.0}),
+    ],
+)
+def test_auto_is_what_the_page_of_the_method_says(method: str, named: dict[str, Any]) -> None:
+    usual = {"regularizer_weight": 10.0, "regularizer_form": "mse", "collect": "post", "aggregation": "mean"}
+    usual |= {"cps_dim": 0, "cpkd": "off", "alignment": "off", "upscale": 1.0}
+    settings = settings_in(build_method(parse({"method": method}, SECTIONS)))
+    assert {name: settings[f"stages.{name}"] for name in usual} == {**usual, **named}
 
 
 def test_an_unknown_rule_is_refused_before_anything_starts() -> None:

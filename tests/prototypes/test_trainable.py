@@ -48,6 +48,7 @@ def test_adaptive_margin_is_the_largest_nearest_neighbour_gap():
     present = torch.tensor([True, True, True, False])
     assert adaptive_margin(means, present, 100) == 3
     assert adaptive_margin(means, present, 2.5) == 2.5
+    assert adaptive_margin(means, torch.tensor([True, False, True, False]), 100) == 4
     assert adaptive_margin(means, torch.tensor([True, False, False, False]), 100) == 100
     assert adaptive_margin(means, torch.zeros(4, dtype=torch.bool), 100) == 100
     # equation 9 of the paper as printed, the largest distance of any two classes, gives |4 - 0|
