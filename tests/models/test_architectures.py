@@ -257,6 +257,11 @@ def test_inputs_of_another_size_or_kind_are_one_line(name: str, shape: tuple[int
         assert str(caught.value).endswith("needs images of at least 16x16 pixels")
 
 
+def test_googlenet_takes_images_from_15_pixels_on() -> None:
+    model = build_model("googlenet", Task(num_classes=10, feature_dim=50, input_shape=(3, 15, 15)), 0).eval()
+    assert model.features(torch.zeros(2, 3, 15, 15)).shape == (2, 50)
+
+
 def test_a_network_for_which_there_is_no_memory_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Task(num_classes=10, feature_dim=50, input_shape=GREY)
     monkeypatch.setattr(

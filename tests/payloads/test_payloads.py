@@ -131,6 +131,12 @@ def test_weights_travel_under_their_names() -> None:
     assert all(torch.equal(back.tensors[name], sent.tensors[name]) for name in sent.tensors)
 
 
+@pytest.mark.parametrize("values", [[1.0, 1e9], [-1e9, 1.0], [1e9, 1e9], [-1e9, -1e9]])
+def test_numbers_of_either_sign_are_bounded(values: list[float]) -> None:
+    with pytest.raises(RejectedPayload, match=r"'w.x' holds 1e\+09, must be at most 1e\+08"):
+        Weights.from_tensors({"w.x": torch.tensor(values), "n": torch.tensor([1])}, TASK)
+
+
 def test_payloads_of_payloads() -> None:
     parts: dict[str, Payload] = {"one": Prototypes.empty(5, 3), "two": Weights({"one.x": torch.ones(2)}, 1)}
     tensors = joined(**parts)

@@ -88,6 +88,19 @@ def test_what_keeps_no_count_of_changes_is_not_refused() -> None:
     try_step("mlp", method, client_of(model, 0))
 
 
+def test_predictors_are_tried_without_and_with_what_the_step_has_kept() -> None:
+    method, kept = build_method(SETTINGS), []
+    predictors = type(method).predictors
+
+    def watching(method: Any, client: Client, down: Any) -> Any:
+        kept.append("present" in client.memory)
+        return predictors(method, client, down)
+
+    with patch.object(type(method), "predictors", watching):
+        try_step("mlp", method, client_of(build_model("mlp", TASK, 0), 0))
+    assert kept == [False, True] * 2  # for each number of samples
+
+
 def test_a_network_that_exits_while_it_trains_is_named() -> None:
     def leave(*_: object) -> None:
         raise SystemExit(3)
