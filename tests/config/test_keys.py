@@ -1,5 +1,6 @@
 """Every key is declared once; what else lists keys agrees with the declaration."""
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,72 @@ def test_values_beyond_the_bounds_of_a_key_are_rejected() -> None:
                     assert "\n" not in str(error.value)
                     tried += 1
     assert tried > 120
+
+
+# of the numbers among methods' own keys: what is just accepted, what is just refused
+RANGES: list[tuple[list[float], list[float], str]] = [
+    (
+        [0.0],
+        [-1e-9],
+        "fedprox.mu fedala.rate feduv.variance-weight feduv.uniformity-weight fedfa.anchor-weight "
+        "fedfa.calibration-rate fedpa.server-weight-decay fedpa.adversarial-weight "
+        "feddistill.distillation-weight fml.max-grad-norm fedkd.max-grad-norm fedcpd.align-weight "
+        "fedcpd.contrast-weight fedcpd.distill-weight gfpl.threshold gfpl.dot-weight",
+    ),
+    (
+        [1e-9],
+        [0.0],
+        "fedala.threshold fedgen.server-learning-rate fedpa.server-learning-rate fedgh.server-learning-rate "
+        "fedkd.auxiliary-learning-rate fedl2g.server-learning-rate fedtgp.server-learning-rate "
+        "fedtgp.margin-cap tinyproto.server-learning-rate tinyproto.margin-cap fedcpd.temperature",
+    ),
+    ([0.0, 1.0], [-1e-9, 1 + 1e-9], "fednh.smoothing fedfa.anchor-momentum fml.alpha fml.beta"),
+    (
+        [1e-9, 1.0],
+        [0.0, 1 + 1e-9],
+        "fedala.sample-share fedpa.server-rate-decay fedpa.client-rate-decay fedkd.energy-start "
+        "fedkd.energy-end",
+    ),
+    ([1e-9, 1e6], [0.0, 1e6 + 1], "fednh.scale"),
+    (
+        [0],
+        [-1],
+        "fedrep.head-epochs fedala.tensors fedpa.local-steps fedl2g.warm-up-rounds fedcpd.head-epochs",
+    ),
+    (
+        [1],
+        [0],
+        "fedala.max-epochs fedgh.server-batch-size fedkd.schedule-rounds fedmrl.width fedl2g.study-batches "
+        "fedl2g.quiz-batches fedtgp.server-batch-size tinyproto.server-batch-size gfpl.start gfpl.interval",
+    ),
+    ([2], [1], "fedala.window"),
+    ([1, 256], [0, 257], "gfpl.components"),
+    ([1, 1000], [0, 1001], "fesem.centres"),
+    ([1, 4096], [0, 4097], "fedcpd.fusion-width"),
+    ([1, 65_536], [0, 65_537], "fedgen.noise-dim fedgen.hidden-dim fedpa.noise-dim fedpa.hidden-dim"),
+    (
+        [1, 100_000],
+        [0, 100_001],
+        "fedgh.server-epochs fedtgp.server-epochs tinyproto.server-epochs gfpl.samples",
+    ),
+    ([1, 1_000_000], [0, 1_000_001], "fedgen.server-steps fedpa.server-steps"),
+]
+
+
+def test_numbers_of_methods_are_accepted_up_to_the_ends_of_their_ranges() -> None:
+    for accepted, refused, keys in RANGES:
+        for key in keys.split():
+            for value in accepted:
+                parse({key: value}, SECTIONS)
+            for value in refused:
+                with pytest.raises(PbflError, match=rf"^{key} = .*: must be (greater|less) than.*$"):
+                    parse({key: value}, SECTIONS)
+    numbers = [
+        key
+        for key, field in FIELDS.items()
+        if "." in key and re.search(r"\b(int|float)\b", str(field.annotation))
+    ]
+    assert sorted(key for *_, keys in RANGES for key in keys.split()) == sorted(numbers)
 
 
 def test_what_a_key_concerns_is_declared_with_it() -> None:
