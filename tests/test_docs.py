@@ -1,5 +1,6 @@
 """What the documentation tells people to type is accepted, and what it links to is there."""
 
+import json
 import re
 import shlex
 import sys
@@ -126,6 +127,17 @@ def test_every_method_has_its_page_and_says_how_it_differs(name: str) -> None:
     section = METHODS[name].section
     keys = [] if section is None else section.key_names()
     assert [key for key in keys if key not in page] == []
+
+
+def test_pages_of_methods_give_the_defaults_of_their_keys() -> None:
+    found = 0
+    for name, section in SECTIONS.items():
+        page = (ROOT / "docs" / "methods" / f"{name}.md").read_text().partition("\n| key | default |")[2]
+        for key, stated in re.findall(rf"^\| `{name}\.([a-z-]+)` \| `?([^`| ]+)", page, re.MULTILINE):
+            default = section().model_dump(by_alias=True)[key]
+            assert (stated if isinstance(default, str) else json.loads(stated)) == default, f"{name}.{key}"
+            found += 1
+    assert found > 70
 
 
 def test_the_page_of_privacy_says_what_every_method_sends() -> None:
