@@ -20,6 +20,7 @@ from pbfl_flwr.experiments.results import (
     Statistic,
     mean_over_seeds,
     same_data,
+    same_networks,
     span,
 )
 from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, holm, paired, signs
@@ -250,7 +251,7 @@ def _coverage(run: FinishedRun) -> list[set[str]]:
 def _differences(
     one: RunGroup, other: RunGroup, common: Sequence[tuple[FinishedRun, FinishedRun]]
 ) -> list[str]:
-    """Return remarks on what else differs in two groups: predictor, moment of scoring, rounds, clients in them."""
+    """Return remarks on what else differs in two groups: predictor, moment of scoring, rounds, networks, clients."""
     heads = [group.first.predictor for group in (one, other)]
     moments = [group.first.about.moment for group in (one, other)]
     rounds = [[len(pair[side].rounds) for pair in common] for side in (0, 1)]
@@ -261,6 +262,9 @@ def _differences(
     remarks += [f"scored {moments[0]} vs. {moments[1]} local training"] if len({*moments}) > 1 else []
     if len({number for numbers in rounds for number in numbers}) > 1:
         remarks.append(f"{' vs. '.join(map(span, rounds))} rounds")
+    models = [group.first.config["models"] for group in (one, other)]
+    if models[0] == models[1] and not all(same_networks(a, b) for a, b in common):
+        remarks.append("other networks on the clients")
     if one.first.at == "window" and any(_presence(a) != _presence(b) for a, b in common):
         remarks.append("scored over other clients in some rounds")
     return remarks

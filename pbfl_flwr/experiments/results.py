@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -670,22 +670,20 @@ def same_data(one: FinishedRun, other: FinishedRun) -> bool:
 
 
 def _same_holdings(one: FinishedRun, other: FinishedRun) -> bool:
-    """Whether clients with data of their own declared the same in both runs; a client of one alone is left out."""
-    declared = [
-        {
-            client.title: (
-                client.task,
-                client.labels,
-                client.columns,
-                client.num_train,
-                client.num_test,
-                client.num_validation,
-            )
-            for client in run.about.clients
-        }
-        for run in (one, other)
-    ]
-    return all(declared[0][who] == declared[1][who] for who in declared[0].keys() & declared[1].keys())
+    return _declared_alike(
+        one, other, lambda c: (c.task, c.labels, c.columns, c.num_train, c.num_test, c.num_validation)
+    )
+
+
+def same_networks(one: FinishedRun, other: FinishedRun) -> bool:
+    """Whether clients had the same networks in both runs; a device may have one that no key of the run names."""
+    return _declared_alike(one, other, lambda client: (client.architecture, client.weights))
+
+
+def _declared_alike(one: FinishedRun, other: FinishedRun, declared: Callable[[ClientRecord], object]) -> bool:
+    """Whether clients declared the same in both runs; one that is only in one of them is left out."""
+    first, second = ({client.title: declared(client) for client in run.about.clients} for run in (one, other))
+    return all(first[title] == second[title] for title in first.keys() & second.keys())
 
 
 def mean_over_seeds(group: RunGroup, seeds: Iterable[tuple[int, int]]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from pbfl_flwr.experiments.results import (
     column_of,
     data_keys,
     same_data,
+    same_networks,
     span,
 )
 from pbfl_flwr.experiments.tables import Sheet, mean_cell
@@ -261,12 +262,20 @@ def run_notes(groups: Sequence[RunGroup]) -> list[str]:
         for group in groups
         if group.label not in mixed and not all(_built_alike(group.first, run) for run in group.runs)
     ]
+    networks = [
+        group.label for group in groups if not all(same_networks(group.first, run) for run in group.runs)
+    ]
     partitions = [run.partition for group in groups for run in group.runs]
     return [
         *([MOMENT_NOTE] if moment_column(groups) else []),
         *([f"Runs with different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
         *([f"Runs of one row on different data: {'; '.join(changed)}."] if changed else []),
         *([f"Rows on other data, though with the same keys: {'; '.join(other)}."] if other else []),
+        *(
+            [f"Runs of one row with other networks on the clients: {'; '.join(networks)}."]
+            if networks
+            else []
+        ),
         *(
             [f"Begun with another number of rounds, on which the method depends: {'; '.join(rebuilt)}."]
             if rebuilt

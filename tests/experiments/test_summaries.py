@@ -753,6 +753,21 @@ def test_data_of_the_clients_own_are_compared_as_they_declared_them(
     assert (results.same_data(one, other), len(groups)) == (alike, rows)
 
 
+def test_networks_that_no_key_names_are_remarked(tmp_path: Path) -> None:
+    for name, method, seed in (("0", "fedproto", 0), ("1", "fedproto", 1), ("other", "local", 1)):
+        path = run(tmp_path / name, 0.5, [1, 3], method=method, seed=seed)
+        clients = json.loads((path / "run.json").read_text())["clients"]
+        if name == "1":
+            clients[0]["architecture"] = "cnn2"
+        edit(path / "run.json", clients=clients)
+    groups = results.load([tmp_path / "0", tmp_path / "1", tmp_path / "other"])
+    note = "Runs of one row with other networks on the clients: fedproto."
+    assert note in summary.run_notes(groups)
+    assert "other networks on the clients" in paired_sheet(groups).rows[0][-1]
+    alike = results.load([tmp_path / "0", tmp_path / "other"])
+    assert note not in summary.run_notes(alike)
+
+
 def test_a_place_or_a_download_does_not_make_other_data(tmp_path: Path) -> None:
     first = run(tmp_path / "first", 0.5, [1, 3], download=True, **{"data-dir": "/a"})
     moved = run(tmp_path / "moved", 0.5, [1, 3], method="local", **{"data-dir": "/b"})
