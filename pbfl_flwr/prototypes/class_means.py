@@ -54,9 +54,9 @@ def class_means(sums: Tensor, counts: Tensor) -> Tensor:
 class ClassSums:
     """Class sums and counts over many batches, accumulated in float64.
 
-    The sum over batches is exact to float32 for any number of samples, so that the prototypes depend on the batch size
-    only by rounding. It is on the features' device if that is CUDA, so that no batch waits for a copy; otherwise on
-    the CPU, since Apple's GPUs have no float64.
+    So the prototypes depend on the batch size only by the rounding of sums within a batch, a relative 5e-6 with batches
+    of 512 and 6e-4 with 2^16. The sums are on the features' device if that is CUDA, so that no batch waits for a copy;
+    otherwise on the CPU, since Apple's GPUs have no float64.
 
     Args:
         num_classes: K.
