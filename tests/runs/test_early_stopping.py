@@ -158,7 +158,9 @@ def test_accuracies_are_of_the_predictor_and_said_to_be_on_validation_data() -> 
 
 def test_patience_without_validation_data_is_refused_before_anything_starts(tmp_path: Path) -> None:
     said = "patience = 2: no client has validation data to stop by; set validation-share, e.g. 0.2, or patience-on=test"
-    assert refused("run", "--dry-run", "--set", "patience=2") == f"error: {said}"
+    for share in (0, 0.001):  # no client has a thousand samples
+        keys = ("--set", "patience=2", "--set", f"validation-share={share}")
+        assert refused("run", "--dry-run", *keys) == f"error: {said}"
     assert pbfl("run", "--dry-run", "--set", "patience=2", "--set", "validation-share=0.2").exit_code == 0
     with pytest.raises(PbflError, match=f"^{re.escape(said)}$"):  # of clients with data of their own
         ended(tmp_path, patience_on="validation")
