@@ -212,8 +212,13 @@ def hold_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
     """Return (remaining training rows, held-out rows), both in their original order."""
     validation = np.zeros(len(rows), dtype=bool)
     generator = np.random.default_rng(seed)
-    validation[generator.permutation(len(rows))[: int(share * len(rows))]] = True
+    validation[generator.permutation(len(rows))[: num_held_out(len(rows), share)]] = True
     return rows[~validation], rows[validation]
+
+
+def num_held_out(num_train: int, share: float) -> int:
+    """Return how many of a client's training rows :func:`hold_out` holds out."""
+    return int(share * num_train)
 
 
 def _shard(pool: Pool, rows: Rows) -> Shard:

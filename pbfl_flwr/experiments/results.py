@@ -665,14 +665,10 @@ def same_data(one: FinishedRun, other: FinishedRun) -> bool:
     if exact and not same_samples(*fingerprints):
         return False
     if one.counts is None or other.counts is None:
-        return one.counts is other.counts and _same_holdings(one, other)
+        return one.counts is other.counts and _declared_alike(
+            one, other, lambda c: (c.task, c.labels, c.columns, c.num_train, c.num_test, c.num_validation)
+        )
     return np.array_equal(one.counts, other.counts)
-
-
-def _same_holdings(one: FinishedRun, other: FinishedRun) -> bool:
-    return _declared_alike(
-        one, other, lambda c: (c.task, c.labels, c.columns, c.num_train, c.num_test, c.num_validation)
-    )
 
 
 def same_networks(one: FinishedRun, other: FinishedRun) -> bool:

@@ -766,6 +766,9 @@ def test_networks_that_no_key_names_are_remarked(tmp_path: Path) -> None:
     assert "other networks on the clients" in paired_sheet(groups).rows[0][-1]
     alike = results.load([tmp_path / "0", tmp_path / "other"])
     assert note not in summary.run_notes(alike)
+    run(tmp_path / "named", 0.5, [1, 3], method="fedtgp", seed=1, models="mlp-8")  # a key says it
+    named = paired_sheet(results.load([tmp_path / "1", tmp_path / "named"]))
+    assert (len(named.rows), "networks" in named.rows[0][-1]) == (1, False)
 
 
 def test_a_place_or_a_download_does_not_make_other_data(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_run_records_what_the_method_made_of_auto():
         ("protonorm", {"alignment": "thomson", "upscale": 100.0}),
     ],
 )
-def test_auto_is_what_the_page_of_the_method_says(method: str, named: dict[str, Any]) -> None:
+def test_what_auto_stands_for_in_each_prototype_method(method: str, named: dict[str, Any]) -> None:
     usual = {"regularizer_weight": 10.0, "regularizer_form": "mse", "collect": "post", "aggregation": "mean"}
     usual |= {"cps_dim": 0, "cpkd": "off", "alignment": "off", "upscale": 1.0}
     settings = settings_in(build_method(parse({"method": method}, SECTIONS)))

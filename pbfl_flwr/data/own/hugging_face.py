@@ -266,12 +266,8 @@ def _inputs(
     names = arrays or list(others)
     if not names:
         raise PbflError(f"{where} has no column besides '{label}'")
-    odd = {
-        name: feature.dtype
-        for name, feature in others.items()
-        if not arrays and isinstance(feature, Value) and not feature.dtype.startswith(NUMBERS)
-    }
-    if odd:
+    types = {name: _type_of_cells(features[name]) for name in names}
+    if odd := {name: type_ for name, type_ in types.items() if not type_.startswith(NUMBERS)}:
         raise PbflError(
             f"{where}, columns {shown([*odd])}: must be numbers, arrays of one shape, or an image, not "
             f"{' and '.join(sorted({*odd.values()}))}"
@@ -295,6 +291,13 @@ def _inputs(
                 f"{where}, row {finite.argmin() + 1}, column '{name}': the cell is empty or not finite; must be numbers"
             )
     return (columns[0], (), ()) if arrays else (np.stack(columns, axis=1), (), tuple(names))
+
+
+def _type_of_cells(feature: Any) -> str:
+    """Return the name of a column's type, of lists that of their entries."""
+    while (entries := getattr(feature, "feature", None)) is not None:
+        feature = entries
+    return str(getattr(feature, "dtype", type(feature).__name__))
 
 
 def _images(parts: Sequence[Dataset], column: str, where: str) -> Iterator[tuple[Image, int]]:

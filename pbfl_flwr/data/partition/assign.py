@@ -68,7 +68,16 @@ def make_partition(pool: Pool, settings: DataSettings, num_clients: int) -> Part
     else:
         splits = tuple(split_share(rows, settings.train_share, rng) for rows in deal.rows)
     partition = _finish(pool, settings, splits, deal.notes)
+    if settings.partition == "pathological":
+        return _with_few_noted(partition, settings.classes_per_client)
     return _named(partition, pool) if settings.partition == "natural" else partition
+
+
+def _with_few_noted(partition: Partition, classes_per_client: int) -> Partition:
+    """Return a partition with a note if clients have fewer classes than were asked for."""
+    few = np.count_nonzero(np.count_nonzero(partition.counts, axis=1) < classes_per_client)
+    note = f"{few} of {len(partition.splits)} clients have fewer than {classes_per_client} classes"
+    return replace(partition, notes=(*partition.notes, note)) if few else partition
 
 
 def _drawn(pool: Pool, settings: DataSettings) -> Rows:

@@ -89,7 +89,7 @@ def pathological_indices(
     a tenth of an equal part (at least ``min_samples``/K) and an equal part, the last of them the remainder; ``shuffle``
     shuffles these numbers among them. Neighbours therefore hold the same classes. Where that range is empty, e.g. with
     fewer samples than clients (the references raise there), equal parts are used. A tenth of fewer than ten samples may
-    be none, as in the references; a note counts the clients with fewer classes.
+    be none, as in the references: then a client gets fewer classes.
     """
     vacancies = np.full(num_clients, classes_per_client)
     hands: list[list[Rows]] = [[np.empty(0, dtype=np.int64)] for _ in range(num_clients)]
@@ -113,14 +113,12 @@ def pathological_indices(
         for client, piece in zip(holders, pieces, strict=True):
             hands[client].append(piece)
             vacancies[client] -= 1
-    dealt, notes = tuple(np.concatenate(hand) for hand in hands), []
+    notes: tuple[str, ...] = ()
     if left_out:
-        notes.append(
-            f"classes {left_out} go to no client: every client already has its {classes_per_client} classes"
+        notes = (
+            f"classes {left_out} go to no client: every client already has its {classes_per_client} classes",
         )
-    if few := sum(len(np.unique(labels[rows])) < classes_per_client for rows in dealt):
-        notes.append(f"{few} of {num_clients} clients have fewer than {classes_per_client} classes")
-    return Assignment(dealt, tuple(notes))
+    return Assignment(tuple(np.concatenate(hand) for hand in hands), notes)
 
 
 def iid_indices(total: int, num_clients: int, rng: RandomState) -> Assignment:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, StringConstraints, ValidationError
 from pbfl_flwr.config import CHANGEABLE, GROUPS, HUB, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.config.toml import flatten, parse_toml
 from pbfl_flwr.data import DATASETS, LoadedData, Partition, load_pool, names_file, read_names
-from pbfl_flwr.data.clients import hold_out
+from pbfl_flwr.data.clients import num_held_out
 from pbfl_flwr.data.own.inspection import swapped_axes_warning
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
 from pbfl_flwr.experiments.results import named_code, resume_command
@@ -178,7 +178,7 @@ def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> C
         require("dp-noise", "scipy")
     partition = loaded.partition(settings.data, clients)
     run, share = settings.run, settings.data.validation_share
-    validated = any(len(hold_out(split.train, share, 0)[1]) for split in partition.splits)
+    validated = any(num_held_out(len(split.train), share) for split in partition.splits)
     check_patience(run.patience, run.patience_on, validated=validated)
     pool = loaded.pool(settings.data)
     task = pool.task(settings.models.feature_dim)

@@ -424,6 +424,9 @@ def test_bad_input_gives_one_line(saved: Path, tmp_path: Path) -> None:
     datasets.Dataset.from_dict(times).save_to_disk(tmp_path / "times")
     with pytest.raises(PbflError, match=r"columns at, code: must be .*, not string and timestamp\[us\]"):
         load_pool(settings(tmp_path / "times"))
+    datasets.Dataset.from_dict({"x": [[["1"]], [["2"]]], "label": [1, 0]}).save_to_disk(tmp_path / "texts")
+    with pytest.raises(PbflError, match=r"columns x: must be .*, not string"):
+        load_pool(settings(tmp_path / "texts"))
     with pytest.raises(PbflError, match="is on the hub; set download=true"):
         load_pool(settings("hf://someone/something"))
     with pytest.raises(PbflError, match="needs dataset = 'flwr-datasets' and partition = 'natural'"):

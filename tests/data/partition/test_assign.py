@@ -124,6 +124,16 @@ def test_way_shot_gives_nobody_all_classes_unless_everybody(pool_of, ways, devia
     assert {*(part.counts > 0).sum(axis=1).tolist()} == drawn
 
 
+@pytest.mark.parametrize(("classes", "clients"), [(2, 20), (2, 100), (2, 150), (1, 150)])
+def test_clients_with_fewer_classes_than_asked_for_are_noted(classes, clients):
+    settings = DataSettings(partition="pathological", classes_per_client=classes)
+    part = make_partition(load_pool(DataSettings()), settings, clients)
+    few = int(((part.counts > 0).sum(axis=1) < classes).sum())
+    assert (few > 0) == (classes == 2 and clients > 20)
+    noted = [note for note in part.notes if "fewer" in note]
+    assert noted == [f"{few} of {clients} clients have fewer than {classes} classes"] * (few > 0)
+
+
 def test_shuffled_sizes_are_the_same_sizes_for_other_clients(pool_of):
     settings = DataSettings(partition="pathological", classes_per_client=2)
     plain, shuffled = (

@@ -217,12 +217,7 @@ def test_no_sample_is_dealt_twice_or_lost_and_everyone_has_enough(counts, client
     elif way == "pathological":
         classes = random.Random(seed).randint(1, len(counts))
         deal = pathological_indices(labels, clients, classes, least, rng, len(counts))
-        held = [len(np.unique(labels[rows])) for rows in deal.rows]
-        few = sum(number < classes for number in held)
-        assert max(held) <= classes
-        assert [note for note in deal.notes if "fewer than" in note] == (
-            [f"{few} of {clients} clients have fewer than {classes} classes"] if few else []
-        )
+        assert max(len(np.unique(labels[rows])) for rows in deal.rows) <= classes
     else:
         deal = iid_indices(len(labels), clients, rng)
     dealt = np.concatenate(deal.rows)
