@@ -8,6 +8,7 @@ from pbfl_flwr.methods.gfpl.etf import equiangular_frame, projection_layer
 from pbfl_flwr.methods.gfpl.payload import Mixtures
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.task import Task
+from pbfl_flwr.testing.contract import same_tensors
 from pbfl_flwr.training.evaluation import evaluate
 from tests.methods.conftest import play
 
@@ -17,10 +18,6 @@ SOON = {"start": 1, "interval": 1}
 
 def weights(client):
     return {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
-
-
-def equal(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def mixtures(*labels, width=6):
@@ -162,7 +159,7 @@ def test_retraining_the_projection_only(make_method, make_client):
     method, client = make_method("gfpl", own={"retrain": "projection"}), make_client()
     before, projection = weights(client), method._dual(client)[0].weight
     _, after = retrained(method, client, mixtures(0, 1))
-    assert equal(weights(client), before)
+    assert same_tensors(weights(client), before)
     assert not torch.equal(after, projection)
     with pytest.raises(PbflError, match=r"gfpl\.retrain = 'projection'"):
         make_method("gfpl", own={"retrain": "projection", "dual_classifier": False})
@@ -176,7 +173,7 @@ def test_retraining_starts_without_the_momentum_that_the_local_epochs_kept(make_
         assert set(dict(client.model.named_parameters())) >= {"head.weight", "head.bias"}
         retrained(method, client, down)
         result.append(weights(client))
-    assert equal(*result)
+    assert same_tensors(*result)
 
 
 # Prediction and memory --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from pbfl_flwr.models.checkpoints import COUNTER, OF_TORCHVISION, as_file, body_
 from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
 from pbfl_flwr.models.pretrained import digest
 from pbfl_flwr.task import Task
+from pbfl_flwr.testing.contract import same_tensors
 from pbfl_flwr.util.paths import weights_file
 from tests.small_runs import pbfl
 
@@ -66,10 +67,6 @@ def body(model: SplitModel | dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(HEAD_PREFIX)}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("architecture", ALIKE)
 def test_every_tensor_of_torchvisions_network_has_its_place(architecture: str) -> None:
     with torch.device("meta"):
@@ -99,12 +96,12 @@ def test_a_model_with_a_label_begins_with_the_kept_body_and_a_classifier_of_its_
     kept("resnet4", "mine", trained)
     wider = Task(9, 24, (3, 48, 48))  # other classes, other width, other images
     begun, random = build_model("resnet4@mine", wider, 1), build_model("resnet4", wider, 1)
-    assert same(body(begun), body(trained))
-    assert not same(body(begun), body(random))
+    assert same_tensors(body(begun), body(trained))
+    assert not same_tensors(body(begun), body(random))
     assert torch.equal(begun.get_parameter("head.weight"), random.get_parameter("head.weight"))
-    assert same(body(build_model("resnet4@mine", wider, 2)), body(trained))
+    assert same_tensors(body(build_model("resnet4@mine", wider, 2)), body(trained))
     deeper = build_model("resnet4@mine+32", wider, 1)
-    assert same(body(deeper), body(trained))
+    assert same_tensors(body(deeper), body(trained))
     assert deeper.get_parameter("head.0.weight").shape == (32, 24)
 
 
@@ -132,7 +129,7 @@ def test_models_of_every_input_begin_with_a_kept_body(architecture: str) -> None
     task = kind.get(architecture, Task(2, 12, (16,), 30) if "transformer" in architecture else SMALL)
     trained = build_model(architecture, task, 4)
     kept(architecture, "mine", trained)
-    assert same(body(build_model(f"{architecture}@mine", task, 0)), body(trained))
+    assert same_tensors(body(build_model(f"{architecture}@mine", task, 0)), body(trained))
 
 
 def test_the_digest_is_of_the_weights_and_of_nothing_where_there_are_none() -> None:
@@ -202,7 +199,7 @@ def test_the_command_keeps_lists_and_replaces(tmp_path: Path) -> None:
     assert not load_file(file)["stages.0.0.weight"].any()
     save_file(net.state_dict(), tmp_path / "c.safetensors")
     assert pbfl("weights", "mine", "resnet18", tmp_path / "c.safetensors").exit_code == 0
-    assert same(load_file(weights_file("resnet18", "mine")), load_file(file))
+    assert same_tensors(load_file(weights_file("resnet18", "mine")), load_file(file))
     refused = pbfl("weights", "none", "resnet18", tmp_path)
     assert "cannot be read (Is a directory)" in " ".join(refused.stderr.split())
 
@@ -289,4 +286,4 @@ def test_counters_that_older_files_lack_are_not_needed() -> None:
     tensors = theirs("resnet18").state_dict()
     older = {name: tensor for name, tensor in tensors.items() if not name.endswith(COUNTER)}
     assert len(older) < len(tensors)
-    assert same(body_of("resnet18", older, "older"), body_of("resnet18", tensors, "torchvision's"))
+    assert same_tensors(body_of("resnet18", older, "older"), body_of("resnet18", tensors, "torchvision's"))

@@ -18,6 +18,7 @@ from pbfl_flwr.prototypes.trainable import (
     stack_uploads,
     train_prototypes,
 )
+from pbfl_flwr.testing.contract import same_tensors
 
 
 def vectors_of_three_classes():
@@ -30,10 +31,6 @@ def train(state, vectors, labels, seed=0, **changes):
     options = {"epochs": 5, "batch_size": 3, "learning_rate": 0.05, **changes}
     generator = torch.Generator().manual_seed(seed)
     return train_prototypes(state, vectors, labels, ServerTraining(**options), generator)
-
-
-def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_generator_has_the_published_size():
@@ -86,8 +83,8 @@ def test_training_is_pure_and_reproducible():
     first = train(state, vectors, labels)
     torch.manual_seed(1)  # global randomness plays no part
     second = train(state, vectors, labels)
-    assert same(state, copy)
-    assert same(first[0], second[0])
+    assert same_tensors(state, copy)
+    assert same_tensors(first[0], second[0])
     assert torch.equal(first[1], second[1])
     assert first[2] == second[2]
     assert not torch.equal(first[1], train(state, vectors, labels, seed=2)[1])  # another order of the vectors
@@ -123,7 +120,7 @@ def test_the_servers_loss_is_the_mean_over_all_vectors_also_of_an_incomplete_bat
 def test_training_without_uploads_changes_nothing():
     state = initial_state(3, 6, seed=0)
     after, prototypes, metrics = train(state, torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64))
-    assert same(after, state)
+    assert same_tensors(after, state)
     assert torch.isfinite(prototypes).all()
     assert (metrics["server-converged"], metrics["server-epochs"]) == (0, 0)
 
@@ -175,5 +172,5 @@ def test_a_training_on_a_card_is_the_cpus_within_rounding_and_gives_the_same_bit
     torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-4)
     assert shown == pytest.approx(metrics, rel=1e-3)
     again, _, _ = train(state, vectors, labels, device="cuda")
-    assert same(on_card, again)
-    assert not same(on_card, on_cpu)
+    assert same_tensors(on_card, again)
+    assert not same_tensors(on_card, on_cpu)

@@ -24,7 +24,6 @@ from pbfl_flwr.runs.tensor_files import load_tensors
 from tests.flower.inprocess import FIRST_NODE, NUM_CLIENTS, Answer, Fault, altered, federation, lost
 
 NOISE: dict[str, Any] = {"dp_clip": 5.0, "dp_noise": 2.0}
-SUMS: dict[str, Any] = {"aggregation": "ppa", "total_examples": 100}
 
 
 @pytest.mark.parametrize(
