@@ -111,7 +111,7 @@ class LoadedData:
             raise PbflError(f"client {client} does not exist; must be 0..{num_clients - 1}")
         return self._clients(settings, num_clients, client)
 
-    def own(self, settings: DataSettings, files: int | None = None) -> ClientData:
+    def own(self, settings: DataSettings, files: int | None) -> ClientData:
         """Return a device's own data as shards; see :func:`own_pool`."""
         return self._own(settings, files)
 

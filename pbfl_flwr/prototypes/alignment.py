@@ -202,7 +202,7 @@ def _span(units: Tensor) -> tuple[Tensor | None, Tensor]:
 
 
 def _thomson(
-    units: Tensor, max_steps: int, watch: Callable[[Tensor], None] | None = None
+    units: Tensor, max_steps: int, watch: Callable[[Tensor], None] | None
 ) -> tuple[Tensor, int, bool]:
     """Algorithm 1 with the published schedule and stopping rule."""
     if watch is not None:

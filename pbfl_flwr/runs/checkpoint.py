@@ -40,7 +40,7 @@ def stage(
     broadcast: Serializable,
     server_round: int,
     configuration: str,
-    best: BestState | None = None,
+    best: BestState | None,
 ) -> None:
     """Write the files of a round that does not count yet: the server's state, the next broadcast, the best state.
 

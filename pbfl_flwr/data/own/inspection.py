@@ -222,8 +222,8 @@ def _warnings(
     return warnings
 
 
-def _shown(names: tuple[str, ...] | list[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+def _shown(names: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
 
 
 def swapped_axes_warning(pool: Pool) -> str:

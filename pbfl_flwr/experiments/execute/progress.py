@@ -170,7 +170,7 @@ def introduction(about: RunRecord) -> str:
     )
 
 
-def round_line(record: RoundRecord, num_rounds: int, primary_predictor: str, num_clients: int = 0) -> str:
+def round_line(record: RoundRecord, num_rounds: int, primary_predictor: str, num_clients: int) -> str:
     """Return a round's log line: accuracy, loss, bytes of all messages up and down, seconds.
 
     Args:
@@ -199,7 +199,7 @@ def final_part(record: RoundRecord, primary_predictor: str) -> str:
     return f"  final {percent(record.final.accuracy[predictor].weighted)}"
 
 
-def accuracy_part(record: RoundRecord, primary_predictor: str, num_clients: int = 0) -> str:
+def accuracy_part(record: RoundRecord, primary_predictor: str, num_clients: int) -> str:
     """Return the accuracy part of a round's line, by the primary predictor or, if not scored, another one."""
     predictor = _scored_by(record, primary_predictor)
     if predictor is None:

@@ -103,8 +103,8 @@ def run_all(
     app: Path,
     resources: Resources,
     console: Console,
-    after: Callable[[PlannedRun], object] = lambda run: None,
-    loaded: LoadedData | None = None,
+    after: Callable[[PlannedRun], object],
+    loaded: LoadedData,
 ) -> list[str]:
     """Execute the runs that are not finished, in this process or in parallel, and return the failed ones.
 

@@ -181,9 +181,9 @@ def name_ticks(axis: Any, names: Sequence[str] | None) -> None:
     axis.set_ticks(range(0, len(names), step), shown, rotation=90 if rotated else 0)
 
 
-def shortened(text: str, longest: int = 14) -> str:
-    """Truncate text to a maximum length for labels."""
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+def shortened(text: str) -> str:
+    """Truncate text to 14 characters for labels."""
+    return text if len(text) <= 14 else f"{text[:13]}…"
 
 
 def legend_name(text: str) -> str:

@@ -246,7 +246,7 @@ def health(host: str, port: int, trust: ssl.SSLContext | None, timeout: float) -
         return connection.getresponse().status
 
 
-def healthy(port: int, ca: Path | None = None) -> bool:
+def healthy(port: int, ca: Path | None) -> bool:
     """Whether Flower's health endpoint responds on this port of the loopback interface; with TLS if a CA is given."""
     try:
         return health("127.0.0.1", port, ssl.create_default_context(cafile=ca) if ca else None, 1) == 200

@@ -116,7 +116,7 @@ def phase_of(
     experiment: str,
     dtype: wire.WireDtype,
     timeout: float,
-    digest: str = "",
+    digest: str,
 ) -> Phase:
     """Return the phase with its messages, which are still to be sent; replies have ``timeout`` seconds.
 

@@ -129,9 +129,7 @@ class Roster:
         labels = (f"client {client.title}" for client in self.clients.values() if client.node == node)
         return next(labels, f"node {node}")
 
-    def sample(
-        self, fraction: float, seed: int, server_round: int, without: Collection[int] = ()
-    ) -> list[int]:
+    def sample(self, fraction: float, seed: int, server_round: int, without: Collection[int]) -> list[int]:
         """Return the clients that train in a round: round(fraction·M), at least one, drawn with our own generator.
 
         Clients in ``without`` are unavailable.

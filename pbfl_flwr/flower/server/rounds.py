@@ -241,7 +241,7 @@ def warnings(
     reported: Mapping[int, int],
     ages: Sequence[int] | None,
     roster: Roster,
-    keeps_nothing: bool = False,
+    keeps_nothing: bool,
 ) -> list[str]:
     """Return the warnings about a round's clients.
 
