@@ -367,6 +367,10 @@ def through_flower(content: RecordDict) -> RecordDict:
     return arrived
 
 
+class Killed(BaseException):
+    """The process ends here; no handler of ours runs in its stead."""
+
+
 @dataclass
 class Federation:
     """A strategy and the grid it runs on."""

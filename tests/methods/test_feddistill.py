@@ -47,7 +47,7 @@ def test_gradients_by_hand():
 
 
 @pytest.mark.parametrize("protocol", ["clean", "htfl"])
-def test_outputs_are_collected_on_the_way_before_each_step(make_method, make_client, task, protocol):
+def test_outputs_are_collected_on_the_way_before_each_step(make_method, make_client, protocol):
     method = make_method("feddistill", protocol=protocol)
     training = {"local_epochs": 2, "protocol": protocol, "learning_rate": 0.5}
     client, oracle = make_client(**training), make_client(**training)

@@ -20,7 +20,7 @@ def one_prototype(label, value):
     return Prototypes(values, present)
 
 
-def test_a_client_trains_its_whole_network_from_the_head_it_received(make_method, make_client, task):
+def test_a_client_trains_its_whole_network_from_the_head_it_received(make_method, make_client):
     settings = {"batch_size": 8, "batch_order": "fixed", "learning_rate": 0.1}
     method, client, twin = make_method("fedgh"), make_client(**settings), make_client(**settings).model
     down = Weights({"head.weight": torch.full((4, 6), 0.3), "head.bias": torch.tensor([0.0, 1.0, 2.0, 3.0])})
@@ -31,7 +31,7 @@ def test_a_client_trains_its_whole_network_from_the_head_it_received(make_method
     same_weights(twin, client.model.state_dict())
 
 
-def test_uploads_are_clipped_and_noised(make_method, make_client, task):
+def test_uploads_are_clipped_and_noised(make_method, make_client):
     sample = {"dp_clip": 0.1, "dp_unit": "sample", "min_class_count": 1}
     client = make_client()
     upload = make_method("fedgh", **sample).local_update(client, zero_head()).payload

@@ -99,7 +99,7 @@ def stored(memory):
     return int(memory["received-version"]), tensors
 
 
-def test_clients_rebuild_exactly_what_the_server_has(make_method, make_client, task):
+def test_clients_rebuild_exactly_what_the_server_has(make_method, make_client):
     method = make_method("fedkd", own={"auxiliary": "cnn4", "energy_start": 0.6, "energy_end": 0.6})
     first, second, third = play(method, make_client, LABELS, 3, learning_rate=0.1)
     assert [after.received[0].base for after in (first, second, third)] == [-1, 0, 1]

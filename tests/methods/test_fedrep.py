@@ -12,7 +12,7 @@ def snapshot(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_each_phase_leaves_the_other_half_alone(make_method, make_client, task):
+def test_each_phase_leaves_the_other_half_alone(make_method, make_client):
     method, client = make_method("fedrep"), make_client(architecture="resnet4")
     start = snapshot(client.model)
     method.phases.head_phase(client)
@@ -88,7 +88,7 @@ def test_features_of_a_body_that_a_user_has_altered_are_computed_anew(make_clien
     assert fixed_features(by_function) is None
 
 
-def test_a_head_learns_the_same_from_features_computed_once(make_method, make_client, task, monkeypatch):
+def test_a_head_learns_the_same_from_features_computed_once(make_method, make_client, monkeypatch):
     settings = {"batch_size": 3, "learning_rate": 0.1}
     method = make_method("fedrep", own={"head_epochs": 3})
     once, each = make_client(architecture="cnn4", **settings), make_client(architecture="cnn4", **settings)

@@ -36,7 +36,7 @@ def test_em_by_hand(make_method, task, distance):
 
 
 @pytest.mark.parametrize("most", [0, 1])
-def test_a_client_that_never_answered_follows_the_most(make_method, task, most):
+def test_a_client_that_never_answered_follows_the_most(make_method, most):
     """Be it one that has been known, or one that joined since."""
     state = Centres((weights(1), weights(2)), torch.tensor([most, most, 1 - most, -1]))
     for client in (3, 4):

@@ -179,7 +179,7 @@ def test_retraining_starts_without_the_momentum_that_the_local_epochs_kept(make_
 # Prediction and memory --------------------------------------------------------------------------------------
 
 
-def test_the_projection_is_kept_and_predicts(make_method, make_client, task):
+def test_the_projection_is_kept_and_predicts(make_method, make_client):
     method = make_method("gfpl")
     assert set(method.predictors(make_client(), Mixtures.empty(6))) == {"head"}
     Z = equiangular_frame(4, 6, 0)

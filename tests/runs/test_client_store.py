@@ -24,7 +24,7 @@ from pbfl_flwr.runs.client_store import ClientState, ClientStore
 from pbfl_flwr.runs.tensor_files import load_tensors, save_tensors
 from pbfl_flwr.util import atomic_files as files
 from pbfl_flwr.util.atomic_files import DamagedState, UnsavedState, write_atomically
-from tests.flower.inprocess import federation
+from tests.flower.inprocess import Killed, federation
 
 STATE = ClientState(
     round=3,
@@ -145,11 +145,6 @@ def test_only_the_owner_can_read_state(client: ClientStore) -> None:
 
 
 # Atomic writing ---------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """The process ends here; no handler of ours runs in its stead."""
-
 
 FULL = OSError(28, "No space left on device")
 

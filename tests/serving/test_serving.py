@@ -345,9 +345,7 @@ def test_what_does_not_fit_is_one_line(
             list(predict(model, [file]))
 
 
-def test_nothing_is_unpickled_and_damage_is_found(
-    exported: dict[str, Path], flowers: Ran, tmp_path: Path
-) -> None:
+def test_nothing_is_unpickled_and_damage_is_found(exported: dict[str, Path], tmp_path: Path) -> None:
     copy = shutil.copytree(exported["garden"], tmp_path / "copy")
     (copy / "model.pt2").write_bytes(b"a program that would run")  # never read
     open_exported(copy)

@@ -48,7 +48,7 @@ def test_device_ignores_paths_of_the_server(node: dict[str, Any], monkeypatch: p
 
 
 @pytest.mark.long
-def test_detects_ray_workers(tmp_path: Path) -> None:
+def test_detects_ray_workers() -> None:
     import ray
 
     quiet: dict[str, Any] = {

@@ -35,6 +35,7 @@ from tests.flower.inprocess import (
     Fault,
     Federation,
     InProcessGrid,
+    Killed,
     after_round,
     altered,
     federation,
@@ -238,9 +239,6 @@ def test_new_node_is_asked_at_once_after_a_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [1, 2])
 def test_client_joined_in_an_unfinished_round_is_recorded_in_it(tmp_path: Path, at: int) -> None:
     """The server is killed when it has asked somebody new; who joined earlier is not said a second time."""
-
-    class Killed(BaseException):
-        pass
 
     def kill(message: Message, answer: Answer) -> Message:
         raise Killed

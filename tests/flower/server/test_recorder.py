@@ -45,6 +45,7 @@ from tests.flower.inprocess import (
     Fault,
     Federation,
     InProcessGrid,
+    Killed,
     after_round,
     federation,
     flower_error,
@@ -633,10 +634,6 @@ def test_full_disk_of_the_server_ends_the_run_which_can_be_resumed(tmp_path: Pat
     assert not list(run.directory.path.glob(".round-*"))
     resumed = federation(tmp_path / "a", on_disk=True, resume=True).run()
     assert resumed.fingerprint == whole.fingerprint
-
-
-class Killed(BaseException):
-    """The process ends here; no handler of ours runs in its stead."""
 
 
 @pytest.mark.parametrize(
