@@ -32,10 +32,6 @@ def validate(pool: Pool, name: str) -> None:
         raise PbflError(
             f"dataset '{name}' has {len(pool.owner)} entries in its client column for {rows} samples"
         )
-    if pool.in_train is not None and pool.owner is None:
-        raise PbflError(
-            f"dataset '{name}' marks training rows but has no client column; must be both or neither"
-        )
     if not 1 <= len(pool.input_shape) <= MAX_AXES or min(pool.input_shape) < 1:
         raise PbflError(
             f"dataset '{name}' has inputs of shape {pool.input_shape}; must be 1 to {MAX_AXES} axes, none "

@@ -11,12 +11,13 @@ from cryptography import x509
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.addresses import split_address
 
+ANSWER_SECONDS = 10.0  # to connect, and for each answer
 
-def server_certificate(address: str, ca: Path | None, timeout: float = 10.0) -> x509.Certificate:
+
+def server_certificate(address: str, ca: Path | None) -> x509.Certificate:
     """Connect with TLS and return the server's certificate.
 
-    ``ca`` is the PEM file of the authority, None means the system's. The timeout, in seconds, is for connecting and for
-    each answer.
+    ``ca`` is the PEM file of the authority, None means the system's.
 
     Raises:
         PbflError: if the address cannot be reached or does not use TLS, if ``ca`` holds no certificate, or if the
@@ -29,7 +30,7 @@ def server_certificate(address: str, ca: Path | None, timeout: float = 10.0) -> 
         raise PbflError(f"{ca} holds no PEM certificate ({error}): copy it again, unchanged") from None
     context.set_alpn_protocols(["h2", "http/1.1"])  # gRPC servers close connections that do not offer HTTP/2
     try:
-        plain = socket.create_connection((host, port), timeout)
+        plain = socket.create_connection((host, port), ANSWER_SECONDS)
     except OSError as error:
         raise PbflError(f"{address} cannot be reached ({error.strerror or error})") from None
     try:

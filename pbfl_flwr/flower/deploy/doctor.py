@@ -35,6 +35,7 @@ from pbfl_flwr.errors import PbflError, expanded, format_exception, printable
 from pbfl_flwr.flower.deploy import certificates as security
 from pbfl_flwr.flower.deploy import connection
 from pbfl_flwr.flower.deploy.admission import check_admission
+from pbfl_flwr.flower.deploy.connection import ANSWER_SECONDS
 from pbfl_flwr.flower.deploy.findings import FAILED, OK, WARNING, Finding
 from pbfl_flwr.flower.deploy.processes import health
 from pbfl_flwr.util.addresses import split_address
@@ -48,7 +49,6 @@ NEEDS_SPACE = "free space: a client's state takes a few times its network"
 NO_KERNELS = "install a torch build for this GPU, end other programs on it, or use the CPU"
 LOW_MEMORY = 1e9  # bytes; a client that trains a small network on a CPU needs about as much
 EXPIRES_SOON = timedelta(days=30)
-ANSWER_SECONDS = 10.0  # timeout of a connection
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def check_address(what: str, address: str) -> Finding:
 def check_certificate(address: str, ca: Path | None) -> Finding:
     """Check how long the server's certificate, which a SuperNode accepts, will be valid."""
     try:
-        certificate = connection.server_certificate(address, ca, ANSWER_SECONDS)
+        certificate = connection.server_certificate(address, ca)
     except PbflError as error:
         return Finding("tls", WARNING, str(error), "is --ca the server's ca.pem?")
     end = certificate.not_valid_after_utc
