@@ -124,8 +124,8 @@ def check_models(spec: str, task: Task, code: Collection[str] = ()) -> None:
 
     Args:
         spec: see :func:`~pbfl_flwr.models.registry.architectures`.
-        code: likewise.
         task: K, d and the shape of inputs.
+        code: as ``spec``.
 
     Raises:
         PbflError: for the first architecture that does not fit, with model, layer, expected and actual shape.

@@ -157,8 +157,7 @@ class ClientStore:
     def save(self, state: ClientState) -> None:
         """Write the client's state atomically, so that model, memory and reply are always of the same round.
 
-        The caller must hold the lock, unless
-        no other process uses the file.
+        The caller must hold the lock, unless no other process uses the file.
         """
         tensors = {f"model.{name}": tensor for name, tensor in state.model.items()}
         tensors |= {f"memory.{name}": tensor for name, tensor in state.memory.items()}
