@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from io import TextIOWrapper
@@ -216,8 +216,7 @@ def federate(
         PbflError: if this process is in a run already, or several workers cannot import its script; also as
             :func:`pbfl_flwr.flower.server.app.serve`.
     """
-    with _restored():
-        run_here(Path(run_dir).absolute(), config, num_clients, resources)
+    _run(Path(run_dir).absolute(), config, num_clients, resources, LoadedData(), _restored())
 
 
 def run_here(
@@ -235,6 +234,18 @@ def run_here(
         RunRefused: if another run uses the directory.
         PbflError: as :func:`federate`.
     """
+    _run(run_dir, config, num_clients, resources, loaded or LoadedData(), nullcontext())
+
+
+def _run(
+    run_dir: Path,
+    config: Mapping[str, Scalar],
+    num_clients: int,
+    resources: Resources,
+    loaded: LoadedData,
+    around: AbstractContextManager[None],
+) -> None:
+    """Run a federation in a context, which is entered once the run is this process's only one."""
     check_not_worker()
     if (configured := config.get("num-clients", num_clients)) != num_clients:
         raise PbflError(
@@ -247,10 +258,10 @@ def run_here(
     lock = lock_of(run_dir)
     claim(lock, run_dir)
     keys = {**config, "num-clients": num_clients, "run-dir": str(run_dir)}
-    loaded = loaded or LoadedData()
     with ExitStack() as stack:
         stack.callback(lock.release)
         stack.enter_context(only_run(str(run_dir)))
+        stack.enter_context(around)
         stack.enter_context(_logged_to(run_dir / LOG))
         # Read by Flower's messages.
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID

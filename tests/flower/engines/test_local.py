@@ -7,18 +7,21 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from filelock import FileLock
 from flwr.app import ConfigRecord, Context, Message
 
+from pbfl_flwr import seeds
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import device
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.engines import local
 from pbfl_flwr.flower.engines.local import LocalGrid, federate, in_this_process, run_immediately, worker_specs
+from pbfl_flwr.flower.engines.only_run import only_run
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import grid as waiting
@@ -107,6 +110,16 @@ def test_devices_need_their_number() -> None:
 def test_refuses_directory_of_another_run(tmp_path: Path) -> None:
     with FileLock(tmp_path / ".lock"), pytest.raises(PbflError, match="in use by another run"):
         federate(tmp_path, KEYS, 3, Resources(workers=1))
+
+
+def test_a_refused_run_touches_no_random_state_of_the_one_that_goes_on(tmp_path: Path) -> None:
+    with (
+        only_run("other"),
+        patch.object(seeds, "restored") as restored,
+        pytest.raises(PbflError, match="this process is in the run 'other' already"),
+    ):
+        federate(tmp_path, KEYS, 3, Resources(workers=1))
+    restored.assert_not_called()
 
 
 def test_message_not_started_before_the_deadline_is_dropped() -> None:
