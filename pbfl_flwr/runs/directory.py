@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
+from os.path import samestat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,8 +87,8 @@ class RunDirectory:
         object.__setattr__(self, "path", Path(path))
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock against other servers; if the run fails, write the error to error.txt.
+    def locked(self) -> Iterator[os.stat_result]:
+        """Hold the lock against other servers, and yield its file; if the run fails, write the error to error.txt.
 
         Ctrl-C on ``flwr run`` only ends its log stream, so a user may resume a run that is still active.
 
@@ -106,19 +107,28 @@ class RunDirectory:
         except OSError as error:
             raise UnsavedState(f"run-dir = '{self.path}' cannot be written ({error.strerror})") from None
         try:
+            held = (self.path / SERVER_LOCK).stat()  # while it is held no other file gets its inode
             remove_temporary(self.path)
-            yield
+            yield held
         except RunRefused:
             raise
         except (Exception, SystemExit) as error:
             pass_on_exit(error)
-            with suppress(UnsavedState):  # a full disk may be the original error
-                self.write_line(
-                    ERROR, str(error) if isinstance(error, PbflError) else format_exception(error)
-                )
+            if self.is_in_place(held):
+                with suppress(UnsavedState):  # a full disk may be the original error
+                    self.write_line(
+                        ERROR, str(error) if isinstance(error, PbflError) else format_exception(error)
+                    )
             raise
         finally:
             lock.release()
+
+    def is_in_place(self, lock: os.stat_result) -> bool:
+        """Return whether this still is the directory with this lock, not another one after it was moved."""
+        try:
+            return samestat(lock, (self.path / SERVER_LOCK).stat())
+        except FileNotFoundError:
+            return self.taken  # only the lock's file is gone
 
     @property
     def taken(self) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from logging import INFO, WARNING
-from os.path import samestat
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Payload, Serializable
 from pbfl_flwr.runs import checkpoint
-from pbfl_flwr.runs.directory import ERROR, RESULT, SERVER_LOCK, RunDirectory, RunRefused, installed_versions
+from pbfl_flwr.runs.directory import ERROR, RESULT, RunDirectory, RunRefused, installed_versions
 from pbfl_flwr.runs.early_stopping import Score, all_scores, best
 from pbfl_flwr.runs.records import (
     Change,
@@ -166,25 +165,17 @@ class RunRecorder(Recorder):
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Return a context in which no other process may write the run."""
-        with self.directory.locked():
-            self._lock = (self.directory.path / SERVER_LOCK).stat()  # held, so no other file gets its inode
+        with self.directory.locked() as self._lock:
             yield
 
-    def _check_in_place(self, number: int) -> None:
-        try:
-            if self._lock is None or samestat(self._lock, (self.directory.path / SERVER_LOCK).stat()):
-                return
-        except FileNotFoundError:
-            if self.directory.taken:  # only the lock's file is gone
-                return
-        raise RunRefused(
-            f"run-dir = '{self.directory.path}' was moved or removed while the run was writing it; the run ended "
-            f"before round {number} counted"
-        )
+    @property
+    def _is_in_place(self) -> bool:
+        return self._lock is None or self.directory.is_in_place(self._lock)
 
     def set_waiting(self, line: str) -> None:
         """Publish what the server waits for; an empty line means nothing."""
-        self.directory.set_waiting(line)
+        if self._is_in_place:
+            self.directory.set_waiting(line)
 
     def previous(self) -> RunRecord | None:
         """Return run.json of the run to resume, None for a new run; the directory then belongs to this run.
@@ -316,7 +307,11 @@ class RunRecorder(Recorder):
                 was moved or removed; another run may be in its place.
         """
         record, number = finished.record, finished.record.round
-        self._check_in_place(number)
+        if not self._is_in_place:
+            raise RunRefused(
+                f"run-dir = '{self.directory.path}' was moved or removed while the run was writing it; the run ended "
+                f"before round {number} counted"
+            )
         if number <= self._written:
             raise RunRefused(f"run-dir = '{self.directory.path}' has round {number} already; resume the run")
         self.set_waiting("")
@@ -377,12 +372,8 @@ class RunRecorder(Recorder):
         self.set_waiting("")
         unwritten: PbflError | None = None
         try:
-            rounds, done = self.directory.record().last_round, self.directory.finished_rounds()
-            self.directory.settle(done)
-            if done >= rounds:
-                result = result_hash(self.directory, rounds)
-                self.directory.write_line(RESULT, result)
-                log(INFO, "result hash %s", result)
+            if self._is_in_place:
+                self._finish()
         except PbflError as error:
             unwritten = error
         if self._sinks is not None:
@@ -390,6 +381,15 @@ class RunRecorder(Recorder):
             self._sinks = None
         if unwritten is not None and ending == "finished":  # otherwise the run ends with another error
             raise unwritten
+
+    def _finish(self) -> None:
+        """Put the last round's files in place, and write the result hash if all rounds are made."""
+        rounds, done = self.directory.record().last_round, self.directory.finished_rounds()
+        self.directory.settle(done)
+        if done >= rounds:
+            result = result_hash(self.directory, rounds)
+            self.directory.write_line(RESULT, result)
+            log(INFO, "result hash %s", result)
 
     @property
     def _configuration(self) -> str:

@@ -7,7 +7,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.replies import LOST, Replies, error_reason, worker_died
 from pbfl_flwr.flower.server.roster import Roster
-from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.payloads import Payload, RejectedPayload, Serializable, separate
 from pbfl_flwr.payloads.contract import OutOfRange
 from pbfl_flwr.runs.records import NOT_CONNECTED
 from pbfl_flwr.task import Task
@@ -104,6 +104,21 @@ def _need_steps(replies: Replies, training: TrainingSettings) -> None:
             "round 1: no client made a training step, since each has fewer samples than a batch needs (batch-size = "
             f"{training.batch_size}, drop-last = '{training.drop_last}'; BatchNorm needs two)"
         )
+
+
+def as_saved(state: Serializable, kind: type[Serializable], task: Task, server_round: int) -> Serializable:
+    """Return a state of this kind as a checkpoint of it is read, so that a resumed run goes on with the same numbers.
+
+    Raises:
+        RunEnded: naming the tensor that would not be read, e.g. since it is not finite.
+    """
+    try:
+        return kind.from_tensors(separate(state.to_tensors()), task)
+    except (RejectedPayload, KeyError) as error:
+        raise RunEnded(
+            f"round {server_round}: after aggregation the server's state could not be read again: {error}. Rounds up "
+            f"to {server_round - 1} are kept"
+        ) from None
 
 
 def need_usable(broadcast: Payload, kind: type[Payload], task: Task, server_round: int) -> None:

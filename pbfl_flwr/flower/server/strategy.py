@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -90,6 +91,7 @@ class MethodStrategy(Strategy):
         self._reported: dict[int, int] = {}  # client -> the round of that report
         self._samples: dict[int, tuple[int, int]] = {}  # client -> training and test samples in that report
         self._phase: Phase | None = None  # of configure_train, for aggregate_train
+        self._lock = ExitStack()  # of the directory, from a loop's first configure_train to its last round
         self._digest = (
             ""  # of the last checkpoint's state; the first state is made anew, on another CPU with other bits
         )
@@ -396,12 +398,15 @@ class MethodStrategy(Strategy):
         Without a grid there is no last scoring. ``started`` is the :func:`time.perf_counter` of the round's begin.
 
         Raises:
-            RunEnded: if the aggregate is not finite, or nobody is scored, see :meth:`_final_scoring`.
+            RunEnded: if the aggregate cannot be saved or sent, e.g. since it is not finite, or nobody is scored, see
+                :meth:`_final_scoring`.
         """
         number, members, method = replies.phase.number, self._clients, self.method
         aggregating = time.perf_counter()
         state = self.aggregate_fit(number, replies.uploads)
         calls.as_state(method, state, self.aggregate_fit, self._task)
+        state = stopping.as_saved(state, method.state, self._task, number)
+        stopping.need_usable(self._broadcast(state), method.down, self._task, number)
         aggregated = time.perf_counter() - aggregating
 
         accuracies = rounds.scores(replies)
@@ -494,7 +499,10 @@ class MethodStrategy(Strategy):
     ) -> Iterable[Message]:
         """Return training messages for the sampled clients and evaluation messages for (some of) the others."""
         if self.membership is None:
-            self.prepare(grid)
+            with ExitStack() as lock:
+                lock.enter_context(self._recorder.locked())
+                self.prepare(grid)
+                self._lock = lock.pop_all()
         self._phase = self._messages(self._plan(grid, server_round), self.state)
         return [message for message, _ in self._phase.messages]
 
@@ -513,6 +521,7 @@ class MethodStrategy(Strategy):
         record = self._commit(self._finished(received, self._phase.started))
         if self.done == self.schedule.num_rounds:
             self._recorder.close("finished")
+            self._lock.close()
         return self._next_arrays(), results.train_metrics(record)
 
     def configure_evaluate(

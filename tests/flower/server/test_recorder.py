@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -351,8 +352,49 @@ def test_error_file_says_why_a_run_ended(tmp_path: Path, monkeypatch: pytest.Mon
     assert not told.exists()
 
 
+def moving_average(strategy: MethodStrategy, state: Any) -> Any:
+    """Return a state with prototypes of another type, as NumPy computes them."""
+    old, new = strategy.state.broadcast.values.double(), state.broadcast.values.double()
+    return replace(state, broadcast=replace(state.broadcast, values=0.7 * old + 0.3 * new))
+
+
+def divides_by_zero(strategy: MethodStrategy, state: Any) -> Any:
+    values = state.broadcast.values / (0 if strategy.done == 1 else 1)
+    return replace(state, broadcast=replace(state.broadcast, values=values))
+
+
+def with_rule(rule: Callable[[MethodStrategy, Any], Any]) -> type[MethodStrategy]:
+    """Return a user's strategy that changes what the method has aggregated."""
+
+    class Own(MethodStrategy):
+        def aggregate_fit(self, server_round: int, uploads: Any) -> Any:
+            return rule(self, super().aggregate_fit(server_round, uploads))
+
+    return Own
+
+
+def test_a_resumed_run_goes_on_with_the_numbers_of_an_own_rule(tmp_path: Path) -> None:
+    """Also if they have a type that the method's state does not have when it is read."""
+    own = with_rule(moving_average)
+    whole = federation(tmp_path / "a", strategy=own, on_disk=True, num_server_rounds=4).run()
+    federation(tmp_path / "b", strategy=own, on_disk=True, num_server_rounds=2).run()
+    resumed = federation(tmp_path / "b", strategy=own, on_disk=True, num_server_rounds=4, resume=True).run()
+    assert resumed.directory.result() == whole.directory.result()
+
+
+def test_an_own_rule_whose_state_cannot_be_read_ends_the_run_before_the_round_counts(tmp_path: Path) -> None:
+    run = federation(tmp_path, strategy=with_rule(divides_by_zero), on_disk=True, num_server_rounds=3)
+    says = r"^round 2: after aggregation the server's state could not be read again: 'rows' holds NaN or infinity\."
+    with pytest.raises(RunEnded, match=says):
+        run.run()
+    assert federation(tmp_path, on_disk=True, num_server_rounds=3, resume=True).run().strategy.done == 3
+
+
+@pytest.mark.parametrize("error", ["", "an own error"])
 @pytest.mark.parametrize("what", ["moved", "removed", "replaced"])
-def test_a_run_whose_directory_goes_away_ends_and_writes_into_no_other(tmp_path: Path, what: str) -> None:
+def test_a_run_whose_directory_goes_away_ends_and_writes_into_no_other(
+    tmp_path: Path, what: str, error: str
+) -> None:
     run = federation(tmp_path / "run", on_disk=True, num_server_rounds=3)
     aggregate, place = run.strategy.aggregate_fit, run.directory.path
 
@@ -363,13 +405,18 @@ def test_a_run_whose_directory_goes_away_ends_and_writes_into_no_other(tmp_path:
                 shutil.rmtree(tmp_path / "moved")
             if what == "replaced":
                 federation(tmp_path / "run", on_disk=True, num_server_rounds=1, seed=7).run()
+                (place / ".round-2").mkdir()  # which the other run is about to write
+            if error:
+                raise ValueError(error)
         return aggregate(*arguments)
 
+    says = r"was moved or removed .*; the run ended before round 2 counted$"
     with (
         patch.object(run.strategy, "aggregate_fit", afterwards),
-        pytest.raises(RunRefused, match=r"was moved or removed .*; the run ended before round 2 counted$"),
+        pytest.raises(ValueError if error else RunRefused, match=error or says),
     ):
         run.run()
+    assert (place / ".round-2").exists() == (what == "replaced")
     assert (place / "rounds.jsonl").exists() == (what == "replaced")
     assert not (place / ERROR).exists()
     if what == "moved":
@@ -853,6 +900,19 @@ def test_a_loop_of_ones_own_finishes_the_run_with_its_last_round(tmp_path: Path)
         *[whole.directory.result()] * 2,
     ]  # if it goes on, that of the configured rounds stays
     assert snapshot(run.directory.path).state == "finished"
+
+
+def test_a_loop_of_ones_own_holds_its_directory_until_its_last_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "HANDOVER_SECONDS", 0.1)
+    run = federation(tmp_path, on_disk=True, num_server_rounds=2)
+    for number in (1, 2):
+        messages = run.strategy.configure_train(number, ArrayRecord(), ConfigRecord(), run.grid)
+        with pytest.raises(RunRefused, match="is being written by another run"):
+            federation(tmp_path, on_disk=True, resume=True).run()
+        run.strategy.aggregate_train(number, run.grid.send_and_receive(messages))
+    assert federation(tmp_path, on_disk=True, num_server_rounds=3, resume=True).run().strategy.done == 3
 
 
 @pytest.mark.parametrize("kept", [0, 1])
