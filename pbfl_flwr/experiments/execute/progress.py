@@ -129,7 +129,7 @@ def _version(file: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-def follow(path: Path, console: Console, seconds: float, now: Callable[[], float] = time.time) -> State:
+def follow(path: Path, console: Console, seconds: float, now: Callable[[], float] = time.monotonic) -> State:
     """Print a run's rounds until it ends, and return its last state; a stopped run has a minute to be resumed.
 
     So has one that had failed before: whoever starts it again and then follows it may be faster than the server. The
