@@ -211,7 +211,7 @@ def export(
     else:
         saved = states.read_state(states.state_file(expanded(path), client))
     with writing(out):
-        files = exporting.export(saved, expanded(out), frozenset(models or []))
+        files, notes = exporting.export(saved, expanded(out), frozenset(models or []))
     card, shape = saved.card, "x".join(map(str, saved.card.input_shape))
     who = f"client {card.natural_id or card.client}" if card.client else "the server"
     say(
@@ -221,8 +221,8 @@ def export(
         f"{card.num_classes} classes, d = {card.feature_dim}",
     )
     say(console, f"written to {out}: {', '.join(files)}")
-    if line := exporting.lacking_for_onnx():
-        say(console, line)
+    for note in notes:
+        say(console, note)
 
 
 def predict(

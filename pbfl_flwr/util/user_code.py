@@ -229,10 +229,18 @@ def describe_user_error(error: BaseException, spec: str, otherwise: str = "") ->
         spec: ``my_package.module:function``; all of ``my_package`` counts as user code.
         otherwise: replaces the location if no user code is in the traceback.
     """
+    message = f"{type(error).__name__}: {' '.join(printable(text_of(error)).split())}"
+    return message[:LONGEST].removesuffix(": ") + (user_line(error, spec) or otherwise)
+
+
+def user_line(error: BaseException, spec: str) -> str:
+    """Return the last line of user code in the traceback of an exception, as :func:`place_of` names one.
+
+    It is empty if there is none; ``spec`` as in :func:`describe_user_error`.
+    """
     package = re.split("[.:]", spec)[0]
-    where = otherwise
+    where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).partition(".")[0] == package:
             where = f" ({Path(frame.f_code.co_filename).name}:{line})"
-    message = f"{type(error).__name__}: {' '.join(printable(text_of(error)).split())}"
-    return message[:LONGEST].removesuffix(": ") + where
+    return where

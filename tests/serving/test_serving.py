@@ -1,10 +1,13 @@
 """Own data in four formats, trained by real messages, exported, and used on files: the same answers everywhere."""
 
+import errno
 import json
 import logging
 import os
 import random
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -507,7 +510,7 @@ def test_a_network_in_the_users_code_must_be_allowed(tmp_path: Path, monkeypatch
     kept = SavedModel(card, dict(weights), {})
     with pytest.raises(PbflError, match="allow it with --model garden_nets:build"):
         export(kept, tmp_path / "out")
-    assert "card.json" in export(kept, tmp_path / "out", frozenset({"garden_nets:build"}))
+    assert "card.json" in export(kept, tmp_path / "out", frozenset({"garden_nets:build"})).files
     with pytest.raises(PbflError, match="allow it with --model garden_nets:build"):
         open_exported(tmp_path / "out")
     model = open_exported(tmp_path / "out", frozenset({"garden_nets:build"}))
@@ -521,26 +524,94 @@ def test_a_network_in_the_users_code_must_be_allowed(tmp_path: Path, monkeypatch
     assert pbfl("predict", tmp_path / "out", tmp_path / "x.npz", *several).exit_code == 0
 
 
-def test_of_a_network_that_is_no_program_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("body", "line", "reason"),
+    [
+        (
+            "torch.jit.script(self.body)",
+            "self.body(x)",
+            r"TypeError: Linear\.forward\(\) takes 2 .* given \(refused_nets\.py:9\)",
+        ),
+        (
+            "self.body",
+            "self.body(x.reshape(len(x), -1))",
+            r"UserError: Constraints violated \(batch\)! "
+            r"It must take any number of samples, as x\.shape\[0\], not len\(x\)",
+        ),
+        (
+            "self.body",
+            "self.body(x if x.sum() > 0 else -x)",
+            r"GuardOnDataDependentSymNode: Could not guard on .* \(refused_nets\.py:9\)",
+        ),
+    ],
+    ids=["scripted", "len", "data"],
+)
+def test_a_network_that_is_no_program_is_exported_without_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    body: str,
+    line: str,
+    reason: str,
 ) -> None:
-    (tmp_path / "scripted_nets.py").write_text(
-        CODE.replace(
-            "self.body = torch.nn.Linear(task.input_shape[0], task.feature_dim)",
-            "self.body = torch.jit.script(torch.nn.Linear(task.input_shape[0], task.feature_dim))",
-        )
-    )
+    code = CODE.replace("self.head", f"self.body = {body}; self.head").replace("self.body(x)", line)
+    (tmp_path / "refused_nets.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    name = "scripted_nets:build"
+    monkeypatch.delitem(sys.modules, "refused_nets", raising=False)
+    name = "refused_nets:build"
     card = card_of(name)
     kept = SavedModel(card, build_model(own_code(name, [name]), card.task, 1).state_dict(), {})
+    files, notes = export(kept, tmp_path / "out", frozenset({name}))
+    assert files == ["card.json", "model.safetensors"]
+    (note,) = notes
+    assert re.fullmatch(f"no model.pt2, model.onnx: torch.export refuses {name}: {reason}", note)
+    assert capfd.readouterr() == ("", "")
+    x = np.ones((3, 4), np.float32)
+    model = open_exported(tmp_path / "out", frozenset({name}))
+    assert model.probabilities(x).shape == (3, 3)
+
+
+def test_a_program_that_torch_refuses_is_a_line_beside_the_other_files(
+    runs: dict[str, Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **keywords: object) -> None:
+        try:
+            raise LookupError("no function for aten.odd\nTraceback")
+        except LookupError as error:
+            raise RuntimeError("\x1b[96mStep 3/3\x1b[0m failed. Create an issue ...") from error
+
+    state = runs["garden"].place / "state"
+    monkeypatch.setattr("pbfl_flwr.serving.export.lacking_for_onnx", str)
+    monkeypatch.setattr(torch.onnx, "export", refuse)
+    done = pbfl("export", state, "--client", "garden", "--out", tmp_path / "out")
+    files = "card.json, model.pt2, model.safetensors, prototypes.safetensors"
+    note = "no model.onnx: torch.onnx.export refuses mlp5: LookupError: no function for aten.odd"
+    assert (done.exit_code, done.output.splitlines()[1:]) == (
+        0,
+        [f"written to {tmp_path}/out: {files}", note],
+    )
+    monkeypatch.setattr(torch.export, "export", refuse)
+    done = pbfl("export", state, "--client", "garden", "--out", tmp_path / "less")
+    assert done.exit_code == 0
+    assert (
+        "\nno model.pt2, model.onnx: torch.export refuses mlp5: RuntimeError: Step 3/3 failed." in done.output
+    )
+    assert {file.name for file in (tmp_path / "less").iterdir()} == {*files.split(", ")} - {"model.pt2"}
+
+
+def test_of_an_export_that_cannot_be_written_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = MagicMock()
+    full.save.side_effect = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("pbfl_flwr.serving.export.lacking_for_onnx", str)
+    monkeypatch.setattr(torch.onnx, "export", lambda *arguments, **keywords: full)
+    card = card_of("mlp5")
+    kept = SavedModel(card, build_model("mlp5", card.task, 1).state_dict(), {})
     (tmp_path / "empty").mkdir()
     for place in ("new", "empty"):
-        with pytest.raises(
-            PbflError, match=f"^{name} cannot be exported as a torch.export program: "
-        ) as error:
-            export(kept, tmp_path / place, frozenset({name}))
-        assert "\n" not in str(error.value)
+        with pytest.raises(PbflError, match=r"cannot be written \(No space left on device\)$"):
+            export(kept, tmp_path / place)
     assert not (tmp_path / "new").exists()
     assert [*(tmp_path / "empty").iterdir()] == []
 
@@ -635,7 +706,7 @@ def test_every_network_for_texts_becomes_a_program(texts: Ran, name: str, tmp_pa
     shape = {"input_shape": (12,), "scale": kept.scale[:12], "shift": kept.shift[:12]}
     card = kept.model_copy(update={"architecture": name, **shape})
     model = build_model(name, card.task, 5).eval()
-    names = export(SavedModel(card, model.state_dict(), {}), tmp_path / "out")
+    names, _ = export(SavedModel(card, model.state_dict(), {}), tmp_path / "out")
     ids = random_inputs(card.task, 3)
     ids[:, 0], ids[1, 5:], ids[2] = 1, 0, 0
     with torch.inference_mode():
