@@ -197,7 +197,7 @@ def register(
     from pbfl_flwr.runs.directory import RunDirectory
 
     console, file = screen(), out or folder / "inventory.json"
-    clients = [] if run is None else RunDirectory(expanded(run)).record().clients
+    clients = None if run is None else RunDirectory(expanded(run)).record().clients
     with writing(file):
         lines = inventory.register(folder, file, lambda *words: flwr(words), link, clients)
     devices = inventory.Inventory.read(file).devices

@@ -40,7 +40,8 @@ class Device(Record):
         earlier: hash of each earlier key -> its node, which Flower tells only once.
         status: Flower's: registered, online, offline; empty if the SuperLink does not know the node.
         last_seen: time in UTC; empty if it was never online.
-        architecture, version: its network and pbfl-flwr's version in the last run that was looked at.
+        architecture, version: its network and pbfl-flwr's version in the last run that was looked at; empty if it was
+            not in that run.
     """
 
     name: str
@@ -88,7 +89,7 @@ class Inventory(Record):
 
 
 def register(
-    folder: Path, file: Path, flwr: Flwr, link: str = "", clients: Sequence[ClientRecord] = ()
+    folder: Path, file: Path, flwr: Flwr, link: str = "", clients: Sequence[ClientRecord] | None = None
 ) -> list[str]:
     """Register the public keys of a folder that are not registered yet, under their names, and write the inventory.
 
@@ -100,7 +101,7 @@ def register(
         file: the inventory.
         flwr: asks the SuperLink.
         link: name of its connection; empty: the default one.
-        clients: of the last run, which say node, network and version.
+        clients: of the last run, which say node, network and version; None: what is known of them is kept.
 
     Returns:
         What was done or could not be done, a line each; the inventory is written in any case.
@@ -113,12 +114,12 @@ def register(
     known = {device.name: device for device in Inventory.read(file).devices}
     asked = [*([link] if link else []), "--format", "json"]
     nodes, gone = _nodes(flwr, asked)
-    members = {client.key: client for client in clients}
     devices = {name: known.get(name, Device(name=name, key=key)).with_key(key) for name, key in keys.items()}
-    for name, device in devices.items():
-        if member := members.get(device.key):
-            seen = {"architecture": member.architecture, "version": member.code_version}
-            devices[name] = device.model_copy(update={**seen, "node": str(member.node)})
+    if clients is not None:
+        members = {client.key: client for client in clients}
+        known, devices = (
+            {name: _of_run(device, members) for name, device in group.items()} for group in (known, devices)
+        )
     new = [name for name, device in devices.items() if device.node not in nodes]
 
     def add(name: str) -> str:
@@ -198,6 +199,14 @@ def _nodes(flwr: Flwr, asked: Sequence[str]) -> tuple[dict[str, Mapping[str, Any
     listed = {node["node-id"]: node for node in flwr("supernode", "list", *asked)["nodes"]}
     gone = {number for number, node in listed.items() if node["status"] in ("unregistered", "deleted")}
     return {number: node for number, node in listed.items() if number not in gone}, gone
+
+
+def _of_run(device: Device, members: Mapping[str, ClientRecord]) -> Device:
+    """Return a device with what a run says of it."""
+    if (member := members.get(device.key)) is None:
+        return device.model_copy(update={"architecture": "", "version": ""})
+    seen = {"architecture": member.architecture, "version": member.code_version}
+    return device.model_copy(update={**seen, "node": str(member.node)})
 
 
 def _seen(device: Device, nodes: Mapping[str, Mapping[str, Any]], now: str) -> Device:

@@ -237,6 +237,32 @@ def test_a_run_says_which_node_a_key_has_and_what_runs_there(folder: Path) -> No
     assert devices(folder)["a"].architecture == clients[0].architecture
 
 
+def test_network_and_version_are_of_the_run_that_is_named(folder: Path) -> None:
+    link, file = Link(), folder / "i.json"
+    security.make_keys(folder, ["c"])
+    register(folder, file, link)
+    nodes = {name: device.node for name, device in devices(folder).items()}
+    clients = [
+        member(name, int(nodes[name]), **{"code-version": "0.1.0"}).with_key(key, name)
+        for name, key in read_keys(folder).items()
+    ]
+    (folder / "c.pub").unlink()  # out of service, and still registered
+
+    def shown() -> dict[str, list[str]]:
+        return {name: device.row[3:5] for name, device in devices(folder).items()}
+
+    register(folder, file, link, clients=clients)
+    of_run = [clients[0].architecture, "0.1.0"]
+    assert shown() == dict.fromkeys("abc", of_run)
+    register(folder, file, link)  # without a run: as before
+    assert shown() == dict.fromkeys("abc", of_run)
+    register(folder, file, link, clients=clients[:1])
+    assert shown() == {"a": of_run, "b": ["-", "-"], "c": ["-", "-"]}
+    assert {name: device.node for name, device in devices(folder).items()} == nodes
+    register(folder, file, link, clients=[])
+    assert shown() == {name: ["-", "-"] for name in "abc"}
+
+
 def test_the_command_fails_if_a_key_is_not_registered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link()
     monkeypatch.setattr(processes, "flwr", lambda words: link(*words))
