@@ -201,6 +201,11 @@ def test_run_ends_early_and_is_finished(early: Federation) -> None:
     }
 
 
+def test_patience_that_ends_in_the_last_round_is_no_early_end(tmp_path: Path) -> None:
+    run = ended(tmp_path, rounds=3)
+    assert not any("early" in note for entry in run.strategy.history for note in entry.warnings)
+
+
 def test_last_round_of_early_end_has_a_final_scoring(tmp_path: Path) -> None:
     run = ended(tmp_path, evaluate_moment="before")
     assert [entry.final is not None for entry in run.strategy.history] == [False, False, True]

@@ -429,7 +429,7 @@ class MethodStrategy(Strategy):
         ]
         if self.schedule.num_rounds == number > 1 and self.settings.evaluation.predictor != "auto":
             warnings += rounds.not_scored(self.primary_predictor, method.name, accuracies.accuracy)
-        if ends_early:
+        if ends_early and number < self.schedule.num_rounds:
             warnings.append(early_stop_warning(so_far, on, self.moment, self.schedule.patience))
         total = time.perf_counter() - started
         metrics, lost = calls.report(method, state), (members.lost_up, members.lost_down)
