@@ -817,7 +817,7 @@ def test_a_finished_run_that_is_resumed_is_shown(tmp_path: Path, monkeypatch: py
     assert "result hash f387460871ab" in result.stdout
     (run / "result.txt").unlink()  # it was stopped before its end
     settings = configuration.check(configuration.resumed(run, configuration.gather(None, [])))
-    assert not configuration.is_complete(run, settings)
+    assert not configuration.is_complete(RunDirectory(run), settings, 2)
 
 
 def test_a_run_of_devices_is_no_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,11 +91,10 @@ def run(
         directory, chosen = expanded(resume).absolute(), True
         requested = configuration.resumed(directory, requested, allowed or [])
         settings = configuration.check(requested)
-        if not dry_run and configuration.is_complete(directory, settings):
+        present = RunDirectory(directory)
+        if not dry_run and configuration.is_complete(present, settings, present.finished_rounds()):
             more = (
-                "patience=<more>"
-                if RunDirectory(directory).record().ended_after is not None
-                else "num-server-rounds=<more>"
+                "patience=<more>" if present.record().ended_after is not None else "num-server-rounds=<more>"
             )
             say(console, f"all rounds are finished; to run more: --set {more}")
             show_run(directory, console)

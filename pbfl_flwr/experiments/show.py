@@ -35,7 +35,7 @@ def show_run(run_dir: Path, console: Console) -> None:
     """
     directory = RunDirectory(run_dir)
     running = in_use(run_dir)  # before the files are read
-    about, done = directory.record(), len(directory.round_records())
+    about, done = directory.record(), directory.finished_rounds()
     say(console, str(run_dir), "bold")
     say(console, settings_line(about, done))
     if done:

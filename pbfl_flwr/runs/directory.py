@@ -324,12 +324,12 @@ class RunDirectory:
             os.truncate(self.path / name, size)
 
     def finished_rounds(self) -> int:
-        """Return the number of the last round of the history, 0 if there is none.
+        """Return the number of finished rounds, 0 if there is no history.
 
         Raises:
             DamagedState: if the history is damaged.
         """
-        return max((record.round for record in self.round_records()), default=0)
+        return len(self.round_records())
 
     def staged(self, number: int) -> Path:
         """Return where the files of a round are written before its lines are in the histories."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -328,6 +329,18 @@ def test_a_run_killed_after_its_last_round_is_to_be_resumed(file: Path, tmp_path
     assert not planned_runs.finished(run)
 
 
+def test_a_finished_run_s_history_is_read_once_and_refused_if_it_is_damaged(
+    file: Path, tmp_path: Path
+) -> None:
+    run, _ = rows(file, tmp_path)
+    write_run(run.directory, LINES[:2], **run.requested.values)
+    with patch.object(RunDirectory, "round_records", return_value=LINES[:2]) as read:
+        assert planned_runs.standing(run) == planned_runs.Standing("finished", 2)
+    read.assert_called_once_with()
+    (run.directory / "rounds.jsonl").write_text("{}\n")
+    assert "rounds.jsonl, line 1 is damaged" in planned_runs.standing(run).refusal
+
+
 def test_a_run_without_a_key_of_an_app_is_not_the_one_with_it(file: Path, tmp_path: Path) -> None:
     run, _ = rows(file, tmp_path)
     write_run(run.directory, LINES[:2], **run.requested.values)
@@ -345,20 +358,19 @@ def test_a_run_that_patience_ended_is_finished_for_who_asks_with_the_same_patien
     for run, made in ((first, LINES[:3]), (second, LINES)):
         write_run(run.directory, made, **run.requested.values)
         end_early(run.directory, len(made))
-    assert planned_runs.check_finished(first)
+    assert planned_runs.finished(first)
     assert [summary.ROUNDS.cell(row) for row in planned_runs.finished_groups([first, second])] == ["3–4"]
     assert [summary.ROUNDS.cell(row) for row in planned_runs.finished_groups([second])] == ["4"]
     for rounds in (50, 5):
         (run,) = planned_of(sections, [f"num-server-rounds={rounds}", "patience=2"], [0], ["A"], tmp_path)
-        assert planned_runs.check_finished(run)
+        assert planned_runs.finished(run)
     for rounds, patience, said in (
         (2, 2, "num-server-rounds = 9, not 2"),
         (9, 3, "patience = 2; give the same keys"),
     ):
         keys = [f"num-server-rounds={rounds}", f"patience={patience}"]
         (run,) = planned_of(sections, keys, [0], ["A"], tmp_path)
-        with pytest.raises(PbflError, match=f"was run with {said}"):
-            planned_runs.check_finished(run)
+        assert f"was run with {said}" in planned_runs.standing(run).refusal
 
 
 def test_the_table(file: Path, tmp_path: Path) -> None:

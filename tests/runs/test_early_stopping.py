@@ -249,11 +249,10 @@ def test_resumed_run_stays_ended(tmp_path: Path, early: Federation, recorded: bo
 
 
 def test_run_is_complete_with_the_same_patience(early: Federation) -> None:
-    path = early.directory.path
-
     def complete(**keys: Any) -> bool:
-        changed = {**RunDirectory(path).record().configuration, **keys}
-        return configuration.is_complete(path, parse(changed, SECTIONS))
+        changed = {**early.directory.record().configuration, **keys}
+        done = early.directory.finished_rounds()
+        return configuration.is_complete(early.directory, parse(changed, SECTIONS), done)
 
     assert complete()
     assert complete(**{"num-server-rounds": 50})

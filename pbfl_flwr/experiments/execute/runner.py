@@ -149,7 +149,7 @@ def _interrupted(run_dir: Path, console: Console, resume_with: str) -> int:
 
 def _failed(run_dir: Path, reason: str, console: Console, resume_with: str) -> int:
     say(console, f"the run failed: {reason}", "red")
-    if present := len(RunDirectory(run_dir).round_records()):
+    if present := RunDirectory(run_dir).finished_rounds():
         say(console, f"{present} rounds are saved; resume with: {resume_with}")
     return FAILED
 

@@ -295,26 +295,25 @@ def resumed(
             "says from which round on"
         )
     rounds = wanted.run.num_server_rounds
-    if (done := len(RunDirectory(run).round_records())) > rounds:
+    if (done := RunDirectory(run).finished_rounds()) > rounds:
         raise PbflError(
             f"num-server-rounds = {rounds}: the run has {done} rounds already; must be {done} or more"
         )
     return changed
 
 
-def is_complete(run: Path, settings: Settings) -> bool:
-    """Whether a run is finished and has as many rounds as requested, or ended early with the same patience.
+def is_complete(directory: RunDirectory, settings: Settings, done: int) -> bool:
+    """Whether a run is finished and its ``done`` rounds are as many as requested, or it ended early with this patience.
 
     Without its result hash it is not: it was killed after its last round, and resuming settles it.
     """
-    directory = RunDirectory(run)
     about, wanted = directory.record(), settings.run.num_server_rounds
     if about.ended_after is not None and (settings.run.patience, settings.run.patience_on) == (
         about.configuration.get("patience", 0),
         about.configuration.get("patience-on", "validation"),
     ):
         wanted = min(wanted, about.ended_after)
-    return bool(directory.result()) and len(directory.round_records()) == wanted
+    return bool(directory.result()) and done == wanted
 
 
 def run_directory(settings: Settings, wanted: Path | None) -> Path:

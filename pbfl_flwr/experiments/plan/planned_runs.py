@@ -192,15 +192,12 @@ def finished(run: PlannedRun) -> bool:
     return standing(run).state == "finished"
 
 
-def check_finished(run: PlannedRun) -> bool:
-    """Whether a run is finished, after checking that existing rounds were run with its keys.
+def _is_finished(run: PlannedRun, directory: RunDirectory, done: int) -> bool:
+    """Whether a run is finished, after checking that its ``done`` rounds were run with its keys.
 
     Raises:
         PbflError: if it was run with other keys or for more rounds, or is damaged.
     """
-    directory = RunDirectory(run.directory)
-    if not directory.taken:
-        return False
     wanted = configuration.check(run.requested)
     about = directory.record()
     made = configuration.check(configuration.RequestedKeys(about.configuration))
@@ -214,13 +211,12 @@ def check_finished(run: PlannedRun) -> bool:
     if about.ended_after is not None and about.ended_after <= rounds:
         rounds = until = about.ended_after
     # Its first rounds are not the shorter run: the final scoring and schedules depend on the last round.
-    done = len(directory.round_records())
     if done >= rounds and until > rounds:
         raise PbflError(
             f"{run.directory} was run with num-server-rounds = {until}, not {rounds}; give at least as many "
             "rounds, or another --out"
         )
-    return configuration.is_complete(run.directory, wanted)
+    return configuration.is_complete(directory, wanted, done)
 
 
 def _patience(settings: Settings) -> dict[str, Scalar]:
@@ -233,7 +229,7 @@ class Standing:
     """What is to be done with a planned run.
 
     Attributes:
-        state: "refused" if it cannot go on, see :func:`check_finished` and
+        state: "refused" if it was run with other keys, or cannot go on, see
             :func:`pbfl_flwr.experiments.plan.configuration.resumed`; "to run again" if it was made with other code.
         rounds: number of its finished rounds.
         keys: to start or resume it with; None if there is nothing to do.
@@ -252,13 +248,13 @@ def standing(run: PlannedRun) -> Standing:
     """Return what is to be done with a run, from the files in its directory."""
     directory = RunDirectory(run.directory)
     try:
-        finished = check_finished(run)
         if not directory.taken:
             directory.check_new()
             return Standing("to run", keys=run.requested)
+        rounds = directory.finished_rounds()
+        finished = _is_finished(run, directory, rounds)
         if (edited := directory.record().edited) and not run.requested.values.get("new-code"):
             return Standing("to run again", keys=run.requested, edited=edited)
-        rounds = len(directory.round_records())
         if finished:
             return Standing("finished", rounds)
         return Standing("to resume", rounds, configuration.resumed(run.directory, run.requested))

@@ -142,7 +142,7 @@ class RunRecorder(Recorder):
         """Record the settings with which a run goes on, and other fields of run.json."""
         self.directory.remove(RESULT)
         now = Change(
-            from_round=len(self.directory.round_records()) + 1,
+            from_round=self.directory.finished_rounds() + 1,
             method=settings_in(self._method),  # may depend on the number of rounds
             code=self._code(),
             versions=_versions(),
