@@ -69,7 +69,7 @@ def compare(
     """Run several configurations on the same data and print one table; run again to resume."""
     from pbfl_flwr.config import comma_list
     from pbfl_flwr.experiments.pairs import Asked
-    from pbfl_flwr.experiments.plan import comparison
+    from pbfl_flwr.experiments.plan import comparison, configuration
     from pbfl_flwr.experiments.plan.planned_runs import check_predictor, parse_seeds, plan, selected
 
     resources, app = engine_for(engine, ray_address, workers, gpus_per_client, app_dir)
@@ -81,9 +81,10 @@ def compare(
     planned = plan(runs, assignments or [], numbers, directory, deal_anew=deal_anew)
     chosen = selected(planned, comma_list(only))
     check_predictor(by, chosen)
-    labels = tuple(dict.fromkeys(run.label for run in chosen))
-    asked = Asked(against, tuple(pairs or ()), labels)
-    asked.check(labels)
+    rows = {run.label: run.requested for run in chosen}
+    methods = {label: configuration.check(requested).run.method for label, requested in rows.items()}
+    asked = Asked(against, tuple(pairs or ()), methods)
+    asked.check([*methods])
     tables = partial(comparison.tables, title, by=by or "", at=at, asked=asked)
     raise typer.Exit(_execute(planned, chosen, tables, directory, resources, app, parallel, dry_run))
 

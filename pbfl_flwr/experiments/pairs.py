@@ -6,8 +6,8 @@ between a method and itself. Runs are the units; how many clients a difference i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from pbfl_flwr.config import PREDICTORS
@@ -54,12 +54,13 @@ class Asked:
     Attributes:
         against: label of the row that each other one is compared with; empty: the one of method local, else the first.
         pairs: FIRST/SECOND, two labels each, instead of that.
-        only: the labels that are compared; empty: all.
+        planned: label -> method of the rows that are compared, also of those without a finished run; empty: of all
+            rows.
     """
 
     against: str = ""
     pairs: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
+    planned: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, labels: Sequence[str]) -> None:
         """Raise PbflError if a label is unknown or both forms are given."""
@@ -74,18 +75,31 @@ class Asked:
                 )
 
     def of(self, groups: Sequence[RunGroup]) -> list[tuple[RunGroup, RunGroup]]:
-        """Return the pairs of these rows that are asked for, first and second."""
-        rows = {group.label: group for group in groups if not self.only or group.label in self.only}
+        """Return the pairs of the rows with an accuracy that are asked for, first and second."""
+        rows = {
+            group.label: group
+            for group in groups
+            if group.scores and (not self.planned or group.label in self.planned)
+        }
         if self.pairs:
             asked = [_both(text, [*rows]) for text in self.pairs]
             return [(rows[one], rows[other]) for one, other in filter(None, asked)]
-        alone = (label for label, group in rows.items() if group.first.config["method"] == "local")
-        reference = self.against or next(alone, next(iter(rows), ""))
+        reference = self.reference(groups)
         return [
             (group, rows[reference])
             for label, group in rows.items()
             if reference in rows and label != reference
         ]
+
+    def reference(self, groups: Sequence[RunGroup]) -> str:
+        """Return the label that the others are compared with, also if it is in no row; empty if there is none."""
+        if self.pairs:
+            return ""
+        methods = self.planned or {group.label: str(group.first.config["method"]) for group in groups}
+        unscored = {group.label for group in groups if not group.scores}
+        known = [label for label in methods if label not in unscored]
+        alone = (label for label in known if methods[label] == "local")
+        return self.against or next(alone, next(iter(known), ""))
 
 
 def _both(text: str, labels: Sequence[str]) -> tuple[str, str] | None:
@@ -102,7 +116,7 @@ def paired_sheet(
 ) -> Sheet:
     """Return the table of the pairs asked for, on the same partitions and with the same seeds."""
     alone = [group for group in groups if not group.scores]
-    pairs = asked.of([group for group in groups if group not in alone])
+    pairs, reference = asked.of(groups), asked.reference(groups)
     rows: list[tuple[str, tuple[str, ...], Paired, tuple[str, ...]]] = []
     skipped: dict[str, list[str]] = {}
     partitions: list[list[int]] = []  # of each row
@@ -143,7 +157,9 @@ def paired_sheet(
         for reason, labels in skipped.items()
     ]
     tested = [dealt for dealt, p in zip(partitions, adjusted, strict=True) if p is not None]
-    about = _about(groups, tested, single) if shown else ["No two rows are compared."]
+    unfinished = reference in asked.planned and reference not in {group.label for group in groups}
+    why = f": {reference}, the reference, has no finished run" if unfinished else ""
+    about = _about(groups, tested, single) if shown else [f"No two rows are compared{why}."]
     return Sheet(title, COLUMNS, shown, (*about, *notes), text_last=True)
 
 

@@ -494,6 +494,36 @@ def test_which_pairs_and_which_round_are_said_on_the_command_line(file: Path, tm
     assert "--against C: must be one of A, B" in pbfl(*words, "--only", "A,B", "--against", "C").stderr
 
 
+def test_the_tables_say_what_is_not_finished_and_no_row_takes_the_place_of_the_reference(
+    file: Path, tmp_path: Path
+) -> None:
+    file.write_text(FILE + '[runs.C]\nmethod = "local"\nlearning-rate = 1e17\n')  # fails
+    out, few = tmp_path / "out", "max-samples=200"
+    for run in rows(file, out, [few], only=["A", "B"]):
+        write_run(run.directory, LINES[:2], **run.requested.values)
+        write_lines(run.directory / "clients.jsonl", *(columns(n, [{"global": 2}] * 2) for n in (1, 2)))
+    words = ["compare", file, "--out", out, "--workers", 1, "--set", few]
+    for options, shown in (
+        ([], "\nNo two rows are compared: C, the reference, has no finished run.\n"),
+        (["--against", "C"], "\nNo two rows are compared: C, the reference, has no finished run.\n"),
+        (["--against", "A"], "| B − A | 1 |"),
+        (["--pair", "A/B", "--pair", "A/C"], "| A − B | 1 |"),
+        (["--only", "A,B"], "| B − A | 1 |"),
+    ):
+        failed = "--only" not in options
+        assert pbfl(*words, *options).exit_code == failed
+        table, pairs = ((out / f"{name}.md").read_text() for name in ("table", "paired"))
+        assert shown in pairs
+        assert [("\nNot finished: C (seed 0).\n" in text) for text in (table, pairs)] == [failed] * 2
+
+
+def test_a_row_names_the_seeds_that_it_lacks(file: Path, tmp_path: Path) -> None:
+    first, *others = rows(file, tmp_path, seeds=[0, 1, 2])
+    write_run(first.directory, LINES[:2], **first.requested.values)
+    note = "\nNot finished: A (seeds 1, 2), B (seeds 0, 1, 2).\n"
+    assert note in compare.tables("", [first, *others]).files["table.md"]
+
+
 def test_each_seed_may_deal_the_data_anew(file: Path, tmp_path: Path) -> None:
     words = ["compare", file, "--out", tmp_path / "out", "--dry-run", "--deal-anew"]
     assert "--deal-anew: needs --seeds" in pbfl(*words).stderr

@@ -205,7 +205,7 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     assert "| A | global | 51.50 ± 0.25 | 62.50 ± 17.68 | 37.50 ± 17.68 | +11.00 |" in text
     assert "| A | global | - | 50.00 | 50.00 | - |" in text
     for line in (
-        "Not finished: B.",
+        "Not finished: A (seed 1), B (seeds 0, 1).",
         "Do not believe it.",
         "* the moon was full",
         "**three** was left out: dataset 'x' not found",

@@ -152,7 +152,7 @@ def test_a_pair_of_one_run_each_says_on_how_many_clients_and_has_no_p(tmp_path: 
     assert found["clients better / equal / worse"] == "0 / 1 / 2"
     assert found["remark"] == "consistent over clients of this run: 2 of 3"
     assert "With one run a side there is no interval and no p; --seeds makes several." in sheet.notes
-    alone = paired_sheet(results.load(places), asked=Asked(only=("fedproto",)))
+    alone = paired_sheet(results.load(places), asked=Asked(planned={"fedproto": "fedproto"}))
     assert (alone.rows, alone.notes) == ((), ("No two rows are compared.",))
 
 
@@ -231,8 +231,8 @@ def p_of(first: str, second: str) -> float:
         (Asked("fedproto"), ["local − fedproto", "tinyproto − fedproto", "protonorm − fedproto"]),
         (Asked(pairs=("tinyproto/protonorm",)), ["tinyproto − protonorm"]),
         (Asked(pairs=("fedproto/local", "protonorm/fedproto")), ["fedproto − local", "protonorm − fedproto"]),
-        (Asked(only=("fedproto", "protonorm")), ["protonorm − fedproto"]),
-        (Asked("local", only=("local", "tinyproto")), ["tinyproto − local"]),
+        (Asked(planned={"fedproto": "fedproto", "protonorm": "protonorm"}), ["protonorm − fedproto"]),
+        (Asked("local", planned={"local": "local", "tinyproto": "tinyproto"}), ["tinyproto − local"]),
     ],
 )
 def test_holms_family_is_what_is_asked(four: list[results.RunGroup], asked: Asked, labels: list[str]) -> None:

@@ -19,6 +19,7 @@ A comparison is a TOML file with the keys common to all runs, and one table per 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,7 +30,7 @@ from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.pairs import EVERY_AGAINST_ONE, Asked, paired_sheet
 from pbfl_flwr.experiments.plan import configuration
 from pbfl_flwr.experiments.plan.configuration import DirectoryName
-from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, finished_groups
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, finished_groups, unfinished_lines
 from pbfl_flwr.experiments.results import Round
 from pbfl_flwr.experiments.summary import comparison_sheet, table_files
 from pbfl_flwr.experiments.tables import Tables
@@ -83,7 +84,11 @@ def tables(
 ) -> Tables:
     """Return the table of the finished runs, and that of the pairs asked for; ``by`` is a predictor."""
     groups = finished_groups(planned, by, at=at)
-    sheet = comparison_sheet(titled(title, by), groups)
-    pairs = paired_sheet(groups, titled(f"{title}: pairs", by), asked)
+    sheets = (
+        comparison_sheet(titled(title, by), groups),
+        paired_sheet(groups, titled(f"{title}: pairs", by), asked),
+    )
+    missing = unfinished_lines(planned, groups)
+    sheet, pairs = (replace(made, notes=(*missing, *made.notes)) for made in sheets)
     shown = [sheet, pairs] if len(groups) > 1 else [sheet]
     return Tables(shown, {**table_files(sheet, groups), **pairs.files("paired")})

@@ -329,3 +329,17 @@ def finished_groups(
     for run, finished_run in zip(done, with_the_same_keys(loaded), strict=True):
         by_label.setdefault(run.label, []).append(finished_run)
     return [RunGroup(label, tuple(runs)) for label, runs in by_label.items()]
+
+
+def unfinished_lines(planned: Iterable[PlannedRun], groups: Iterable[RunGroup]) -> list[str]:
+    """Return a sentence on the runs that are in no row of a table, by label; empty if there are none."""
+    present = {run.path for group in groups for run in group.runs}
+    seeds: dict[str, list[str]] = {}
+    for run in planned:
+        if run.directory not in present:
+            seeds.setdefault(run.label, []).append(str(run.seed))
+    rows = [
+        f"{label} ({'seed' if len(missing) == 1 else 'seeds'} {', '.join(missing)})"
+        for label, missing in seeds.items()
+    ]
+    return [f"Not finished: {', '.join(rows)}."] if rows else []

@@ -45,7 +45,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.notes import titled
 from pbfl_flwr.experiments.plan import configuration, planned_runs
 from pbfl_flwr.experiments.plan.configuration import DirectoryName, merged
-from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, check_names, finished_groups
+from pbfl_flwr.experiments.plan.planned_runs import PlannedRun, check_names, finished_groups, unfinished_lines
 from pbfl_flwr.experiments.results import RunGroup
 from pbfl_flwr.experiments.summary import (
     BEST,
@@ -338,11 +338,9 @@ def _sheet(
         len(column.values(group)) > 1 for column in BY_PREDICTOR for group in groups
     )
     over_seeds = ", ± over seeds" if repeated else ""
-    present = {group.label for group in groups}
-    missing = [label for label in dict.fromkeys(run.label for run in planned) if label not in present]
     notes = [
         *([f"Columns named after predictors are last-round accuracies{over_seeds}."] if groups else []),
-        *([f"Not finished: {', '.join(missing)}."] if missing else []),
+        *unfinished_lines(planned, groups),
         *filter(None, [paper.blocks[block].remark]),
     ]
     lead = [
