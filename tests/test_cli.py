@@ -429,17 +429,27 @@ def test_releases_before_a_client_lost_its_state_still_count(counts: list[int], 
     assert f"ε = {epsilon_of(2.0, releases, 1e-5):.3g} for client 0, " in said
 
 
-def test_an_upload_that_was_not_accepted_before_a_client_lost_its_state_counts_as_a_release() -> None:
+@pytest.mark.parametrize(
+    ("reported", "counts", "releases"),
+    [({"epsilon": 1.0}, [1, 2], [3, 4]), ({}, [0, 1], [2, 3])],
+    ids=["trains", "is first only scored"],
+)
+def test_an_upload_that_was_not_accepted_before_a_client_lost_its_state_counts_as_a_release(
+    reported: dict[str, float], counts: list[int], releases: list[int]
+) -> None:
     config: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 2.0, "dp-unit": "sample", "dp-delta": 1e-5}
     reports = [
         columns(1, [{}], metrics=[{"epsilon": 1.0}]),
         {**columns(2, []), "seconds": {}},
-        columns(3, [{}], metrics=[{"epsilon": 1.0}], participations=[1]),
+        columns(3, [{}], metrics=[reported], participations=[counts[0]]),
+        columns(4, [{}], metrics=[{"epsilon": 1.0}], participations=[counts[1]]),
     ]
     failed = entry(2, 0.5, 0.5, failures=[{"client": 0, "reason": "no answer within 9 s"}])
     answers = [ClientsRecord.from_json(each, "a line") for each in reports]
-    said = show.privacy_line(config, rounds_of(entry(1, 0.5, 0.5), failed, entry(3, 0.5, 0.5)), answers)
-    assert f"ε = at most {epsilon_of(2.0, 3, 1e-5):.3g} for client 0, " in str(said)
+    rounds = rounds_of(entry(1, 0.5, 0.5), failed, entry(3, 0.5, 0.5), entry(4, 0.5, 0.5))
+    for number, expected in zip((3, 4), releases, strict=True):
+        said = show.privacy_line(config, rounds[:number], answers[:number])
+        assert f"ε = at most {epsilon_of(2.0, expected, 1e-5):.3g} for client 0, " in str(said)
 
 
 def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:

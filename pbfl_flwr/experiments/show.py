@@ -109,10 +109,12 @@ def privacy_line(
 
     "At most", if uploads were lost or rejected, each of which may have been a release that somebody saw: until its next
     report, which counts it if it was, a client that failed in a round counts as having made one. A report whose count
-    is too low, of a client that lost its state or has an older one, adds its own release to those known before.
+    is too low, of a client that lost its state or has an older one, adds its own release to those known before; no
+    report counts its failures before that.
     """
     known: Counter[int] = Counter()  # client -> releases according to its reports
     possible: Counter[int] = Counter()  # client -> failures that no report has settled
+    forgotten: Counter[int] = Counter()  # client -> those that none will
     last: dict[int, int] = {}  # client -> the count of its last report
     told: dict[int, tuple[int, float]] = {}  # client -> its highest count with an ε, and that ε
     by_round = {columns.round: columns for columns in clients}
@@ -124,12 +126,14 @@ def privacy_line(
                 own, more = int("epsilon" in metrics), count - last.get(client, 0)
                 known[client] += max(own, more)
                 last[client] = count
-                if more >= own:
-                    possible[client] = 0
+                failures = possible.pop(client, 0)
+                if more < own:
+                    forgotten[client] += failures
                 if own:
                     told[client] = max(told.get(client, (0, 0.0)), (count, metrics["epsilon"]))
         tried = REPEATED in record.warnings  # it may have answered the try before
         possible.update(failure.client for failure in record.failures if tried or not failure.unasked)
+    possible += forgotten
     releases = known + possible  # without those of 0
     if not releases:
         return None
@@ -142,7 +146,7 @@ def privacy_line(
         noise, delta = float(configuration["dp-noise"]), float(configuration["dp-delta"])
         budget |= {client: epsilon_of(noise, releases[client], delta) for client in untold}
     worst = max(budget, key=lambda client: budget[client])
-    bound = "at least " if missing else "at most " if +possible else ""
+    bound = "at least " if missing else "at most " if possible else ""
     return (
         f"differential privacy of the prototypes (clip {configuration['dp-clip']:g}, noise "
         f"{configuration['dp-noise']:g}, unit {configuration['dp-unit']}): at δ = {configuration['dp-delta']:g} "
