@@ -333,7 +333,8 @@ def aggregate_is_a_function_of_its_input(seen: Played, directory: Path) -> None:
 def a_checkpoint_continues_with_the_same_bits(seen: Played, directory: Path) -> None:
     """Whatever the state is, its tensors are all of it."""
     method, task = seen.method, seen.aggregations[0].round_info.task
-    fresh = method.init(task, seen.strategy.settings.run.seed)
+    run = seen.strategy.settings.run
+    fresh, rounds = method.init(task, run.seed), run.num_server_rounds
     for state in (fresh, *(aggregation.result for aggregation in seen.aggregations)):
         restored = method.state.from_tensors(_through_a_file(state, directory), task)
         lost = unlike(restored.to_tensors(), state.to_tensors())
@@ -349,6 +350,9 @@ def a_checkpoint_continues_with_the_same_bits(seen: Played, directory: Path) -> 
             assert math.isclose(after[name], before[name], rel_tol=1e-6, abs_tol=1e-12) or (
                 math.isnan(after[name]) and math.isnan(before[name])
             ), f"{RESTORED}report() has another '{name}'"
+        before_round, after_round = method.warnings(rounds, state), method.warnings(rounds, restored)
+        assert before_round == after_round, f"{RESTORED}warnings() gives other lines"
+        calls.as_state(method, method.resumed(restored), method.resumed, task)
     last = seen.aggregations[-1]
     restored = method.state.from_tensors(_through_a_file(last.state, directory), task)
     went_on = method.aggregate(restored, last.uploads, last.round_info)

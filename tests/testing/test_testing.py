@@ -84,6 +84,25 @@ class LosesClasses(FedDistill):
         return replace(new, table=table)
 
 
+class CannotResume(FedDistill):
+    """What is only called on resuming forgets its result."""
+
+    def resumed(self, state: Any) -> Any:
+        self.warnings(1, state)
+
+
+class WarnsOfWhatIsLost(FedDistill):
+    """A warning hangs on what no tensor of the state holds."""
+
+    def aggregate(self, state: Any, uploads: Any, round_info: Round) -> Any:
+        new = super().aggregate(state, uploads, round_info)
+        object.__setattr__(new, "rounds", round_info.number)
+        return new
+
+    def warnings(self, num_rounds: int, state: Any = None) -> list[str]:
+        return [f"round {state.rounds}"] if hasattr(state, "rounds") else []
+
+
 @dataclass(frozen=True)
 class Latest:
     """The last upload of every client, in the order in which they first came."""
@@ -137,6 +156,7 @@ changes_broadcast, changes_data, changes_uploads, draws = map(
     _built, (ChangesBroadcast, ChangesData, ChangesUploads, Draws)
 )
 checks_in_place, scales_features, loses_classes = map(_built, (ChecksInPlace, ScalesFeatures, LosesClasses))
+cannot_resume, warns_of_what_is_lost = map(_built, (CannotResume, WarnsOfWhatIsLost))
 
 
 class Attached(FedDistill):
@@ -170,6 +190,8 @@ def of_an_app(settings: Settings) -> FedDistill:
             "loses_classes",
             r"^LosesClasses.aggregate .*'values' is of shape \(9, 10\); must be .* K = 10 rows",
         ),
+        ("cannot_resume", r"^CannotResume.resumed \(test_testing.py:\d+\) returned None; must return a"),
+        ("warns_of_what_is_lost", r"as on resuming, warnings\(\) gives other lines$"),
         (
             "adds_as_they_came",
             r"as on resuming, aggregate\(\) gives another '\d', with other clients in every",
