@@ -90,6 +90,9 @@ class Recorder:
     def reopen(self, done: int, clients: Iterable[ClientRecord]) -> None:
         """Record with what a run is resumed after ``done`` rounds, and open it."""
 
+    def check_rounds(self, done: int) -> None:
+        """Check that nobody else has written rounds after the ``done`` finished ones."""
+
     def go_on(self, done: int) -> None:
         """Open a run again, without what is left of a round after the ``done`` finished ones."""
 
@@ -263,18 +266,27 @@ class RunRecorder(Recorder):
         if done:
             log(INFO, "resumed after round %s", done)
 
-    def go_on(self, done: int) -> None:
-        """Open a run again, without what is left of a round after the ``done`` finished ones.
+    def check_rounds(self, done: int) -> None:
+        """Check that nobody else has written rounds after the ``done`` finished ones.
 
         Raises:
             RunRefused: if the directory has more rounds, as after an interruption just before one counted here.
-            DamagedState: if its histories are damaged.
+            DamagedState: if its history is damaged.
         """
         if (present := self.directory.finished_rounds()) > done:
             raise RunRefused(
                 f"run-dir = '{self.directory.path}' has {present} rounds, this strategy {done}; make another one with "
                 "resume = true"
             )
+
+    def go_on(self, done: int) -> None:
+        """Open a run again, without what is left of a round after the ``done`` finished ones.
+
+        Raises:
+            RunRefused: see :meth:`check_rounds`.
+            DamagedState: if its histories are damaged.
+        """
+        self.check_rounds(done)
         self.directory.remove(ERROR)
         self.directory.truncate(done)
         if self._sinks is None:

@@ -112,8 +112,9 @@ def as_saved(state: Serializable, kind: type[Serializable], task: Task, server_r
     Raises:
         RunEnded: naming the tensor that would not be read, e.g. since it is not finite.
     """
+    tensors = separate(state.to_tensors())
     try:
-        return kind.from_tensors(separate(state.to_tensors()), task)
+        return kind.from_tensors(dict(sorted(tensors.items())), task)  # as they are in a file
     except (RejectedPayload, KeyError) as error:
         raise RunEnded(
             f"round {server_round}: after aggregation the server's state could not be read again: {error}. Rounds up "

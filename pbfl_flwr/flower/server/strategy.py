@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -91,7 +90,6 @@ class MethodStrategy(Strategy):
         self._reported: dict[int, int] = {}  # client -> the round of that report
         self._samples: dict[int, tuple[int, int]] = {}  # client -> training and test samples in that report
         self._phase: Phase | None = None  # of configure_train, for aggregate_train
-        self._lock = ExitStack()  # of the directory, from a loop's first configure_train to its last round
         self._digest = (
             ""  # of the last checkpoint's state; the first state is made anew, on another CPU with other bits
         )
@@ -406,6 +404,7 @@ class MethodStrategy(Strategy):
         state = self.aggregate_fit(number, replies.uploads)
         calls.as_state(method, state, self.aggregate_fit, self._task)
         state = stopping.as_saved(state, method.state, self._task, number)
+        calls.as_state(method, state, method.state.from_tensors, self._task)
         stopping.need_usable(self._broadcast(state), method.down, self._task, number)
         aggregated = time.perf_counter() - aggregating
 
@@ -499,10 +498,8 @@ class MethodStrategy(Strategy):
     ) -> Iterable[Message]:
         """Return training messages for the sampled clients and evaluation messages for (some of) the others."""
         if self.membership is None:
-            with ExitStack() as lock:
-                lock.enter_context(self._recorder.locked())
+            with self._recorder.locked():
                 self.prepare(grid)
-                self._lock = lock.pop_all()
         self._phase = self._messages(self._plan(grid, server_round), self.state)
         return [message for message, _ in self._phase.messages]
 
@@ -513,15 +510,17 @@ class MethodStrategy(Strategy):
 
         Raises:
             RunEnded: see :meth:`start`; nothing has changed then.
+            RunRefused: if another server has made rounds of the run meanwhile, or is at it.
         """
         if self._phase is None:
             raise RuntimeError("configure_train comes first")
-        received = self._read(self._phase, list(replies), self.state)
-        stopping.check_replies(received, self._clients.roster, self.settings)
-        record = self._commit(self._finished(received, self._phase.started))
-        if self.done == self.schedule.num_rounds:
-            self._recorder.close("finished")
-            self._lock.close()
+        with self._recorder.locked():
+            self._recorder.check_rounds(self.done)
+            received = self._read(self._phase, list(replies), self.state)
+            stopping.check_replies(received, self._clients.roster, self.settings)
+            record = self._commit(self._finished(received, self._phase.started))
+            if self.done == self.schedule.num_rounds:
+                self._recorder.close("finished")
         return self._next_arrays(), results.train_metrics(record)
 
     def configure_evaluate(

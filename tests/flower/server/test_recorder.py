@@ -887,13 +887,19 @@ def test_a_run_whose_hash_cannot_be_written_fails_and_is_resumed(tmp_path: Path)
     assert resumed.directory.result() == whole.directory.result()
 
 
+def make_round(run: Federation, number: int, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Make a round as a loop of one's own does."""
+    messages = run.strategy.configure_train(number, ArrayRecord(), ConfigRecord(), run.grid)
+    meanwhile()
+    run.strategy.aggregate_train(number, run.grid.send_and_receive(messages))
+
+
 def test_a_loop_of_ones_own_finishes_the_run_with_its_last_round(tmp_path: Path) -> None:
     whole = federation(tmp_path / "a", on_disk=True, num_server_rounds=2).run()
     run = federation(tmp_path / "b", on_disk=True, num_server_rounds=2)
     results = []
     for number in (1, 2, 3):
-        messages = run.strategy.configure_train(number, ArrayRecord(), ConfigRecord(), run.grid)
-        run.strategy.aggregate_train(number, run.grid.send_and_receive(messages))
+        make_round(run, number)
         results.append(run.directory.result())
     assert results == [
         "",
@@ -902,17 +908,27 @@ def test_a_loop_of_ones_own_finishes_the_run_with_its_last_round(tmp_path: Path)
     assert snapshot(run.directory.path).state == "finished"
 
 
-def test_a_loop_of_ones_own_holds_its_directory_until_its_last_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_loop_of_ones_own_writes_no_round_of_a_run_that_another_server_has_continued(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(history, "HANDOVER_SECONDS", 0.1)
-    run = federation(tmp_path, on_disk=True, num_server_rounds=2)
-    for number in (1, 2):
-        messages = run.strategy.configure_train(number, ArrayRecord(), ConfigRecord(), run.grid)
-        with pytest.raises(RunRefused, match="is being written by another run"):
-            federation(tmp_path, on_disk=True, resume=True).run()
-        run.strategy.aggregate_train(number, run.grid.send_and_receive(messages))
-    assert federation(tmp_path, on_disk=True, num_server_rounds=3, resume=True).run().strategy.done == 3
+    run, other = (
+        federation(tmp_path, "fedavg", on_disk=True, models="mlp", resume=again) for again in (False, True)
+    )
+    make_round(run, 1)
+    with pytest.raises(
+        RunRefused, match="has 2 rounds, this strategy 1; make another one with resume = true"
+    ):
+        make_round(run, 2, other.run)
+    assert [record.round for record in run.directory.round_records()] == [1, 2]
+
+
+def test_a_loop_of_ones_own_that_fails_leaves_its_error_and_can_be_resumed(tmp_path: Path) -> None:
+    run = federation(tmp_path, strategy=with_rule(divides_by_zero), on_disk=True)
+    make_round(run, 1)
+    with pytest.raises(RunEnded, match="'rows' holds NaN"):
+        make_round(run, 2)
+    assert "'rows' holds NaN" in run.directory.error()
+    assert federation(tmp_path, on_disk=True, resume=True).run().strategy.done == 2
 
 
 @pytest.mark.parametrize("kept", [0, 1])

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +13,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
+from torch import Tensor
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.data import LoadedData
@@ -22,7 +23,7 @@ from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.engines.local import federate_app
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.server.stopping import RunEnded, need_usable
+from pbfl_flwr.flower.server.stopping import RunEnded, as_saved, need_usable
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Payload, Prototypes, Weights
@@ -30,6 +31,7 @@ from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs.directory import RunRefused
 from pbfl_flwr.runs.tensor_files import load_tensors
+from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import UnsavedState
 from tests.flower.inprocess import (
     NUM_CLIENTS,
@@ -117,6 +119,28 @@ def test_an_aggregate_that_clients_would_reject_ends_the_run_and_keeps_the_state
     with pytest.raises(RunEnded, match=re.escape(says) + ".*; lower the learning rates. Rounds"):
         strategy.aggregate_fit(1, {0: bad})
     assert strategy.state is before
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The last numbers of each client."""
+
+    rows: Mapping[str, Tensor]
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        return dict(self.rows)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> "Latest":
+        return cls(tensors)
+
+
+def test_a_state_has_the_order_of_its_checkpoint() -> None:
+    """A sum over it would be another one in a run that is resumed."""
+    state = Latest({name: torch.ones(2) for name in ("c9", "c10", "c1")})
+    saved = as_saved(state, Latest, TASK, 1)
+    assert isinstance(saved, Latest)
+    assert list(saved.rows) == ["c1", "c10", "c9"]
 
 
 def test_numbers_of_another_type_are_not_blamed_on_the_learning_rates() -> None:
