@@ -91,7 +91,7 @@ class Recorder:
         """Record with what a run is resumed after ``done`` rounds, and open it."""
 
     def check_rounds(self, done: int) -> None:
-        """Check that nobody else has written rounds after the ``done`` finished ones."""
+        """Check that the run on the disk has the ``done`` finished rounds, which another server may have changed."""
 
     def go_on(self, done: int) -> None:
         """Open a run again, without what is left of a round after the ``done`` finished ones."""
@@ -267,13 +267,15 @@ class RunRecorder(Recorder):
             log(INFO, "resumed after round %s", done)
 
     def check_rounds(self, done: int) -> None:
-        """Check that nobody else has written rounds after the ``done`` finished ones.
+        """Check that the run on the disk has the ``done`` finished rounds, which another server may have changed.
 
         Raises:
-            RunRefused: if the directory has more rounds, as after an interruption just before one counted here.
+            RunRefused: if it has others, as after an interruption just before one counted here.
             DamagedState: if its history is damaged.
+            PbflError: if it is gone.
         """
-        if (present := self.directory.finished_rounds()) > done:
+        self.directory.record()
+        if (present := self.directory.finished_rounds()) != done:
             raise RunRefused(
                 f"run-dir = '{self.directory.path}' has {present} rounds, this strategy {done}; make another one with "
                 "resume = true"
@@ -283,7 +285,7 @@ class RunRecorder(Recorder):
         """Open a run again, without what is left of a round after the ``done`` finished ones.
 
         Raises:
-            RunRefused: see :meth:`check_rounds`.
+            PbflError: see :meth:`check_rounds`.
             DamagedState: if its histories are damaged.
         """
         self.check_rounds(done)

@@ -922,6 +922,16 @@ def test_a_loop_of_ones_own_writes_no_round_of_a_run_that_another_server_has_con
     assert [record.round for record in run.directory.round_records()] == [1, 2]
 
 
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_a_loop_of_ones_own_writes_no_history_without_its_run(tmp_path: Path, rounds: int) -> None:
+    run = federation(tmp_path, on_disk=True)
+    for number in range(1, 1 + rounds):
+        make_round(run, number)
+    with pytest.raises(PbflError, match=r"is not a run directory: it has no run\.json$"):
+        make_round(run, rounds + 1, lambda: shutil.rmtree(run.directory.path))
+    assert not (run.directory.path / "rounds.jsonl").exists()
+
+
 def test_a_loop_of_ones_own_that_fails_leaves_its_error_and_can_be_resumed(tmp_path: Path) -> None:
     run = federation(tmp_path, strategy=with_rule(divides_by_zero), on_disk=True)
     make_round(run, 1)
