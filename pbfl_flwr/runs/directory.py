@@ -100,6 +100,7 @@ class RunDirectory:
         try:
             make_directory(self.path)
             lock.acquire(timeout=HANDOVER_SECONDS)
+            held = (self.path / SERVER_LOCK).stat()  # while it is held no other file gets its inode
         except Timeout:
             raise RunRefused(
                 f"run-dir = '{self.path}' is being written by another run; flwr list shows it, flwr stop RUN-ID ends it"
@@ -107,7 +108,6 @@ class RunDirectory:
         except OSError as error:
             raise UnsavedState(f"run-dir = '{self.path}' cannot be written ({error.strerror})") from None
         try:
-            held = (self.path / SERVER_LOCK).stat()  # while it is held no other file gets its inode
             remove_temporary(self.path)
             yield held
         except RunRefused:
