@@ -340,7 +340,8 @@ class TrainingSettings(Group):
     )
     drop_last: Literal["auto", "small", "always", "never"] = Field(
         "auto",
-        description="drop the incomplete last batch; small: only if the client has at least one full batch",
+        description="drop the incomplete last batch; small: only if the client has at least one full batch; always: "
+        "as many samples, the last in stored order, are also left out of class means and their counts",
     )
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], Concerns(neutral=True, silent=True)] = Field(
         "auto", description="device of the training; auto: the GPU that Flower assigns, else the CPU"
