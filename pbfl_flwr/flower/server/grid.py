@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol, runtime_checkable
 
 import joblib
-from flwr.app import DEFAULT_TTL, Message, MetricRecord, RecordDict
+from flwr.app import DEFAULT_TTL, Error, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
@@ -136,13 +136,13 @@ class PollingGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages and return the replies that arrive in time, in order of arrival.
 
-        A message that Flower does not accept is not waited for; there is at most one per node. The timeout is in
-        seconds; None waits for all.
+        A message that Flower does not accept is not waited for; there is at most one per node. If its node has left,
+        the reply is Flower's error for a lost one. The timeout is in seconds; None waits for all.
         """
         batch, started = list(messages), time.monotonic()
         accepted = {message_id for message_id in self._push(batch) if message_id}
         awaited = {m.metadata.message_id: m for m in batch if m.metadata.message_id in accepted}
-        replies: list[Message] = []
+        replies = self._left([m for m in batch if m.metadata.message_id not in accepted])
 
         def status() -> str:
             return waiting_line(batch, awaited.values(), self._label)
@@ -157,6 +157,13 @@ class PollingGrid(Grid):
                 break
         self._last_duration = time.monotonic() - started
         return replies
+
+    def _left(self, refused: Sequence[Message]) -> list[Message]:
+        """Answer for nodes that are no longer there; Flower forgets those without a key that have signed off."""
+        online = set(self._grid.get_node_ids()) if refused else set()
+        gone = [message for message in refused if message.metadata.dst_node_id not in online]
+        error = Error(ErrorCode.NODE_UNAVAILABLE, "Error: Node Unavailable")
+        return [Message(error, reply_to=message) for message in gone]
 
     def _record_duration(self, message: Message, reply: Message) -> None:
         record = reply.content.get(METRICS) if reply.has_content() else None

@@ -154,9 +154,15 @@ def test_flower_keeps_messages_as_long_as_replies_are_waited_for(tmp_path: Path,
 
 
 def test_does_not_wait_for_refused_messages(clock: Clock) -> None:
+    """Those to nodes that have left are answered as those to lost ones; others, e.g. too large ones, are not."""
     grid = SlowGrid(clock, {1: 1.0})
-    assert senders(PollingGrid(grid, str).send_and_receive(questions(1, 7), timeout=600)) == [1]
+    asked = questions(1, 7)
+    lost, answer = PollingGrid(grid, str).send_and_receive(asked, timeout=600)
+    assert lost.error.code == ErrorCode.NODE_UNAVAILABLE
+    assert lost.metadata.reply_to_message_id == asked[1].metadata.message_id
+    assert senders([answer]) == [1]
     assert clock.now < 2
+    grid.online = lambda: [1, 7]
     assert PollingGrid(grid, str).send_and_receive(questions(7), timeout=600) == []
     assert PollingGrid(grid, str).send_and_receive([], timeout=600) == []
     assert clock.now < 2
