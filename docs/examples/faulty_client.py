@@ -48,7 +48,7 @@ def corrupt(message: Message, context: Context, call_next: ClientAppCallable) ->
     """Change bytes of the upload after its checksum was taken."""
     places = [random.random() for _ in range(FLIPPED)] if hits("corrupt", message, context) else []
     reply = call_next(message, context)
-    if places:
+    if places and reply.has_content():
         corrupted = ArrayRecord()
         for name, array in reply.content.array_records[wire.PAYLOAD].items():
             data = bytearray(array.data)

@@ -56,6 +56,7 @@ def test_its_share_of_training_messages_is_hit(faults: Any) -> None:
     ("word", "reason", "stored"),
     [
         ("drop", "injected fault: its reply was dropped", (2, 2)),  # it trained, only its answer is lost
+        ("corrupt,faulty_client:drop", "injected fault: its reply was dropped", (2, 2)),
         ("crash", "injected fault: crash", (1, 1)),
         ("corrupt", "upload rejected: its bytes do not match their checksum", (2, 2)),
         ("stale", "sent its upload of round 1 instead of round 2", (1, 1)),
