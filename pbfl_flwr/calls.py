@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from numbers import Real
 from operator import index
 from typing import Any
@@ -86,7 +86,7 @@ def _tables_in(result: object) -> Iterator[Prototypes]:
 
 
 def local_update(method: AnyMethod, client: Client, down: Payload) -> Update[Any]:
-    """Train a client and return its update.
+    """Train a client and return its update, whose memory is where the client's next message has it: on the CPU.
 
     Raises:
         PbflError: if it is no Update, its payload is not of the method's type ``up`` or holds a table of prototypes
@@ -115,7 +115,7 @@ def local_update(method: AnyMethod, client: Client, down: Payload) -> Update[Any
         check_metrics(update.metrics)
     except PbflError as error:
         raise PbflError(f"{named(function)} returned an Update whose {error}") from None
-    return update
+    return replace(update, memory={name: kept.detach().cpu() for name, kept in memory.items()})
 
 
 def scalars(payload: Payload) -> int:

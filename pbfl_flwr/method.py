@@ -106,7 +106,7 @@ class Client:
         training: settings of the local training.
         evaluation: settings of the evaluation.
         seed: the run's seed; use :meth:`generator` rather than this.
-        memory: tensors that the method kept from this client's last participation; empty at first.
+        memory: tensors, on the CPU, that the method kept from this client's last participation; empty at first.
         name: "" unless the client has one; its seeds then depend on the name and not on who else takes part.
         recordings: where ``cuda-graphs`` records its training steps.
     """

@@ -121,8 +121,7 @@ def _rounds(method: Method[Any, Any, Any], client: Client, down: Payload, rounds
         method.install(client, down)
         before = evaluate(client, calls.predictors(method, client, down), method.predicts)
         client = replace(client, evaluation=settings[1])
-        memory = calls.local_update(method, client, down).memory
-        client = replace(client, memory={name: tensor.cpu() for name, tensor in memory.items()})
+        client = replace(client, memory=calls.local_update(method, client, down).memory)
         yield before, evaluate(client, calls.predictors(method, client, down), method.predicts)
 
 

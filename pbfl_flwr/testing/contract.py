@@ -110,13 +110,13 @@ class Played:
 
     Attributes:
         strategy: a :class:`Recorder` that has run.
-        scored: client, predictor and scores (B, K) of every batch.
+        scored: client, predictor, number B of samples and scores (B, K) of every batch.
         broadcasts: each with a copy of its tensors when it came.
         data: of the clients, likewise.
     """
 
     strategy: MethodStrategy
-    scored: list[tuple[int, str, Tensor]] = field(default_factory=list)
+    scored: list[tuple[int, str, int, Tensor]] = field(default_factory=list)
     broadcasts: list[tuple[Payload, dict[str, Tensor]]] = field(default_factory=list)
     data: list[tuple[ClientData, dict[str, Tensor]]] = field(default_factory=list)
 
@@ -139,7 +139,7 @@ class Played:
             def watched(name: str, predictor: Predictor) -> Predictor:
                 def scores(*read: Tensor) -> Tensor:
                     actual: Tensor = predictor(*read)
-                    self.scored.append((one.id, name, actual))
+                    self.scored.append((one.id, name, len(read[0]), actual))
                     return actual
 
                 return WithInputs(scores) if isinstance(predictor, WithInputs) else scores
@@ -244,11 +244,11 @@ def clients_do_not_change_their_data(seen: Played, directory: Path) -> None:
 def scores_are_finite_and_of_shape_b_by_k(seen: Played, directory: Path) -> None:
     """For every predictor that the method names, and no other."""
     scored, predicts, primary = seen.scored, seen.method.predicts, seen.strategy.primary_predictor
-    missing = set(range(NUM_CLIENTS)) - {number for number, _, _ in scored}
+    missing = set(range(NUM_CLIENTS)) - {number for number, *_ in scored}
     assert not missing, f"no predictor scored the clients {sorted(missing)}"
-    for number, name, scores in scored:
+    for _, name, samples, scores in scored:
         assert name in predicts, f"predictors() has '{name}', which predicts has not: {predicts}"
-        expected = (len(tiny_client(number).test), 10)
+        expected = (samples, 10)
         assert scores.shape == expected, (
             f"predictor '{name}' returns {tuple(scores.shape)}, must be (B, K) = {expected}"
         )

@@ -153,7 +153,9 @@ def fit(
     graphs = settings.cuda_graphs and client.device.type == "cuda"
     with (
         _gradients_of(optimizer, model),
-        client.recordings.graphed(learn, client.device) if graphs else nullcontext(learn) as step,
+        client.recordings.graphed(learn, client.device, (model, *extra_modules))
+        if graphs
+        else nullcontext(learn) as step,
     ):
         for _ in range(settings.local_epochs if epochs is None else epochs):
             if steps == max_steps:

@@ -7,12 +7,13 @@ computes the same bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError, is_out_of_memory
 
@@ -31,7 +32,7 @@ class Recordings:
         ] = {}  # libraries keep a workspace for every stream
 
     @contextmanager
-    def graphed(self, step: Step, device: torch.device) -> Iterator[Step]:
+    def graphed(self, step: Step, device: torch.device, networks: Sequence[nn.Module] = ()) -> Iterator[Step]:
         """Yield a function that records a training step as a CUDA graph, then replays it.
 
         The first EAGER_STEPS calls and those with other shapes run the step itself. The step must do the same
@@ -40,9 +41,10 @@ class Recordings:
         Args:
             step: takes tensors on the device, returns nothing.
             device: a CUDA device.
+            networks: whose buffers the step may change, in place.
 
         Raises:
-            PbflError: from the yielded function, if the step cannot be recorded.
+            PbflError: from the yielded function, if the step cannot be recorded or replaces a buffer.
         """
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -50,7 +52,7 @@ class Recordings:
         stream.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(stream):
-                yield GraphedStep(step, self)
+                yield GraphedStep(step, self, networks)
         except BaseException:
             self._latest = None  # after a failure the memory is for other processes
             raise
@@ -88,8 +90,8 @@ class Recordings:
 class GraphedStep:
     """A training step that runs as it is in its first calls, and then is replayed; see :meth:`Recordings.graphed`."""
 
-    def __init__(self, step: Step, recordings: Recordings) -> None:
-        self._step, self._recordings = step, recordings
+    def __init__(self, step: Step, recordings: Recordings, networks: Sequence[nn.Module] = ()) -> None:
+        self._step, self._recordings, self._networks = step, recordings, networks
         self._num_eager: Counter[tuple[torch.Size, ...]] = Counter()
         self._inputs: list[Tensor] = []
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -104,7 +106,18 @@ class GraphedStep:
             return
         if self._graph is None:
             self._inputs = [tensor.clone() for tensor in batch]
+            before = self._buffers()
             self._graph = self._recordings.record(partial(self._step, *self._inputs))
+            if replaced := before - self._buffers():
+                raise PbflError(
+                    f"cuda-graphs = true: a training step replaces '{min(replaced)[0]}' of the network, which a replay "
+                    "does not; must be changed in place"
+                )
         for static, tensor in zip(self._inputs, batch, strict=True):
             static.copy_(tensor)
         self._graph.replay()
+
+    def _buffers(self) -> set[tuple[str, int]]:
+        """Return the names and addresses of the networks' buffers."""
+        named = chain.from_iterable(network.named_buffers() for network in self._networks)
+        return {(name, buffer.data_ptr()) for name, buffer in named}

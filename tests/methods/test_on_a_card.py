@@ -1,5 +1,7 @@
 """Every method with its network and data on a card: nothing stays behind on the CPU, nothing comes out otherwise."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,13 @@ import torch
 from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client
-from pbfl_flwr.flower.client import saving, session
+from pbfl_flwr.flower.client import handshake, saving, session
 from pbfl_flwr.flower.client.worker import Worker
-from pbfl_flwr.method import Client, Method, Round, Update
+from pbfl_flwr.method import Client, Method, Predictor, Round, Update, head_scores
 from pbfl_flwr.methods import METHODS
 from pbfl_flwr.payloads import Nothing, Prototypes, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
+from pbfl_flwr.testing import check_method
 from pbfl_flwr.training import loop
 from pbfl_flwr.training.loop import classification, fit
 from tests.flower.inprocess import Federation, federation
@@ -44,16 +47,23 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
 }
 
 
+@contextmanager
+def pretended() -> Iterator[None]:
+    """Within the context all clients have the pretended card."""
+    with (
+        card(),
+        patch.object(handshake, "choose_device", lambda wanted: CUDA),
+        patch.object(session, "choose_device", lambda wanted: CUDA),
+        patch.object(session, "make_deterministic"),
+    ):
+        yield
+
+
 def alike(tmp_path: Path, method: str, keys: dict[str, Any], **how: Any) -> None:
     on_cpu = federation(tmp_path / "cpu", method, num_clients=2, device="cpu", **how, **keys).run()
     before = OnCard.operations
-    with (
-        card(),
-        patch.object(session, "choose_device", lambda wanted: CUDA),
-        patch.object(session, "make_deterministic"),
-        # not filled, since the CPU that computes rounds differently with another size
-        patch.object(loop, "_filled_size", min),
-    ):
+    # not filled, since the CPU that computes rounds differently with another size
+    with pretended(), patch.object(loop, "_filled_size", min):
         on_card = federation(tmp_path / "card", method, num_clients=2, **how, **keys).run()
     assert [line.failures for line in on_card.strategy.history] == [[], []]
     assert on_card.fingerprint == on_cpu.fingerprint
@@ -89,7 +99,11 @@ class Plain(Method[Nothing, Nothing, WeightsAndPrototypes]):
         present = torch.bincount(client.data.train.labels, minlength=classes) > 0
         rows = present[:, None] * torch.ones(classes, client.task.feature_dim, device=client.device)
         payload = WeightsAndPrototypes(Weights(weights), Prototypes(rows, present))
-        return Update(payload, report.optimizer, report.metrics())
+        return Update(payload, {**report.optimizer, "rows": rows}, report.metrics())
+
+    def predictors(self, client: Client, down: Nothing) -> dict[str, Predictor]:
+        assert all(kept.device.type == "cpu" for kept in client.memory.values())
+        return {"head": head_scores}
 
     def aggregate(self, state: Nothing, uploads: object, round_info: Round) -> Nothing:
         return state
@@ -99,8 +113,14 @@ def plain_method(settings: Settings) -> Plain:
     return Plain()
 
 
-def test_uploads_of_a_users_method_may_be_on_the_card(tmp_path: Path) -> None:
+def test_uploads_and_memory_of_a_users_method_may_be_on_the_card(tmp_path: Path) -> None:
     alike(tmp_path, f"{__name__}:plain_method", {})
+
+
+def test_check_method_passes_on_a_card() -> None:
+    """Where the last batch of an evaluation is filled up."""
+    with pretended():
+        check_method(f"{__name__}:plain_method")
 
 
 def on_a_real_card(tmp_path: Path, name: str, **keys: Scalar) -> Federation:

@@ -7,6 +7,22 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util import cuda_graph
 
 
+class PretendedGraph:
+    """A recording that executes the step, as CUDA's does not."""
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        pass
+
+    def pool(self) -> None:
+        pass
+
+
 class FailingGraph:
     """A recording in which something failed: its end fails as well, as CUDA's does."""
 
@@ -43,4 +59,27 @@ def test_failed_recording(
     for _ in range(cuda_graph.EAGER_STEPS):
         graphed(torch.ones(2))
     with pytest.raises(kind, match=message):
+        graphed(torch.ones(2))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_step_that_replaces_a_buffer_is_not_replayed(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(inputs: torch.Tensor) -> None:
+        assert network.running_mean is not None
+        if in_place:
+            network.running_mean.mul_(0.9).add_(inputs)
+        else:
+            network.running_mean = 0.9 * network.running_mean + inputs
+
+    network, other = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
+    graphed = cuda_graph.GraphedStep(step, cuda_graph.Recordings(), (network, other))
+    for _ in range(cuda_graph.EAGER_STEPS):
+        graphed(torch.ones(2))
+    if in_place:
+        graphed(torch.ones(2))
+        return
+    with pytest.raises(PbflError, match=r"replaces 'running_mean' .*; must be changed in place"):
         graphed(torch.ones(2))

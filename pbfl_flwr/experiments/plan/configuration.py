@@ -187,6 +187,11 @@ def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> C
     check_models(models, task, code)
     names = [architecture_of(models, client, code) for client in range(clients)]
     method = build_method(settings)
+    if method.server_device == "cuda" and resources.engine == "processes" and not resources.gpus_per_client:
+        raise PbflError(
+            "server-device = 'cuda': the server sees no CUDA device, since its clients see none; add "
+            "--gpus-per-client, e.g. 0.25"
+        )
     check_server_device(method)
     method.check(task, names)
     return Checked(partition, method)
