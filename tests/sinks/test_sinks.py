@@ -1,6 +1,7 @@
 """Sinks: what they are given, what they write, that a resumed run goes on in them, and that they cost no run."""
 
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,10 +20,10 @@ from pbfl_flwr.experiments.console import screen
 from pbfl_flwr.experiments.execute.progress import Follower
 from pbfl_flwr.experiments.show import show_run
 from pbfl_flwr.flower.deploy.processes import free_port
-from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory, RunRefused
 from pbfl_flwr.runs.records import NOT_CONNECTED, RunRecord
 from pbfl_flwr.util.atomic_files import UnsavedState
-from tests.flower.inprocess import federation
+from tests.flower.inprocess import after_round, federation
 from tests.small_runs import entry, rounds_of
 
 
@@ -135,6 +136,22 @@ def test_a_sink_that_fails_is_dropped_with_a_warning(
     Follower(run_dir, 0, screen(), from_start=True).update()
     show_run(run_dir, screen())
     assert capsys.readouterr().out.count(message) == 2
+
+
+def test_the_warning_of_a_run_that_was_moved_is_written_into_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch, "brittle", Recording(closes=False))
+    fed = federation(tmp_path, on_disk=True, sinks="brittle")
+
+    def moved() -> None:
+        if not (tmp_path / "moved").exists():  # for the other run, too, something happens
+            shutil.move(fed.directory.path, tmp_path / "moved")
+            federation(tmp_path, on_disk=True, seed=7).run()
+
+    with after_round(1, moved), pytest.raises(RunRefused, match="was moved or removed"):
+        fed.run()
+    assert fed.directory.record().warnings == []
 
 
 def test_only_warnings_of_this_start_are_told_while_a_run_goes_on(

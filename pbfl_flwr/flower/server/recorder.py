@@ -270,11 +270,14 @@ class RunRecorder(Recorder):
         """Check that the run on the disk has the ``done`` finished rounds, which another server may have changed.
 
         Raises:
-            RunRefused: if it has others, as after an interruption just before one counted here.
+            RunRefused: if it has others, as after an interruption just before one counted here, or is another run.
             DamagedState: if its history is damaged.
             PbflError: if it is gone.
         """
-        self.directory.record()
+        if self.directory.record().experiment != self._experiment:
+            raise RunRefused(
+                f"run-dir = '{self.directory.path}' holds another run now, in the place of this strategy's"
+            )
         if (present := self.directory.finished_rounds()) != done:
             raise RunRefused(
                 f"run-dir = '{self.directory.path}' has {present} rounds, this strategy {done}; make another one with "
@@ -295,9 +298,22 @@ class RunRecorder(Recorder):
             self._open_sinks()
 
     def add_clients(self, everyone: Iterable[ClientRecord], joined: list[str]) -> None:
-        """Write which clients have just joined: in run.json, since an unfinished round has no line."""
+        """Write which clients have just joined: in run.json, since an unfinished round has no line.
+
+        Raises:
+            RunRefused: if the directory was moved or removed; another run may be in its place.
+            UnsavedState: if writing fails.
+        """
+        self._need_place()
         joined = [*self.directory.record().joined, *joined]
         self.directory.update(clients=self._present(everyone), joined=joined)
+
+    def _need_place(self) -> None:
+        if not self._is_in_place:
+            raise RunRefused(
+                f"run-dir = '{self.directory.path}' was moved or removed while the run was writing it; the run ended "
+                f"before round {self._written + 1} counted"
+            )
 
     def _present(self, clients: Iterable[ClientRecord]) -> list[ClientRecord]:
         """Return the clients as they are now, in ascending order; those that have not reconnected as they were."""
@@ -306,8 +322,9 @@ class RunRecorder(Recorder):
         return [client for _, client in sorted((known | present).items())]
 
     def end_early(self, done: int) -> None:
-        """Write that the run ends before its last configured round."""
-        self.directory.update(ended_after=done)
+        """Write that the run ends before its last configured round; not into another that has taken its place."""
+        if self._is_in_place:
+            self.directory.update(ended_after=done)
 
     def add(self, finished: FinishedRound, scored: Serializable, broadcast: Payload) -> None:
         """Write a finished round; it is on disk when this returns.
@@ -321,11 +338,7 @@ class RunRecorder(Recorder):
                 was moved or removed; another run may be in its place.
         """
         record, number = finished.record, finished.record.round
-        if not self._is_in_place:
-            raise RunRefused(
-                f"run-dir = '{self.directory.path}' was moved or removed while the run was writing it; the run ended "
-                f"before round {number} counted"
-            )
+        self._need_place()
         if number <= self._written:
             raise RunRefused(f"run-dir = '{self.directory.path}' has round {number} already; resume the run")
         self.set_waiting("")
@@ -434,7 +447,7 @@ class RunRecorder(Recorder):
         """Log warnings of sinks and add them to run.json: a round's record is written before its sinks are."""
         for warning in warnings:
             log(WARNING, "%s", warning)
-        if not warnings:
+        if not warnings or not self._is_in_place:
             return
         after = f"after round {self._written}: " if self._written else ""
         with suppress(PbflError):  # it costs no run either that the disk is full, and the log has them

@@ -15,7 +15,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import LONGEST, format_exception, printable
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, Requested, requested
-from pbfl_flwr.flower.messages.traffic import NO_BYTES, weigh
+from pbfl_flwr.flower.messages.traffic import weigh
 from pbfl_flwr.flower.server.phase import Phase
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, RejectedPayload, Serializable, Upload
@@ -170,9 +170,8 @@ class _Intake:
     ) -> tuple[Report, Upload | None]:
         """Count the bytes of a reply and return its report and upload; raises whatever is wrong with it."""
         if isinstance(size, Exception):
-            self.replies.up.setdefault(client, NO_BYTES)
             raise size
-        self.replies.up[client] = self.replies.up.get(client, NO_BYTES) + size
+        self.replies.up[client] = size
         record = reply.content.get(wire.METRICS) if reply.has_content() else None
         if not isinstance(record, MetricRecord):
             raise RejectedPayload("its report is missing")

@@ -59,8 +59,6 @@ def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, Accuracy]:
     with_tests = [report for report in reports.values() if report.num_test]
     for name in in_order(name for report in with_tests for name in report.correct or ()):
         with_name = [report for report in with_tests if report.correct and name in report.correct]
-        if not with_name:
-            continue
         correct = np.array([(report.correct or {})[name] for report in with_name], dtype=float)
         samples = np.array([report.num_test for report in with_name], dtype=float)
         shares = np.sort(correct / samples)

@@ -393,7 +393,8 @@ class MethodStrategy(Strategy):
     def _finished(self, replies: Replies, started: float, grid: Grid | None = None) -> FinishedRound:
         """Aggregate a checked round, score a last time if the run ends with it, and make its records.
 
-        Without a grid there is no last scoring. ``started`` is the :func:`time.perf_counter` of the round's begin.
+        Without a grid there is no last scoring, and patience ends nothing. ``started`` is the
+        :func:`time.perf_counter` of the round's begin.
 
         Raises:
             RunEnded: if the aggregate cannot be saved or sent, e.g. since it is not finite, or nobody is scored, see
@@ -412,7 +413,7 @@ class MethodStrategy(Strategy):
         on = self.settings.run.patience_on
         score = score_on(accuracies, on, self.primary_predictor)
         so_far = self._scores if score is None else {**self._scores, number: score}
-        ends_early = self.schedule.ends_early(so_far, number)
+        ends_early = grid is not None and self.schedule.ends_early(so_far, number)
         is_last = ends_early or number == self.schedule.num_rounds
         final = None
         if grid is not None and self.moment == "before" and is_last:
@@ -496,11 +497,23 @@ class MethodStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return training messages for the sampled clients and evaluation messages for (some of) the others."""
-        if self.membership is None:
-            with self._recorder.locked():
+        """Return training messages for the sampled clients and evaluation messages for (some of) the others.
+
+        Raises:
+            RunRefused: if it is not the round after the last one that counted, or as :meth:`aggregate_train`.
+        """
+        with self._recorder.locked():
+            if self.membership is None:
                 self.prepare(grid)
-        self._phase = self._messages(self._plan(grid, server_round), self.state)
+            elif self._phase is None:
+                self._recorder.check_rounds(self.done)
+            else:  # the last round failed
+                self._recorder.go_on(self.done)
+            if server_round != self.done + 1:
+                raise RunRefused(
+                    f"server_round = {server_round}: {self.done} rounds have counted; must be {self.done + 1}"
+                )
+            self._phase = self._messages(self._plan(grid, server_round), self.state)
         return [message for message, _ in self._phase.messages]
 
     def aggregate_train(
@@ -510,15 +523,17 @@ class MethodStrategy(Strategy):
 
         Raises:
             RunEnded: see :meth:`start`; nothing has changed then.
-            RunRefused: if another server has made rounds of the run meanwhile, or is at it.
+            RunRefused: if another server has made rounds of the run meanwhile, or is at it, or if another run is in its
+                place.
         """
-        if self._phase is None:
-            raise RuntimeError("configure_train comes first")
+        if self._phase is None or self._phase.number != server_round:
+            raise RuntimeError(f"configure_train comes first, of round {server_round}")
         with self._recorder.locked():
             self._recorder.check_rounds(self.done)
             received = self._read(self._phase, list(replies), self.state)
             stopping.check_replies(received, self._clients.roster, self.settings)
             record = self._commit(self._finished(received, self._phase.started))
+            self._phase = None
             if self.done == self.schedule.num_rounds:
                 self._recorder.close("finished")
         return self._next_arrays(), results.train_metrics(record)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.roster import NO_NODE, Roster, client_from_reply
 from pbfl_flwr.method import Round
 from pbfl_flwr.prototypes.pipeline import Pipeline
-from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory, RunRefused
 from pbfl_flwr.runs.records import NOT_CONNECTED, ClientRecord
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import (
@@ -662,3 +663,28 @@ def test_new_run_ends_at_once_if_a_device_is_refused(monkeypatch: pytest.MonkeyP
     grid = scripted_nodes(monkeypatch, [[11, 12]] * 3, [{11: 0, 12: "it has no samples"}])
     with pytest.raises(PbflError, match=r"^1 of 2 clients: it has no samples \(on node 12\)$"):
         membership_of({}, 2).collect(grid, None)
+
+
+def test_a_device_that_joins_is_written_into_no_other_run(tmp_path: Path) -> None:
+    """One that has taken the place of the run meanwhile."""
+    fed = run(tmp_path, sites(tmp_path, "a", "b", "c"), min_clients=2, num_server_rounds=3)
+    late = fed.grid.nodes[2]
+    fed.grid.online = lambda: [node for node in fed.grid.nodes if node != late or fed.strategy.done]
+
+    def moved() -> None:
+        if not (tmp_path / "moved").exists():  # for the other run, too, something happens
+            shutil.move(fed.directory.path, tmp_path / "moved")
+            run(tmp_path, sites(tmp_path, "x", "y"), num_server_rounds=2).run()
+
+    with after_round(1, moved), pytest.raises(RunRefused, match=r"the run ended before round 2 counted$"):
+        fed.run()
+    assert [client.name for client in fed.directory.record().clients] == ["x", "y"]
+
+
+def test_a_device_that_has_not_reconnected_keeps_its_node_in_the_record(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b")
+    before = run(tmp_path, nodes, num_server_rounds=1).run().directory.record().clients
+    fed = run(tmp_path, nodes, num_server_rounds=2, resume=True, join_timeout=0.01)
+    fed.grid.online = lambda: fed.grid.nodes[:1]
+    after = fed.run().directory.record().clients
+    assert [client.node for client in after] == [client.node for client in before]

@@ -50,6 +50,7 @@ from tests.flower.inprocess import (
     after_round,
     federation,
     flower_error,
+    raises,
     same_tensors,
     silent,
     stored_rounds,
@@ -939,6 +940,74 @@ def test_a_loop_of_ones_own_that_fails_leaves_its_error_and_can_be_resumed(tmp_p
         make_round(run, 2)
     assert "'rows' holds NaN" in run.directory.error()
     assert federation(tmp_path, on_disk=True, resume=True).run().strategy.done == 2
+
+
+def test_a_loop_of_ones_own_repeats_a_round_that_failed(tmp_path: Path) -> None:
+    """And leaves none out; once it has succeeded, its error is gone."""
+    whole = federation(tmp_path / "whole", on_disk=True, min_replies=5).run()
+    run = federation(tmp_path / "run", on_disk=True, min_replies=5, faults={(1, 2): raises})
+    make_round(run, 1)
+    with pytest.raises(RunEnded):
+        make_round(run, 2)
+    with pytest.raises(RunRefused, match=r"^server_round = 3: 1 rounds have counted; must be 2$"):
+        make_round(run, 3)
+    with pytest.raises(RuntimeError, match=r"^configure_train comes first, of round 3$"):
+        run.strategy.aggregate_train(3, [])
+    run.grid.faults.clear()
+    make_round(run, 2)
+    with pytest.raises(RuntimeError, match=r"^configure_train comes first, of round 2$"):
+        run.strategy.aggregate_train(2, [])
+    assert [record.round for record in run.directory.round_records()] == [1, 2]
+    assert (run.directory.error(), run.directory.result()) == ("", whole.directory.result())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_strategy_goes_on_in_no_other_run(whole: bool, tmp_path: Path) -> None:
+    run = federation(tmp_path, "local", on_disk=True)
+    run.run() if whole else make_round(run, 1)
+    shutil.rmtree(run.directory.path)
+    other = federation(tmp_path, "local", on_disk=True, seed=7)
+    other.run() if whole else make_round(other, 1)
+    before = {file.name: file.read_bytes() for file in run.directory.path.glob("*.*") if file.is_file()}
+    with pytest.raises(RunRefused, match=r"holds another run now, in the place of this strategy's$"):
+        run.strategy.start(run.grid, num_rounds=3) if whole else make_round(run, 2)
+    assert {name: (run.directory.path / name).read_bytes() for name in before} == before
+
+
+def test_patience_ends_no_loop_of_ones_own(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"patience": 1, "patience_on": "test", "learning_rate": 1e-6}
+    run = federation(tmp_path, "fedavg", num_server_rounds=4, **keys)
+    for number in (1, 2, 3, 4):
+        make_round(run, number)
+    assert not [line for record in run.strategy.history for line in record.warnings if "ends early" in line]
+
+
+def test_a_run_killed_between_both_histories_of_its_first_round_resumes(tmp_path: Path) -> None:
+    append = RunDirectory._append
+
+    def killed(self: RunDirectory, name: str, *more: Any) -> None:
+        if name == "rounds.jsonl":
+            raise Killed
+        append(self, name, *more)
+
+    with patch.object(RunDirectory, "_append", killed), pytest.raises(Killed):
+        federation(tmp_path, on_disk=True).run()
+    run = federation(tmp_path, on_disk=True, resume=True).run()
+    assert [record.round for record in run.directory.client_records()] == [1, 2]
+
+
+def test_what_an_earlier_try_of_a_round_has_staged_does_not_stay(tmp_path: Path) -> None:
+    run = federation(tmp_path, "local", on_disk=True, learning_rate=1e-9)
+    best = run.directory.path / "best.safetensors"
+
+    def left() -> None:
+        folder = run.directory.staged(2)
+        folder.mkdir()
+        (folder / best.name).write_bytes(b"of a try whose disk was full")
+
+    with after_round(1, left):
+        run.run()
+    assert best.read_bytes() != b"of a try whose disk was full"
 
 
 @pytest.mark.parametrize("kept", [0, 1])

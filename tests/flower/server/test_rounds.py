@@ -153,6 +153,13 @@ def test_warns_of_predictor_that_no_client_could_score(
     assert all("has no scores of it" in line and "scores of head" in line for line in about_predictor)
 
 
+def test_one_round_has_no_scores_of_a_predictor_that_there_can_be_only_later(tmp_path: Path) -> None:
+    run = federation(
+        tmp_path, "fedproto", predictor="global", num_server_rounds=1, evaluate_moment="before"
+    ).run()
+    assert not [line for line in run.strategy.history[0].warnings if line.startswith("predictor = ")]
+
+
 @pytest.mark.parametrize("method", [*KINDS, "fedala", "tinyproto"])
 def test_training_does_not_notice_when_clients_are_scored(tmp_path: Path, method: str) -> None:
     before, after = (

@@ -168,11 +168,20 @@ def test_repeated_round_ages_classes_once_and_loses_no_state(tmp_path: Path) -> 
 def test_waits_for_nodes_that_were_gone_before_the_round(tmp_path: Path) -> None:
     """A client fails, so that the server looks for its nodes; just then none is connected."""
     fed = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
-    poll = count(1)  # the first one is the handshake's
-    fed.grid.online = lambda: [] if next(poll) == 2 else fed.grid.nodes
+    looks = count(1)  # of round 2
+    fed.grid.online = lambda: [] if fed.strategy.done == 1 and next(looks) == 1 else fed.grid.nodes
     run = fed.run()
     assert [line.trained for line in run.strategy.history] == [[0, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     assert NOT_CONNECTED not in str(run.strategy.history)
+    assert REPEATED in run.strategy.history[1].warnings
+
+
+def test_replies_of_clients_that_are_only_scored_make_no_round(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"fraction_train": 0.4, "min_replies": 2}
+    one = federation(tmp_path / "first", **keys).run().strategy.history[1].trained[0]
+    run = federation(tmp_path / "second", faults={(one, 2): raises}, **keys)
+    with pytest.raises(RunEnded, match="round 2: 1 valid replies, min-replies is 2"):
+        run.run()
 
 
 def test_does_not_wait_for_clients_that_are_only_scored(tmp_path: Path) -> None:
