@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from numbers import Real
 from operator import index
 from typing import Any
@@ -115,7 +115,8 @@ def local_update(method: AnyMethod, client: Client, down: Payload) -> Update[Any
         check_metrics(update.metrics)
     except PbflError as error:
         raise PbflError(f"{named(function)} returned an Update whose {error}") from None
-    return replace(update, memory={name: kept.detach().cpu() for name, kept in memory.items()})
+    kept_here = {name: kept.detach().cpu() for name, kept in memory.items()}
+    return Update(update.payload, kept_here, update.metrics)
 
 
 def scalars(payload: Payload) -> int:

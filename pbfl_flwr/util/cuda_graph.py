@@ -41,10 +41,10 @@ class Recordings:
         Args:
             step: takes tensors on the device, returns nothing.
             device: a CUDA device.
-            networks: whose buffers the step may change, in place.
+            networks: whose parameters and buffers the step may change, in place.
 
         Raises:
-            PbflError: from the yielded function, if the step cannot be recorded or replaces a buffer.
+            PbflError: from the yielded function, if the step cannot be recorded or replaces one of these.
         """
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -106,9 +106,9 @@ class GraphedStep:
             return
         if self._graph is None:
             self._inputs = [tensor.clone() for tensor in batch]
-            before = self._buffers()
+            before = self._addresses()
             self._graph = self._recordings.record(partial(self._step, *self._inputs))
-            if replaced := before - self._buffers():
+            if replaced := before - self._addresses():
                 raise PbflError(
                     f"cuda-graphs = true: a training step replaces '{min(replaced)[0]}' of the network, which a replay "
                     "does not; must be changed in place"
@@ -117,7 +117,7 @@ class GraphedStep:
             static.copy_(tensor)
         self._graph.replay()
 
-    def _buffers(self) -> set[tuple[str, int]]:
-        """Return the names and addresses of the networks' buffers."""
-        named = chain.from_iterable(network.named_buffers() for network in self._networks)
-        return {(name, buffer.data_ptr()) for name, buffer in named}
+    def _addresses(self) -> set[tuple[str, int]]:
+        """Return the names and addresses of the networks' parameters and buffers."""
+        named = (chain(network.named_parameters(), network.named_buffers()) for network in self._networks)
+        return {(name, tensor.data_ptr()) for name, tensor in chain.from_iterable(named)}

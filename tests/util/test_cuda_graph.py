@@ -62,16 +62,19 @@ def test_failed_recording(
         graphed(torch.ones(2))
 
 
+@pytest.mark.parametrize("name", ["running_mean", "weight"])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_step_that_replaces_a_buffer_is_not_replayed(
-    in_place: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_replaces_what_a_network_keeps_is_not_replayed(
+    name: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step(inputs: torch.Tensor) -> None:
-        assert network.running_mean is not None
+        kept = getattr(network, name).data
         if in_place:
-            network.running_mean.mul_(0.9).add_(inputs)
+            kept.mul_(0.9).add_(inputs)
+        elif name == "weight":
+            network.weight.data = 0.9 * kept + inputs
         else:
-            network.running_mean = 0.9 * network.running_mean + inputs
+            network.running_mean = 0.9 * kept + inputs
 
     network, other = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
@@ -81,5 +84,5 @@ def test_a_step_that_replaces_a_buffer_is_not_replayed(
     if in_place:
         graphed(torch.ones(2))
         return
-    with pytest.raises(PbflError, match=r"replaces 'running_mean' .*; must be changed in place"):
+    with pytest.raises(PbflError, match=rf"replaces '{name}' .*; must be changed in place"):
         graphed(torch.ones(2))

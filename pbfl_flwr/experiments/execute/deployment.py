@@ -20,7 +20,6 @@ from pbfl_flwr.experiments.results import NODES, resume_words
 from pbfl_flwr.flower.client.device import share_of_cores
 from pbfl_flwr.flower.deploy import private_network
 from pbfl_flwr.flower.deploy.local_federation import Deployment, check, complete, node_config
-from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.models.build import check_models
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.records import Record
@@ -173,4 +172,4 @@ def _check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> None:
         except PbflError as error:
             raise PbflError(f"--node {index}: {error}") from None
     if not any("data-path" in node or "model" in node for node in nodes):
-        configuration.preflight(settings, Resources(), LoadedData())
+        configuration.preflight(settings, None, LoadedData())

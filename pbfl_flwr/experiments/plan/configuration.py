@@ -152,12 +152,12 @@ class Checked:
     method: Method[Any, Any, Any]
 
 
-def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> Checked:
+def preflight(settings: Settings, resources: Resources | None, loaded: LoadedData) -> Checked:
     """Import the mods, load and partition the data, and try every architecture on it.
 
     Args:
         settings: of the run.
-        resources: of its workers.
+        resources: of its workers; None for devices, each of which has its own.
         loaded: where the data is kept, for the run.
 
     Raises:
@@ -169,7 +169,8 @@ def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> C
     from pbfl_flwr.training.augmentation import check_augmentation
 
     clients = settings.run.num_clients
-    _check_resources(settings, resources)
+    if resources is not None:
+        _check_resources(settings, resources)
     check_sinks(settings.run.sinks)
     configured_mods(settings)
     if settings.evaluation.auc:
@@ -187,11 +188,6 @@ def preflight(settings: Settings, resources: Resources, loaded: LoadedData) -> C
     check_models(models, task, code)
     names = [architecture_of(models, client, code) for client in range(clients)]
     method = build_method(settings)
-    if method.server_device == "cuda" and resources.engine == "processes" and not resources.gpus_per_client:
-        raise PbflError(
-            "server-device = 'cuda': the server sees no CUDA device, since its clients see none; add "
-            "--gpus-per-client, e.g. 0.25"
-        )
     check_server_device(method)
     method.check(task, names)
     return Checked(partition, method)

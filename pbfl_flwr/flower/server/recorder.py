@@ -66,6 +66,8 @@ class Resumed:
 class Recorder:
     """What is written of a run; this one writes nothing."""
 
+    failed = False  # whether the last context of `locked` ended with an exception
+
     def configure(self, settings: Settings, method: Method[Any, Any, Any], primary_predictor: str) -> None:
         """Set the settings of the run; a run that has started goes on with other values of CHANGEABLE keys."""
 
@@ -168,8 +170,13 @@ class RunRecorder(Recorder):
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Return a context in which no other process may write the run."""
-        with self.directory.locked() as self._lock:
-            yield
+        try:
+            with self.directory.locked() as self._lock:
+                yield
+            self.failed = False
+        except BaseException:
+            self.failed = True
+            raise
 
     @property
     def _is_in_place(self) -> bool:

@@ -154,7 +154,10 @@ def check_server_device(method: Method[Any, Any, Any]) -> None:
         PbflError: if it has not.
     """
     if method.server_device == "cuda" and not torch.cuda.is_available():
-        raise PbflError("server-device = 'cuda': the server sees no CUDA device; must be 'cpu' here")
+        raise PbflError(
+            "server-device = 'cuda': the server sees no CUDA device; must be 'cpu' here, or a simulation needs "
+            "--gpus-per-client, e.g. 0.25"
+        )
 
 
 def check_roster(method: Method[Any, Any, Any], settings: Settings, roster: Roster) -> None:

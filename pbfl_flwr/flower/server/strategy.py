@@ -142,12 +142,12 @@ class MethodStrategy(Strategy):
         """Log the configuration in one line, and warnings about it."""
         recorder.log_start(self.settings, self.method)
 
-    def prepare(self, grid: Grid, *, ends: bool = False) -> None:
+    def prepare(self, grid: Grid, *, check_done: Callable[[], None] | None = None) -> None:
         """Run the handshake, check compatibility, start or resume the run directory.
 
         Args:
             grid: Flower's.
-            ends: whether the run ends with the configured rounds, as in :meth:`start`; a loop of one's own may go on.
+            check_done: called when it is known how many rounds are ``done``, before the run directory is written.
 
         Raises:
             PbflError: before any training, naming everything that is incompatible.
@@ -168,6 +168,8 @@ class MethodStrategy(Strategy):
         recorder.log_declared(self.settings, roster.clients.values())
         self.begin(roster.task)
         if previous is None:
+            if check_done:
+                check_done()
             self._recorder.begin(self.experiment, self.moment, roster.clients.values())
         else:
             if resumed := self._recorder.resume(self.method.state, roster.task):
@@ -179,8 +181,8 @@ class MethodStrategy(Strategy):
                 self.history = resumed.history
                 for clients in resumed.clients:
                     self._count_participations(clients)
-                if ends:
-                    self._check_scored_last(self.settings)
+            if check_done:
+                check_done()
             self._recorder.reopen(self.done, roster.clients.values())
             recorded = {label for record in self.history for label in record.joined}
             membership.add_joined([label for label in previous.joined if label not in recorded])
@@ -256,7 +258,7 @@ class MethodStrategy(Strategy):
             self.summary()
             written.set_waiting("")  # a killed server may have left a line
             if self.membership is None:
-                self.prepare(grid, ends=True)
+                self.prepare(grid, check_done=lambda: self._check_scored_last(self.settings))
             ending: Ending = "failed"
             try:
                 if self.done >= self._last_round:
@@ -504,15 +506,10 @@ class MethodStrategy(Strategy):
         """
         with self._recorder.locked():
             if self.membership is None:
-                self.prepare(grid)
-            elif self._phase is None:
-                self._recorder.check_rounds(self.done)
-            else:  # the last round failed
-                self._recorder.go_on(self.done)
-            if server_round != self.done + 1:
-                raise RunRefused(
-                    f"server_round = {server_round}: {self.done} rounds have counted; must be {self.done + 1}"
-                )
+                self.prepare(grid, check_done=lambda: self._need_next(server_round))
+            else:
+                self._go_on()
+            self._need_next(server_round)
             self._phase = self._messages(self._plan(grid, server_round), self.state)
         return [message for message, _ in self._phase.messages]
 
@@ -526,17 +523,27 @@ class MethodStrategy(Strategy):
             RunRefused: if another server has made rounds of the run meanwhile, or is at it, or if another run is in its
                 place.
         """
+        self._need_next(server_round)
         if self._phase is None or self._phase.number != server_round:
             raise RuntimeError(f"configure_train comes first, of round {server_round}")
         with self._recorder.locked():
-            self._recorder.check_rounds(self.done)
+            self._go_on()
             received = self._read(self._phase, list(replies), self.state)
             stopping.check_replies(received, self._clients.roster, self.settings)
             record = self._commit(self._finished(received, self._phase.started))
-            self._phase = None
             if self.done == self.schedule.num_rounds:
                 self._recorder.close("finished")
         return self._next_arrays(), results.train_metrics(record)
+
+    def _go_on(self) -> None:
+        """Go on with the run after the last round that counted, without what is left of one that failed."""
+        (self._recorder.go_on if self._recorder.failed else self._recorder.check_rounds)(self.done)
+
+    def _need_next(self, server_round: int) -> None:
+        if server_round != self.done + 1:
+            raise RunRefused(
+                f"server_round = {server_round}: {self.done} rounds have counted; must be {self.done + 1}"
+            )
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

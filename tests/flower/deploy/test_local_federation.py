@@ -90,6 +90,11 @@ def test_state_directories_follow_state_dir(tmp_path: Path) -> None:
     assert default.nodes[0]["state-dir"] == str(tmp_path / "run" / "clients" / "node-0")
 
 
+def test_devices_may_have_a_gpu_of_their_own(tmp_path: Path) -> None:
+    """Nobody here can say that they have none: shares of this machine's are for simulations."""
+    assert plan(None, ["device=cuda"], [], 2, tmp_path / "run").settings.training.device == "cuda"
+
+
 def test_invalid_nodes_are_refused_before_they_start(tmp_path: Path) -> None:
     settings = parse({"num-clients": 2}, SECTIONS)
     with pytest.raises(PbflError, match="--node 1: --node-config: unknown key 'modle'"):

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -951,14 +951,56 @@ def test_a_loop_of_ones_own_repeats_a_round_that_failed(tmp_path: Path) -> None:
         make_round(run, 2)
     with pytest.raises(RunRefused, match=r"^server_round = 3: 1 rounds have counted; must be 2$"):
         make_round(run, 3)
-    with pytest.raises(RuntimeError, match=r"^configure_train comes first, of round 3$"):
-        run.strategy.aggregate_train(3, [])
     run.grid.faults.clear()
     make_round(run, 2)
-    with pytest.raises(RuntimeError, match=r"^configure_train comes first, of round 2$"):
+    with pytest.raises(RunRefused, match=r"^server_round = 2: 2 rounds have counted; must be 3$"):
         run.strategy.aggregate_train(2, [])
+    with pytest.raises(RuntimeError, match=r"^configure_train comes first, of round 3$"):
+        run.strategy.aggregate_train(3, [])
     assert [record.round for record in run.directory.round_records()] == [1, 2]
     assert (run.directory.error(), run.directory.result()) == ("", whole.directory.result())
+
+
+def test_a_loop_of_ones_own_may_bring_the_replies_of_a_round_again(tmp_path: Path) -> None:
+    """First some of them, then all, though the server was interrupted between both histories; no error stays."""
+    whole = federation(tmp_path / "whole", on_disk=True, min_replies=5).run()
+    run = federation(tmp_path / "run", on_disk=True, min_replies=5)
+    make_round(run, 1)
+    messages = run.strategy.configure_train(2, ArrayRecord(), ConfigRecord(), run.grid)
+    replies = run.grid.send_and_receive(messages)
+    with pytest.raises(RunEnded):
+        run.strategy.aggregate_train(2, replies[:3])
+    with killed_between_histories(), pytest.raises(Killed):
+        run.strategy.aggregate_train(2, replies)
+    run.strategy.aggregate_train(2, replies)
+    assert [record.round for record in run.directory.client_records()] == [1, 2]
+    assert (run.directory.error(), run.directory.result()) == ("", whole.directory.result())
+
+
+def test_a_loop_of_ones_own_goes_on_after_a_start_that_was_interrupted(tmp_path: Path) -> None:
+    run = federation(tmp_path, on_disk=True)
+    with killed_between_histories(), pytest.raises(Killed):
+        run.run()
+    with (
+        patch.object(MethodStrategy, "_plan", side_effect=ConnectionError("gone")),
+        pytest.raises(ConnectionError),
+    ):
+        make_round(run, 1)
+    for number in (1, 2):
+        make_round(run, number)
+    assert [record.round for record in run.directory.client_records()] == [1, 2]
+    assert not run.directory.error()
+
+
+def test_a_loop_of_ones_own_that_begins_with_another_round_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    run = federation(tmp_path, on_disk=True).run()
+    before = {file.name: file.read_bytes() for file in run.directory.path.glob("*.*") if file.is_file()}
+    with pytest.raises(RunRefused, match=r"^server_round = 1: 2 rounds have counted; must be 3$"):
+        make_round(federation(tmp_path, on_disk=True, resume=True), 1)
+    assert {name: (run.directory.path / name).read_bytes() for name in before} == before
+    with pytest.raises(RunRefused, match=r"^server_round = 2: 0 rounds have counted; must be 1$"):
+        make_round(federation(tmp_path / "new", on_disk=True), 2)
+    assert not (tmp_path / "new" / "run" / "run.json").exists()
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -982,7 +1024,8 @@ def test_patience_ends_no_loop_of_ones_own(tmp_path: Path) -> None:
     assert not [line for record in run.strategy.history for line in record.warnings if "ends early" in line]
 
 
-def test_a_run_killed_between_both_histories_of_its_first_round_resumes(tmp_path: Path) -> None:
+def killed_between_histories() -> AbstractContextManager[object]:
+    """Within the context the line of a round is written for the clients only."""
     append = RunDirectory._append
 
     def killed(self: RunDirectory, name: str, *more: Any) -> None:
@@ -990,7 +1033,11 @@ def test_a_run_killed_between_both_histories_of_its_first_round_resumes(tmp_path
             raise Killed
         append(self, name, *more)
 
-    with patch.object(RunDirectory, "_append", killed), pytest.raises(Killed):
+    return patch.object(RunDirectory, "_append", killed)
+
+
+def test_a_run_killed_between_both_histories_of_its_first_round_resumes(tmp_path: Path) -> None:
+    with killed_between_histories(), pytest.raises(Killed):
         federation(tmp_path, on_disk=True).run()
     run = federation(tmp_path, on_disk=True, resume=True).run()
     assert [record.round for record in run.directory.client_records()] == [1, 2]
