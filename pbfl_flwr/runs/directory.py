@@ -391,7 +391,9 @@ class RunDirectory:
         file = self.path / name
         if file.exists():
             lines = zip(numbers, _numbered_lines(file), strict=True)
-            write_atomically(file, b"".join(line + b"\n" for number, (_, line) in lines if number <= done))
+            kept = b"".join(line + b"\n" for number, (_, line) in lines if number <= done)
+            if len(kept) < file.stat().st_size:
+                write_atomically(file, kept)
 
     def _write(self, name: str, record: Record) -> None:
         write_atomically(self.path / name, (json.dumps(record.to_json(), indent=1) + "\n").encode())

@@ -7,7 +7,7 @@ are asked for in every round until Flower, which keeps a message for some hours,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from flwr.app import Message
@@ -33,6 +33,11 @@ class OverdueReplies:
     def add(self, unanswered: Mapping[str, OverdueReply]) -> None:
         """Add the messages, by id, that had no reply at the deadline."""
         self._awaited |= unanswered
+
+    def answered(self, replies: Iterable[Message]) -> None:
+        """Drop the messages whose replies these are."""
+        for reply in replies:
+            self._awaited.pop(reply.metadata.reply_to_message_id, None)
 
     def collect(self, grid: Grid) -> list[tuple[OverdueReply, Message]]:
         """Fetch the replies that have arrived, which are no longer outstanding."""

@@ -66,8 +66,6 @@ class Resumed:
 class Recorder:
     """What is written of a run; this one writes nothing."""
 
-    failed = False  # whether the last context of `locked` ended with an exception
-
     def configure(self, settings: Settings, method: Method[Any, Any, Any], primary_predictor: str) -> None:
         """Set the settings of the run; a run that has started goes on with other values of CHANGEABLE keys."""
 
@@ -91,9 +89,6 @@ class Recorder:
 
     def reopen(self, done: int, clients: Iterable[ClientRecord]) -> None:
         """Record with what a run is resumed after ``done`` rounds, and open it."""
-
-    def check_rounds(self, done: int) -> None:
-        """Check that the run on the disk has the ``done`` finished rounds, which another server may have changed."""
 
     def go_on(self, done: int) -> None:
         """Open a run again, without what is left of a round after the ``done`` finished ones."""
@@ -170,13 +165,8 @@ class RunRecorder(Recorder):
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Return a context in which no other process may write the run."""
-        try:
-            with self.directory.locked() as self._lock:
-                yield
-            self.failed = False
-        except BaseException:
-            self.failed = True
-            raise
+        with self.directory.locked() as self._lock:
+            yield
 
     @property
     def _is_in_place(self) -> bool:
@@ -273,12 +263,13 @@ class RunRecorder(Recorder):
         if done:
             log(INFO, "resumed after round %s", done)
 
-    def check_rounds(self, done: int) -> None:
-        """Check that the run on the disk has the ``done`` finished rounds, which another server may have changed.
+    def go_on(self, done: int) -> None:
+        """Open a run again, without what is left of a round after the ``done`` finished ones.
 
         Raises:
-            RunRefused: if it has others, as after an interruption just before one counted here, or is another run.
-            DamagedState: if its history is damaged.
+            RunRefused: if it has other rounds, as after an interruption just before one counted here or if another
+                server made some, or if it is another run.
+            DamagedState: if its histories are damaged.
             PbflError: if it is gone.
         """
         if self.directory.record().experiment != self._experiment:
@@ -291,14 +282,6 @@ class RunRecorder(Recorder):
                 "resume = true"
             )
 
-    def go_on(self, done: int) -> None:
-        """Open a run again, without what is left of a round after the ``done`` finished ones.
-
-        Raises:
-            PbflError: see :meth:`check_rounds`.
-            DamagedState: if its histories are damaged.
-        """
-        self.check_rounds(done)
         self.directory.remove(ERROR)
         self.directory.truncate(done)
         if self._sinks is None:

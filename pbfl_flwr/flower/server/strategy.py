@@ -192,9 +192,14 @@ class MethodStrategy(Strategy):
         """Refuse to end a run without scoring its final state, if it has made its rounds with other settings.
 
         Raises:
-            RunRefused: if nothing remains to be done, but the last round was not made as the last.
+            RunRefused: if nothing remains to be done, but the last round was not made as the last, or there are more.
         """
         run, schedule = settings.run, schedule_of(settings, self.moment)
+        if self.done > run.num_server_rounds:
+            raise RunRefused(
+                f"num-server-rounds = {run.num_server_rounds}: the run has {self.done} rounds already; must be "
+                f"{self.done} or more"
+            )
         scores = self._scores_of(settings)
         if not self.done or self.done < schedule.last_round(scores, self.done):
             return
@@ -357,6 +362,7 @@ class MethodStrategy(Strategy):
 
     def _read(self, phase: Phase, messages: Sequence[Message], state: Serializable) -> Replies:
         """Decode and validate replies, and remember which clients failed or are late."""
+        self._clients.overdue.answered(messages)  # in a second try of the round
         self._clients.overdue.add(phase.unanswered(messages))
         rules = ReplyRules.of(self.settings, self.method, self._task, phase.plan.scored)
         replies = read(messages, phase, rules, state)
@@ -508,8 +514,8 @@ class MethodStrategy(Strategy):
             if self.membership is None:
                 self.prepare(grid, check_done=lambda: self._need_next(server_round))
             else:
-                self._go_on()
-            self._need_next(server_round)
+                self._need_next(server_round)
+                self._recorder.go_on(self.done)
             self._phase = self._messages(self._plan(grid, server_round), self.state)
         return [message for message, _ in self._phase.messages]
 
@@ -527,17 +533,13 @@ class MethodStrategy(Strategy):
         if self._phase is None or self._phase.number != server_round:
             raise RuntimeError(f"configure_train comes first, of round {server_round}")
         with self._recorder.locked():
-            self._go_on()
+            self._recorder.go_on(self.done)
             received = self._read(self._phase, list(replies), self.state)
             stopping.check_replies(received, self._clients.roster, self.settings)
             record = self._commit(self._finished(received, self._phase.started))
             if self.done == self.schedule.num_rounds:
                 self._recorder.close("finished")
         return self._next_arrays(), results.train_metrics(record)
-
-    def _go_on(self) -> None:
-        """Go on with the run after the last round that counted, without what is left of one that failed."""
-        (self._recorder.go_on if self._recorder.failed else self._recorder.check_rounds)(self.done)
 
     def _need_next(self, server_round: int) -> None:
         if server_round != self.done + 1:

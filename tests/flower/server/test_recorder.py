@@ -992,6 +992,46 @@ def test_a_loop_of_ones_own_goes_on_after_a_start_that_was_interrupted(tmp_path:
     assert not run.directory.error()
 
 
+@pytest.mark.parametrize("how", ["killed", "failed"])
+def test_a_loop_of_ones_own_goes_on_behind_another_server_that_has_ended(how: str, tmp_path: Path) -> None:
+    run = federation(tmp_path, on_disk=True, min_replies=5)
+    make_round(run, 1)
+    other = federation(tmp_path, on_disk=True, min_replies=5, resume=True, faults={(1, 2): raises})
+    if how == "killed":
+        other.grid.faults.clear()
+        with killed_between_histories(), pytest.raises(Killed):
+            other.run()
+    else:
+        with pytest.raises(RunEnded):
+            other.run()
+    make_round(run, 2)
+    assert [record.round for record in run.directory.client_records()] == [1, 2]
+    assert (run.directory.error(), bool(run.directory.result())) == ("", True)
+
+
+def test_a_client_whose_reply_comes_in_the_second_try_of_a_round_is_not_busy(tmp_path: Path) -> None:
+    run = federation(tmp_path, num_server_rounds=3, min_replies=2, faults={(0, 2): raises})
+    make_round(run, 1)
+    replies = run.grid.send_and_receive(
+        run.strategy.configure_train(2, ArrayRecord(), ConfigRecord(), run.grid)
+    )
+    with pytest.raises(RunEnded):
+        run.strategy.aggregate_train(2, [reply for reply in replies if not reply.has_error()][:1])
+    run.strategy.aggregate_train(2, replies)
+    make_round(run, 3)
+    assert [record.trained for record in run.strategy.history[1:]] == [[1, 2, 3, 4], [0, 1, 2, 3, 4]]
+
+
+def test_a_second_start_does_not_make_the_run_shorter(tmp_path: Path) -> None:
+    run = federation(tmp_path, on_disk=True).run()
+    before = {file.name: file.read_bytes() for file in run.directory.path.glob("*.*") if file.is_file()}
+    with pytest.raises(
+        RunRefused, match=r"^num-server-rounds = 1: the run has 2 rounds already; must be 2 or more$"
+    ):
+        run.strategy.start(run.grid, num_rounds=1)
+    assert {name: (run.directory.path / name).read_bytes() for name in before} == before
+
+
 def test_a_loop_of_ones_own_that_begins_with_another_round_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     run = federation(tmp_path, on_disk=True).run()
     before = {file.name: file.read_bytes() for file in run.directory.path.glob("*.*") if file.is_file()}
