@@ -245,13 +245,10 @@ class RunRecorder(Recorder):
                 f"run-dir = '{self.directory.path}' began"
             )
         resumed = checkpoint.resume(self.directory, kind, task, self._configuration)
-        done, num_rounds = resumed[1] if resumed else 0, self._settings.run.num_server_rounds
-        if done > num_rounds:
-            raise RunRefused(
-                f"num-server-rounds = {num_rounds}: the run has {done} rounds already; must be {done} or more"
-            )
         if resumed is None:
             return None
+        done = resumed[1]
+        need_all_rounds(self._settings.run.num_server_rounds, done)
         history = self.directory.round_records()
         self._scores, self._written = all_scores(history, self._primary_predictor), done
         return Resumed(*resumed, history, [*self.directory.client_records()])
@@ -443,6 +440,18 @@ class RunRecorder(Recorder):
         with suppress(PbflError):  # it costs no run either that the disk is full, and the log has them
             known = self.directory.record().warnings
             self.directory.update(warnings=[*known, *(f"{after}{warning}" for warning in warnings)])
+
+
+def need_all_rounds(num_rounds: int, done: int) -> None:
+    """Check that a run goes on with at least as many rounds as are done.
+
+    Raises:
+        RunRefused: if not.
+    """
+    if done > num_rounds:
+        raise RunRefused(
+            f"num-server-rounds = {num_rounds}: the run has {done} rounds already; must be {done} or more"
+        )
 
 
 # Log --------------------------------------------------------------------------------------------------------

@@ -195,11 +195,7 @@ class MethodStrategy(Strategy):
             RunRefused: if nothing remains to be done, but the last round was not made as the last, or there are more.
         """
         run, schedule = settings.run, schedule_of(settings, self.moment)
-        if self.done > run.num_server_rounds:
-            raise RunRefused(
-                f"num-server-rounds = {run.num_server_rounds}: the run has {self.done} rounds already; must be "
-                f"{self.done} or more"
-            )
+        recorder.need_all_rounds(run.num_server_rounds, self.done)
         scores = self._scores_of(settings)
         if not self.done or self.done < schedule.last_round(scores, self.done):
             return
