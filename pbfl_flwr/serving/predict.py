@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pbfl_flwr.data.own.columns import CLIENT, LABEL, SUFFIXES
-from pbfl_flwr.data.own.image_folder import one_image
+from pbfl_flwr.data.own.image_folder import ignored_files, one_image
 from pbfl_flwr.data.own.images import SUFFIXES as IMAGES
 from pbfl_flwr.data.own.npz import read_arrays
 from pbfl_flwr.data.own.table import features
@@ -22,6 +23,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.exported import HEAD, Exported
 from pbfl_flwr.util.csv_text import csv_text
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Prediction:
 
 def predict(model: Exported, files: Sequence[Path], by: str = HEAD) -> Iterator[Prediction]:
     """Yield a prediction for every image and every row, in the order of the files.
+
+    A warning is logged for a folder that also has other files.
 
     Args:
         model: see :func:`pbfl_flwr.serving.exported.open_exported`.
@@ -60,9 +65,12 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
     for path in files:
         suffix = path.suffix.lower()
         if path.is_dir():
-            images = sorted(p for p in files_under(path) if _is_image(p, path))
+            found = list(files_under(path))
+            images = sorted(file for file in found if _is_image(file, path))
             if not images:
                 raise PbflError(f"{path} holds no images")
+            for note in ignored_files(len(found) - len(images)):
+                log.warning("%s: %s", path, note)
             yield from _inputs(card, images)
         elif not path.is_file():
             raise PbflError(f"there is no {path}")

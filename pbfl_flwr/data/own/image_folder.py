@@ -81,13 +81,8 @@ def image_folder(settings: DataSettings) -> Pool:
         return Pool(inputs, labels, classes, num_train=len(train), notes=notes)
 
     pool = cached(settings, (path for path, _ in [*train, *test]), decode)
-    notes = pool.notes  # the rest is about what the cache's key does not cover
-    if others := sum(others_by_class.values()) + sum(test_others_by_class.values()):
-        kinds = ", ".join(SUFFIXES)
-        notes = (
-            *notes,
-            f"{others} files ignored that are not images ({kinds}) or whose names begin with a dot",
-        )
+    others = sum(others_by_class.values()) + sum(test_others_by_class.values())
+    notes = (*pool.notes, *ignored_files(others))  # about what the cache's key does not cover
     unread = sorted(path.name for path in _folders(root) if path.name not in ("train", "test"))
     if unread and train_dir != root:
         notes = (*notes, f"folders ignored next to train and test: {abbreviate(unread)}")
@@ -97,18 +92,28 @@ def image_folder(settings: DataSettings) -> Pool:
 def _of_clients(settings: DataSettings, root: Path) -> Pool:
     """Return the images of ``<client>/<class>/*``; classes are those of all clients."""
     folders = sorted(_folders(root))
-    names = {class_name(path.name) for folder in folders for path in _folders(folder)}
-    classes = settings.classes or tuple(sorted(names))
+    class_folders = {path for folder in folders for path in _folders(folder)}
+    classes = settings.classes or tuple(sorted({class_name(path.name) for path in class_folders}))
 
     def numbered(names: Sequence[str], folder: Path) -> list[int]:
         return numbers_of(names, classes, str(folder))
 
-    samples = [labelled_files(folder, settings.dataset, numbered)[0] for folder in folders]
+    read = [labelled_files(folder, settings.dataset, numbered) for folder in folders]
+    samples = [files for files, _ in read]
     sizes = [len(files) for files in samples]
-    parts = [folder.name for folder in folders if folder.name.casefold() in _PARTS]
-    if parts or not sizes or not all(sizes):
-        found = f"a folder '{parts[0]}'" if parts else "no client" if not sizes else ""
-        found = found or f"no image in the folders of '{folders[sizes.index(0)].name}'"
+    parts = [folder for folder in folders if folder.name.casefold() in _PARTS]
+    if not settings.classes and all(folder.name.casefold() in _PARTS for folder in class_folders):
+        parts += sorted(class_folders)
+    found = ""
+    if parts:
+        found = f"a folder '{parts[0].relative_to(root)}'"
+    elif not sizes:
+        found = "no client"
+    elif not all(sizes):
+        found = f"no image in the folders of '{folders[sizes.index(0)].name}'"
+    elif not any(path.parent in class_folders for files in samples for path, _ in files):
+        found = f"images only further down, e.g. in {samples[0][0][0].parent.relative_to(root)}"
+    if found:
         raise PbflError(
             f"partition = natural: {root} must be <client>/<class>/* with images, no train and test; it has {found}"
         )
@@ -121,7 +126,16 @@ def _of_clients(settings: DataSettings, root: Path) -> Pool:
         clients = owner_names([folder.name for folder in folders])
         return Pool(inputs, labels, classes, sum(sizes), owner, clients, notes=notes)
 
-    return cached(settings, (path for files in samples for path, _ in files), decode, classes)
+    pool = cached(settings, (path for files in samples for path, _ in files), decode, classes)
+    others = sum(sum(others_by_class.values()) for _, others_by_class in read)
+    return replace(pool, notes=(*pool.notes, *ignored_files(others)))
+
+
+def ignored_files(number: int) -> list[str]:
+    """Return the note on that many files that are no images; empty if there are none."""
+    kinds = ", ".join(SUFFIXES)
+    note = f"{number} files ignored that are not images ({kinds}) or whose names begin with a dot"
+    return [note] if number else []
 
 
 def _numbered(settings: DataSettings) -> Numbered | None:

@@ -321,6 +321,28 @@ def test_folders_of_clients(tmp_path, hospitals, write_image):
         load_pool(natural)
 
 
+def test_parts_are_no_classes_of_clients(tmp_path, write_image):
+    settings = DataSettings(dataset="image-folder", data_dir=str(tmp_path), partition="natural")
+    for client in ("a", "b"):
+        write_image(tmp_path / client / "train" / "cat" / "0.png", 3)
+        write_image(tmp_path / client / "test" / "cat" / "1.png", 3)
+    with pytest.raises(PbflError, match=r"no train and test; it has a folder 'a/test'"):
+        load_pool(settings)
+    write_image(tmp_path / "a" / "photos" / "dog" / "0.png", 3)
+    with pytest.raises(PbflError, match=r"it has images only further down, e\.g\. in a/photos/dog"):
+        load_pool(settings)
+    write_image(tmp_path / "a" / "photos" / "0.png", 3)
+    assert load_pool(settings).label_names == ("photos", "test", "train")
+
+
+def test_other_files_of_clients_are_told(tmp_path, hospitals):
+    natural = hospitals.model_copy(update={"partition": "natural"})
+    for path in ("north/cat/0.heic", "south/emu/0.gif"):
+        (tmp_path / "set" / path).touch()
+    (note,) = load_pool(natural).notes
+    assert note.startswith("2 files ignored that are not images (.jpg")
+
+
 def test_folders_made_or_removed_after_the_first_reading_count(tmp_path, hospitals, write_image):
     natural = hospitals.model_copy(update={"partition": "natural"})
     before = load_pool(natural).label_names
