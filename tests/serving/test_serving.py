@@ -266,7 +266,11 @@ def test_a_class_without_a_prototype_is_not_predicted(sites: Ran, tmp_path: Path
 
 
 def test_images_arrays_and_tables(
-    sites: Ran, flowers: Ran, exported: dict[str, Path], tmp_path: Path
+    sites: Ran,
+    flowers: Ran,
+    exported: dict[str, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     x, _ = pictures(300, 3)
     Image.fromarray(rgb(x)[0].transpose(1, 2, 0)).save(tmp_path / "a.png")
@@ -276,6 +280,7 @@ def test_images_arrays_and_tables(
     clinic = open_exported(exported["clinic"])
     alone = list(predict(clinic, [tmp_path / "x.npz"]))
     folder = list(predict(clinic, [tmp_path]))  # its images
+    assert f"{tmp_path}: 2 files ignored that are not images" in caplog.text
     assert [(Path(p.file).name, p.row) for p in alone + folder] == [
         ("x.npz", 1), ("x.npz", 2), ("x.npz", 3), ("a.png", 0), ("b.png", 0)
     ]  # fmt: skip
@@ -469,6 +474,22 @@ def test_a_model_that_no_card_describes_does_not_fail_the_round(
         PbflError, match=r"does not describe its model's inputs: .* or exceeds the limits of a card"
     ):
         read_state(state_file(tmp_path / "run", "0"))
+
+
+@pytest.mark.parametrize(("shape", "exportable"), [((3, 1), True), ((1, 1), True), ((3, 4), False)])
+def test_an_apps_scale_is_by_channel_for_an_export(
+    shape: tuple[int, int], exportable: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def windows(settings: Settings, client: int) -> ClientData:
+        labels = torch.arange(8) % 2
+        shard = Shard(torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(client)), labels)
+        return ClientData(shard, shard, 2, ("a", "b"), torch.full(shape, 0.5), torch.zeros(shape))
+
+    federation(tmp_path, data=windows, on_disk=True, num_clients=1, models="mlp5", feature_dim=8).run()
+    reason = f"cannot be exported (scale and shift have the shape {shape}; must be a number by channel)"
+    assert (reason in caplog.text) is not exportable
+    if exportable:
+        assert read_state(state_file(tmp_path / "run", "0")).card.scale == (0.5, 0.5, 0.5)
 
 
 CODE = """

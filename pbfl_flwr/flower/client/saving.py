@@ -55,18 +55,14 @@ def state_after_round(
 def _card(session: ClientSession, participations: int) -> str:
     """Return the card with which the client's network can be used elsewhere, as JSON.
 
-    Empty for an app's own data that is not normalised by channel, and, with a warning, if a value is not allowed in a
-    card. That is no error, because a card is only needed for export.
+    Empty, with a warning, if a value is not allowed in a card. That is no error, because a card is only needed for
+    export.
     """
-    client, data = session.client, session.client.data
-    channels = client.task.input_shape[0]
-    if not data.scale.numel() == data.shift.numel() == channels:
-        return ""
     try:
         return _build_card(session, participations).model_dump_json()
     except ValueError as error:  # pydantic's, from validation or serialisation
         reason = fault(error) if isinstance(error, ValidationError) else str(error)
-        log(WARNING, "client %s: its model of this round cannot be exported (%s)", client.key, reason)
+        log(WARNING, "client %s: its model of this round cannot be exported (%s)", session.client.key, reason)
         return ""
 
 
@@ -85,11 +81,17 @@ def _build_card(session: ClientSession, participations: int) -> Card:
         columns=tuple(data.columns),
         vocabulary_size=data.vocabulary_size,
         images=data.train.inputs.dtype is torch.uint8,
-        scale=tuple(data.scale.flatten().tolist()),
-        shift=tuple(data.shift.flatten().tolist()),
+        scale=_by_channel(data.scale, client.task.input_shape[0]),
+        shift=_by_channel(data.shift, client.task.input_shape[0]),
         unit_features=session.method.unit_features,
         natural_id=data.natural_id,
     )
+
+
+def _by_channel(values: Tensor, channels: int) -> tuple[float, ...]:
+    if values.numel() not in (1, channels):
+        raise ValueError(f"scale and shift have the shape {tuple(values.shape)}; must be a number by channel")
+    return tuple(values.flatten().expand(channels).tolist())
 
 
 def _prototypes(predictors: Mapping[str, Predictor]) -> dict[str, Tensor]:
