@@ -139,11 +139,13 @@ class Worker:
             with quoting_data(f"the data at {data.data_dir}"):
                 return self._loaded.own(data, identity.files)
         if isinstance(identity.client, str):
-            need = "data-path in --node-config" if self.configured else "a client-id that is a number"
-            raise PbflError(
-                f"client-id = '{identity.client}': a name is for devices that bring their own data; this one needs "
-                f"{need}{', or a number instead, which takes that share of the common dataset' * self.configured}"
-            )
+            reason = "a name is for devices that bring their own data; this one needs data-path in --node-config, or "
+            reason += "a number instead, which takes that share of the common dataset"
+            if not self.configured:
+                reason = (
+                    "the data function of this app is called with a number; must be a whole number from 0"
+                )
+            raise PbflError(f"client-id = '{identity.client}': {reason}")
         if self.source is None:
             own = of_code or "\n" in data.labels  # of a file
             with quoting_data(f"dataset = '{data.dataset}'") if own else nullcontext():
