@@ -41,7 +41,7 @@ def state_file(path: Path, client: str) -> Path:
         client: its number, name or natural id, of a directory; "" takes the only client.
 
     Raises:
-        PbflError: if none or several match, or a client of a file is asked for.
+        PbflError: if none or, without a client, several match, or a client of a file is asked for.
     """
     if path.is_file():
         if client:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pbfl_flwr import seeds
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import client_data
 from pbfl_flwr.data.clients import hold_out
@@ -27,6 +28,19 @@ def test_held_out_rows_come_from_training_alone() -> None:
     torch.testing.assert_close(held.test.inputs, without.test.inputs)
     both = torch.cat([held.train.labels, held.validation.labels])
     assert torch.equal(both.bincount(minlength=10), without.train.labels.bincount(minlength=10))
+
+
+def test_each_client_draws_rows_of_its_own() -> None:
+    """As stored results have them: by the partition's seed and the client's number."""
+    settings = DataSettings(validation_share=0.25, partition="iid", max_samples=200)
+    for number in (0, 1):
+        held = client_data(settings, 2, number)
+        whole = client_data(settings.model_copy(update={"validation_share": 0.0}), 2, number).train
+        _, rows = hold_out(
+            np.arange(len(whole)), 0.25, seeds.derive(settings.partition_seed, "validation", number)
+        )
+        assert held.validation is not None
+        assert torch.equal(held.validation.inputs, whole.inputs[torch.from_numpy(rows)])
 
 
 def test_the_rest_keeps_its_order() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from pbfl_flwr.config import DataSettings, parse
 from pbfl_flwr.data import LoadedData, check_data, load_pool
+from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.partition.assign import make_partition
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.plan import reproduction
@@ -263,3 +264,14 @@ def test_max_samples_keeps_the_natural_owners_and_refuses_fixed_splits(pool_of):
     fixed = replace(pool, in_train=np.ones(60, dtype=bool))
     with pytest.raises(PbflError, match="max-samples = 30"):
         make_partition(fixed, DataSettings(max_samples=30), 3)
+
+
+def test_way_shot_cuts_each_class_by_the_training_share():
+    labels = np.repeat(np.arange(3), 100)
+    pool = Pool(np.zeros((300, 2), np.float32), labels, ("a", "b", "c"), 300)
+    settings = parse(
+        {"partition": "way-shot", "ways": 2, "ways-deviation": 0, "shots": 55, "shots-deviation": 0,
+         "train-share": 0.5, "num-clients": 1}, SECTIONS,
+    ).data  # fmt: skip
+    with pytest.raises(PbflError, match="has 50 training samples"):
+        make_partition(pool, settings, 1)

@@ -98,6 +98,16 @@ def test_a_class_whose_shares_underflow_goes_to_the_smallest_client():
     assert all(len(rows) % 10 == 0 for rows in deal.rows)
 
 
+def test_classes_whose_shares_underflow_go_to_the_smallest_client_each():
+    class Underflows(RandomState):
+        def dirichlet(self, alpha, size=None):
+            return np.zeros(len(alpha))
+
+    labels = labels_of([10] * 4)
+    deal = dirichlet_indices(labels, 2, 0.1, 1, Underflows(0), 4)
+    assert [sorted(set(labels[rows].tolist())) for rows in deal.rows] == [[0, 2], [1, 3]]
+
+
 def test_a_client_with_exactly_an_equal_part_gets_no_more():
     # with so small an alpha a class goes to one client, in half of the draws to the same one as the class before
     for seed in range(10):
@@ -193,6 +203,14 @@ def test_the_repair_takes_from_the_largest_clients_largest_class():
     # client 0 has four of class 0: two of them, the last ones, are half of the class
     assert [rows.tolist() for rows in mended.rows] == [[0, 1, 4], [5, 6], [2, 3]]
     assert mended.notes == ("client 2 had too few samples: 2 of class 0 moved from client 0",)
+
+
+def test_the_repair_leaves_a_donor_the_minimum_and_half_of_its_class():
+    hands = Assignment((np.arange(4), np.arange(4, 8), np.arange(8, 9)))
+    assert [len(rows) for rows in repair(hands, np.zeros(9, dtype=int), 3).rows] == [3, 3, 3]
+    labels = np.array([0, 0, 0, 0, 1, 1, 1])
+    mended = repair(Assignment((np.arange(7), np.arange(0))), labels, 3)
+    assert [np.bincount(labels[rows]).tolist() for rows in mended.rows] == [[2, 2], [2, 1]]
 
 
 def test_the_repair_refuses_the_impossible():

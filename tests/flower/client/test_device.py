@@ -183,3 +183,28 @@ def test_reports_peak_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     reported = Report(4, 3, 1, {"head": 1}, metrics={}, gpu_mb=1.5)
     assert Report.from_record(reported.to_record()) == reported
     assert steps(line)[-1][1]["gpu-mb"] == 1.5
+
+
+def test_a_device_deals_its_own_data_to_itself_whatever_the_run_deals_by() -> None:
+    run = parse({"num-clients": 3, "partition": "natural"}, SECTIONS)
+    assert own_settings(run, {"client-id": 0, "data-path": "/d/x.npz"}).data.partition == "iid"
+    assert own_settings(run, {"client-id": 0}).data.partition == "natural"
+
+
+def test_a_device_names_its_label_column_and_processor() -> None:
+    node = {
+        "client-id": 0,
+        "data-path": "/d/x.csv",
+        "label-column": "kind",
+        "device": "cpu",
+        "input-shape": "1,2,2",
+    }
+    settings = own_settings(parse({"num-clients": 3, "device": "cuda"}, SECTIONS), node)
+    assert (settings.data.label_column, settings.training.device) == ("kind", "cpu")
+    assert settings.data.input_shape == "1,2,2"
+
+
+def test_a_server_makes_no_device_download() -> None:
+    run = parse({"num-clients": 3, "download": True}, SECTIONS)
+    assert run.data.download
+    assert not own_settings(run, {"client-id": 0}).data.download

@@ -17,7 +17,15 @@ from flwr.app import ConfigRecord, Context, Error, Message
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.flower.engines import executors
 from pbfl_flwr.flower.engines.channel import channel
-from pbfl_flwr.flower.engines.executors import DIED, ExecutorPool, ProcessExecutor, WorkerSpec
+from pbfl_flwr.flower.engines.executors import (
+    DIED,
+    Executor,
+    ExecutorPool,
+    ProcessExecutor,
+    WorkerDied,
+    WorkerSpec,
+    environment,
+)
 from pbfl_flwr.flower.engines.local import Handler, LocalGrid, run_immediately
 from pbfl_flwr.flower.messages import wire
 from tests.flower.engines.test_local import KEYS, ask, echo, said
@@ -182,3 +190,79 @@ def test_worker_with_a_broken_gpu_is_replaced(
     assert [reply.has_error() for reply in replies] == [fails]
     assert replaced == int(fails and broken)
     assert given_back == [1] * (fails and not broken)
+
+
+class Pretended(Executor):
+    """Answers in this process; a message of client 1 waits until its worker is killed or let go."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.killed = False
+
+    def start(self) -> None:
+        self.starts += 1
+        self.killed = False
+
+    def handle(self, message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 1:
+            self.begun.set()
+            self.go.wait(10)
+        if self.killed:
+            raise WorkerDied("killed")
+        return echo(message, context)
+
+    @property
+    def alive(self) -> bool:
+        return not self.killed
+
+    def kill(self) -> None:
+        self.killed = True
+        self.go.set()
+
+
+def test_giving_up_a_client_that_has_answered_kills_no_other_clients_worker() -> None:
+    worker = Pretended()
+    with ThreadPoolExecutor(1) as threads, ExecutorPool([worker]) as pool:
+        grid = LocalGrid(pool.handle, threads.submit, {}, 2, pool.give_up)
+        assert said(grid.send_and_receive(ask(grid, [0]))) == [0]
+        (asked,) = ask(grid, [1])
+        ids = [*grid.push_messages([asked])]
+        assert worker.begun.wait(10)
+        pool.give_up(next(iter(grid.get_node_ids())))  # as if client 0's next message waited for a worker
+        assert not worker.killed
+        worker.go.set()
+        wait([grid._replies[ids[0]]], 10)
+    assert said(grid.pull_messages(ids)) == [1]
+
+
+def test_a_worker_that_dies_as_the_pool_ends_is_not_replaced() -> None:
+    worker = Pretended()
+    with ThreadPoolExecutor(1) as threads, ExecutorPool([worker]) as pool:
+        grid = LocalGrid(pool.handle, threads.submit, {}, 2, pool.give_up)
+        grid.push_messages(ask(grid, [1]))
+        assert worker.begun.wait(10)
+    assert worker.starts == 1
+
+
+def test_a_worker_that_died_after_its_answer_is_replaced_and_costs_nothing() -> None:
+    class Ends(Pretended):
+        def handle(self, message: Message, context: Context) -> Message:
+            if self.killed:
+                raise WorkerDied("killed")
+            reply = echo(message, context)
+            self.killed = self.starts == 1
+            return reply
+
+    with ExecutorPool([Ends()]) as pool:
+        grid = LocalGrid(pool.handle, run_immediately, {}, 2)
+        replies = grid.send_and_receive(ask(grid, [0, 1]))
+    assert [reply.has_error() for reply in replies] == [False, False]
+
+
+def test_variables_that_were_not_set_are_removed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    with environment(WorkerSpec(3, "", Path("log"))):
+        assert (os.environ["OMP_NUM_THREADS"], os.environ["CUDA_VISIBLE_DEVICES"]) == ("3", "")
+    assert not {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"} & {*os.environ}

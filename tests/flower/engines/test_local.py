@@ -1,12 +1,14 @@
 """The simulation without Flower's engine: the grid, the workers, and the same results as any other."""
 
 import gc
+import logging
 import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -245,3 +247,37 @@ def test_workers_are_at_most_one_per_client(tmp_path: Path) -> None:
     assert [(spec.gpus, spec.cores) for spec in specs] == [
         ("", 2)
     ] * 3  # places of tests of placement, no more
+
+
+def test_what_a_client_does_to_its_message_reaches_nobody() -> None:
+    kept: list[Message] = []
+
+    def changing(message: Message, context: Context) -> Message:
+        config = message.content.config_records[wire.CONFIG]
+        config["round"] = int(str(config["round"])) + 1
+        reply = Message(wire.content(config=ConfigRecord({"client": config["round"]})), reply_to=message)
+        kept.append(reply)
+        return reply
+
+    app: Any = changing
+    grid = LocalGrid(in_this_process(app), run_immediately, {}, 2)
+    shared = ask(grid, [0, 1])
+    both = [
+        Message(shared[0].content, dst_node_id=m.metadata.dst_node_id, message_type="query") for m in shared
+    ]
+    replies = grid.send_and_receive(both)
+    assert said(replies) == [1, 1]
+    assert replies[0].content is not kept[0].content
+
+
+def test_one_worker_sees_its_cores_and_no_hidden_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(local, "serve", lambda *_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    before = logging.getLogger("flwr").handlers[:]
+    local.federate(tmp_path, {}, 3, Resources(workers=1))
+    assert seen == [""]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    assert logging.getLogger("flwr").handlers == before
