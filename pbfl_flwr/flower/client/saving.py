@@ -55,19 +55,23 @@ def state_after_round(
 def _card(session: ClientSession, participations: int) -> str:
     """Return the card with which the client's network can be used elsewhere, as JSON.
 
-    Empty, with a warning, if a value is not allowed in a card. That is no error, because a card is only needed for
-    export.
+    Empty, with a warning after the client's first training, if a value is not allowed in a card. That is no error,
+    because a card is only needed for export.
     """
     try:
         return _build_card(session, participations).model_dump_json()
     except ValueError as error:  # pydantic's, from validation or serialisation
         reason = fault(error) if isinstance(error, ValidationError) else str(error)
-        log(WARNING, "client %s: its model of this round cannot be exported (%s)", session.client.key, reason)
+        if participations == 1:
+            log(WARNING, "client %s: its model cannot be exported (%s)", session.client.key, reason)
         return ""
 
 
 def _build_card(session: ClientSession, participations: int) -> Card:
     client, data = session.client, session.client.data
+    scale, shift = data.scale, data.shift
+    if data.vocabulary_size:  # ids are fed unchanged
+        scale, shift = torch.ones(()), torch.zeros(())
     return Card(
         method=session.method.name,
         client=str(client.key),
@@ -81,17 +85,18 @@ def _build_card(session: ClientSession, participations: int) -> Card:
         columns=tuple(data.columns),
         vocabulary_size=data.vocabulary_size,
         images=data.train.inputs.dtype is torch.uint8,
-        scale=_by_channel(data.scale, client.task.input_shape[0]),
-        shift=_by_channel(data.shift, client.task.input_shape[0]),
+        scale=_by_channel("scale", scale, client.task.input_shape),
+        shift=_by_channel("shift", shift, client.task.input_shape),
         unit_features=session.method.unit_features,
         natural_id=data.natural_id,
     )
 
 
-def _by_channel(values: Tensor, channels: int) -> tuple[float, ...]:
-    if values.numel() not in (1, channels):
-        raise ValueError(f"scale and shift have the shape {tuple(values.shape)}; must be a number by channel")
-    return tuple(values.flatten().expand(channels).tolist())
+def _by_channel(name: str, values: Tensor, input_shape: tuple[int, ...]) -> tuple[float, ...]:
+    channels = values.broadcast_to(input_shape).reshape(input_shape[0], -1)
+    if not torch.equal(channels, channels[:, :1].expand_as(channels)):
+        raise ValueError(f"{name} has the shape {tuple(values.shape)}; must be a number by channel")
+    return tuple(channels[:, 0].tolist())
 
 
 def _prototypes(predictors: Mapping[str, Predictor]) -> dict[str, Tensor]:
