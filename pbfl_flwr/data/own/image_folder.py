@@ -48,10 +48,10 @@ def image_folder(settings: DataSettings) -> Pool:
         return _of_clients(settings, root)
     train_dir = root / "train" if (root / "train").is_dir() else root
     numbered = _numbered(settings)
-    train, others_by_class = labelled_files(train_dir, settings.dataset, numbered)
-    if not settings.classes and {name.casefold() for name in others_by_class} <= _PARTS:
+    train, names, ignored = labelled_files(train_dir, settings.dataset, numbered)
+    if not settings.classes and all(map(_is_part, names)):
         raise PbflError(
-            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(others_by_class)}, which would become the "
+            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(names)}, which would become the "
             "classes; must be train/<class>/* and test/<class>/*, in lower case"
         )
     if train and all(path.parent.parent != train_dir for path, _ in train):
@@ -60,9 +60,10 @@ def image_folder(settings: DataSettings) -> Pool:
             f"{train[0][0].parent.relative_to(train_dir)}; must be <class>/* with images. If it is <client>/<class>/*, "
             "a simulation reads it with partition = natural, and a device is given the folder of one client"
         )
-    classes = settings.classes or tuple(others_by_class)
+    classes = settings.classes or names
     test: list[tuple[Path, int]] = []
-    test_others_by_class: dict[str, int] = {}
+    if train_dir != root:
+        ignored += _loose_images(root)
     if train_dir != root and (root / "test").is_dir():
 
         def as_in_train(names: Sequence[str], folder: Path) -> list[int]:
@@ -72,7 +73,8 @@ def image_folder(settings: DataSettings) -> Pool:
                 )
             return by_name(names, classes, str(folder))
 
-        test, test_others_by_class = labelled_files(root / "test", settings.dataset, numbered or as_in_train)
+        test, _, of_test = labelled_files(root / "test", settings.dataset, numbered or as_in_train)
+        ignored += of_test
     channels, side = image_size(settings)
 
     def decode(allocate: Allocate) -> Pool:
@@ -81,8 +83,7 @@ def image_folder(settings: DataSettings) -> Pool:
         return Pool(inputs, labels, classes, num_train=len(train), notes=notes)
 
     pool = cached(settings, (path for path, _ in [*train, *test]), decode)
-    others = sum(others_by_class.values()) + sum(test_others_by_class.values())
-    notes = (*pool.notes, *ignored_files(others))  # about what the cache's key does not cover
+    notes = (*pool.notes, *_ignored_files(ignored))  # about what the cache's key does not cover
     unread = sorted(path.name for path in _folders(root) if path.name not in ("train", "test"))
     if unread and train_dir != root:
         notes = (*notes, f"folders ignored next to train and test: {abbreviate(unread)}")
@@ -92,28 +93,17 @@ def image_folder(settings: DataSettings) -> Pool:
 def _of_clients(settings: DataSettings, root: Path) -> Pool:
     """Return the images of ``<client>/<class>/*``; classes are those of all clients."""
     folders = sorted(_folders(root))
-    class_folders = {path for folder in folders for path in _folders(folder)}
-    classes = settings.classes or tuple(sorted({class_name(path.name) for path in class_folders}))
+    names = {class_name(path.name) for folder in folders for path in _folders(folder)}
+    classes = settings.classes or tuple(sorted(names))
 
     def numbered(names: Sequence[str], folder: Path) -> list[int]:
         return numbers_of(names, classes, str(folder))
 
     read = [labelled_files(folder, settings.dataset, numbered) for folder in folders]
-    samples = [files for files, _ in read]
+    samples = [files for files, *_ in read]
     sizes = [len(files) for files in samples]
-    parts = [folder for folder in folders if folder.name.casefold() in _PARTS]
-    if not settings.classes and all(folder.name.casefold() in _PARTS for folder in class_folders):
-        parts += sorted(class_folders)
-    found = ""
-    if parts:
-        found = f"a folder '{parts[0].relative_to(root)}'"
-    elif not sizes:
-        found = "no client"
-    elif not all(sizes):
-        found = f"no image in the folders of '{folders[sizes.index(0)].name}'"
-    elif not any(path.parent in class_folders for files in samples for path, _ in files):
-        found = f"images only further down, e.g. in {samples[0][0][0].parent.relative_to(root)}"
-    if found:
+    reasons = (_not_of_a_client(*of, classes, settings.classes) for of in zip(folders, samples, strict=True))
+    if found := next(filter(None, reasons), "" if folders else "no client"):
         raise PbflError(
             f"partition = natural: {root} must be <client>/<class>/* with images, no train and test; it has {found}"
         )
@@ -127,14 +117,49 @@ def _of_clients(settings: DataSettings, root: Path) -> Pool:
         return Pool(inputs, labels, classes, sum(sizes), owner, clients, notes=notes)
 
     pool = cached(settings, (path for files in samples for path, _ in files), decode, classes)
-    others = sum(sum(others_by_class.values()) for _, others_by_class in read)
-    return replace(pool, notes=(*pool.notes, *ignored_files(others)))
+    ignored = _loose_images(root) + sum(number for *_, number in read)
+    return replace(pool, notes=(*pool.notes, *_ignored_files(ignored)))
 
 
-def ignored_files(number: int) -> list[str]:
-    """Return the note on that many files that are no images; empty if there are none."""
+def _not_of_a_client(
+    client: Path, files: Sequence[tuple[Path, int]], classes: Sequence[str], given: Sequence[str]
+) -> str:
+    """Return what shows that a folder is not a client's, or that its folders are not the classes; else empty.
+
+    Args:
+        client: the folder.
+        files: the images below it.
+        classes: those of all clients.
+        given: ``labels``; what has the name of one of these is a class.
+    """
+    if _is_part(client.name):
+        return f"a folder '{client.name}'"
+    if not files:
+        return f"no image in the folders of '{client.name}'"
+    with_images = {path.parent for path, _ in files}
+    only_parts = all(map(_is_part, classes))
+    for folder in sorted(_folders(client)) if not given else ():
+        if _is_part(folder.name) and (only_parts or folder not in with_images):
+            return f"a folder '{client.name}/{folder.name}'; if that is a class, labels must name it"
+    if not given and not any(folder.parent == client for folder in with_images):
+        deep = files[0][0].parent.relative_to(client.parent)
+        return (
+            f"images only further down, e.g. in {deep}; if '{deep.parts[1]}' is a class, labels must name it"
+        )
+    return ""
+
+
+def _is_part(name: str) -> bool:
+    return name.casefold() in _PARTS
+
+
+def _ignored_files(number: int) -> list[str]:
+    """Return the note on that many files that are not read; empty if there are none."""
     kinds = ", ".join(SUFFIXES)
-    note = f"{number} files ignored that are not images ({kinds}) or whose names begin with a dot"
+    note = (
+        f"{number} files ignored that are not images ({kinds}), whose names begin with a dot, or that are images "
+        "beside the folders of classes"
+    )
     return [note] if number else []
 
 
@@ -185,8 +210,8 @@ def one_image(path: Path, channels: int, side: tuple[int, int]) -> NDArray[Any]:
 
 def labelled_files(
     folder: Path, dataset: str, numbered: Numbered | None = None
-) -> tuple[list[tuple[Path, int]], dict[str, int]]:
-    """Return (path, label) of every image below ``folder/<class>``, and class -> number of its other files.
+) -> tuple[list[tuple[Path, int]], tuple[str, ...], int]:
+    """Return (path, label) of every image below ``folder/<class>``, the classes, and the number of ignored files.
 
     Args:
         folder: parent of the class folders.
@@ -218,7 +243,14 @@ def labelled_files(
             f"({', '.join(SUFFIXES)})"
         ) from error
     samples = [(path, numbers[name]) for name, (paths, _) in found.items() for path in paths]
-    return samples, {name: found[path.name][1] for name, path in folder_of.items()}
+    ignored = _loose_images(folder) + sum(number for _, number in found.values())
+    return samples, tuple(folder_of), ignored
+
+
+def _loose_images(folder: Path) -> int:
+    """Return the number of images directly in a folder of folders."""
+    names = [entry.name for entry in os.scandir(folder) if entry.is_file()]
+    return sum(name[0] != "." and name.lower().endswith(SUFFIXES) for name in names)
 
 
 def _images(folder: Path, name: str) -> tuple[list[Path], int]:

@@ -31,8 +31,8 @@ def tiny_imagenet(settings: DataSettings) -> Pool:
     base = next((place for place in places if (place / "val" / "val_annotations.txt").is_file()), None)
     if base is None or not (base / "train").is_dir():
         raise missing(settings, [place / "val" / "val_annotations.txt" for place in places], None)
-    train, folders = labelled_files(base / "train", settings.dataset)
-    wnids = list(folders)
+    train, names, _ = labelled_files(base / "train", settings.dataset)
+    wnids = list(names)
     annotations = base / "val" / "val_annotations.txt"
     val = _val_files(annotations, wnids)
     words = base / "words.txt"

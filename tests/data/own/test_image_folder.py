@@ -76,6 +76,12 @@ def test_parts_of_a_set_are_no_classes(tmp_path, write_image):
         PbflError, match=r"holds Test, Train, which would become the classes; must be train/<class>"
     ):
         load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "cased")))
+    named = DataSettings(dataset="image-folder", data_dir=str(tmp_path / "cased/Train"), labels="cat,dog")
+    assert len(load_pool(named).labels) == 2
+    for name in ("val", "test"):
+        write_image(tmp_path / "named" / name / "a.png", 3)
+    named = named.model_copy(update={"data_dir": str(tmp_path / "named"), "labels": "test,val"})
+    assert load_pool(named).label_names == ("test", "val")
     for path in ("set/train/cat/a.png", "set/train/dog/a.png", "set/val/cat/a.png", "set/.git/a.png"):
         write_image(tmp_path / path, 3)
     pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set")))
@@ -321,26 +327,51 @@ def test_folders_of_clients(tmp_path, hospitals, write_image):
         load_pool(natural)
 
 
-def test_parts_are_no_classes_of_clients(tmp_path, write_image):
+@pytest.mark.parametrize(
+    ("paths", "found"),
+    [
+        (["a/train/cat/0", "a/test/cat/0"], "a folder 'a/test'"),
+        (["a/train/0", "a/test/0", "b/val/0"], "a folder 'a/test'"),  # the only classes
+        (["a/cat/0", "a/dog/0", "b/cat/0", "b/Train/cat/0"], "a folder 'b/Train'"),
+        (["a/cat/0", "b/2024/cat/0", "b/2025/dog/0"], "images only further down, e.g. in b/2024/cat"),
+    ],
+)
+def test_what_is_no_class_of_a_client(tmp_path, write_image, paths, found):
     settings = DataSettings(dataset="image-folder", data_dir=str(tmp_path), partition="natural")
-    for client in ("a", "b"):
-        write_image(tmp_path / client / "train" / "cat" / "0.png", 3)
-        write_image(tmp_path / client / "test" / "cat" / "1.png", 3)
-    with pytest.raises(PbflError, match=r"no train and test; it has a folder 'a/test'"):
+    for path in paths:
+        write_image(tmp_path / f"{path}.png", 3)
+    with pytest.raises(PbflError, match=f"no train and test; it has {found}"):
         load_pool(settings)
-    write_image(tmp_path / "a" / "photos" / "dog" / "0.png", 3)
-    with pytest.raises(PbflError, match=r"it has images only further down, e\.g\. in a/photos/dog"):
-        load_pool(settings)
-    write_image(tmp_path / "a" / "photos" / "0.png", 3)
-    assert load_pool(settings).label_names == ("photos", "test", "train")
+    named = settings.model_copy(update={"labels": "cat,dog,train,Train,test,val,2024,2025"})
+    assert len(load_pool(named).labels) == len(paths)
 
 
-def test_other_files_of_clients_are_told(tmp_path, hospitals):
+def test_a_class_of_clients_may_be_called_test_and_have_folders(tmp_path, write_image):
+    for path in ("a/control/day/0", "a/test/0", "b/test/0"):
+        write_image(tmp_path / f"{path}.png", 3)
+    settings = DataSettings(dataset="image-folder", data_dir=str(tmp_path), partition="natural")
+    assert load_pool(settings).label_names == ("control", "test")
+
+
+def test_files_of_clients_that_are_not_read_are_told(tmp_path, hospitals, write_image):
     natural = hospitals.model_copy(update={"partition": "natural"})
     for path in ("north/cat/0.heic", "south/emu/0.gif"):
         (tmp_path / "set" / path).touch()
-    (note,) = load_pool(natural).notes
-    assert note.startswith("2 files ignored that are not images (.jpg")
+    write_image(tmp_path / "set" / "south" / "beside.png", 3)
+    write_image(tmp_path / "set" / "above.png", 3, (12, 12))
+    write_image(tmp_path / "set" / "south" / "emu" / "large.png", 3, (12, 12))
+    resized, note = load_pool(natural).notes
+    assert resized.startswith("1 of 6 images were resized")
+    assert note.startswith("4 files ignored that are not images (.jpg")
+
+
+def test_images_beside_the_folders_of_classes_are_told(tmp_path, write_image):
+    for path in ("train/cat/0", "train/dog/0", "train/1", "test/cat/0", "test/2", "3", ".4"):
+        write_image(tmp_path / "set" / f"{path}.png", 3)
+    (tmp_path / "set" / "README.txt").touch()
+    (note,) = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set"))).notes
+    assert note.startswith("3 files ignored")
+    assert note.endswith("or that are images beside the folders of classes")
 
 
 def test_folders_made_or_removed_after_the_first_reading_count(tmp_path, hospitals, write_image):
