@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pbfl_flwr.data.own.columns import CLIENT, LABEL, SUFFIXES
-from pbfl_flwr.data.own.image_folder import ignored_files, one_image
+from pbfl_flwr.data.own.image_folder import one_image
 from pbfl_flwr.data.own.images import SUFFIXES as IMAGES
 from pbfl_flwr.data.own.npz import read_arrays
 from pbfl_flwr.data.own.table import features
-from pbfl_flwr.data.sources.files import files_under
+from pbfl_flwr.data.sources.files import walk
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.exported import HEAD, Exported
@@ -65,12 +65,18 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
     for path in files:
         suffix = path.suffix.lower()
         if path.is_dir():
-            found = list(files_under(path))
+            found = [Path(place, name) for place, names in walk(path) for name in names]
             images = sorted(file for file in found if _is_image(file, path))
             if not images:
                 raise PbflError(f"{path} holds no images")
-            for note in ignored_files(len(found) - len(images)):
-                log.warning("%s: %s", path, note)
+            if ignored := len(found) - len(images):
+                kinds = ", ".join(IMAGES)
+                log.warning(
+                    "%s: %d files ignored that are not images (%s) or whose names begin with a dot",
+                    path,
+                    ignored,
+                    kinds,
+                )
             yield from _inputs(card, images)
         elif not path.is_file():
             raise PbflError(f"there is no {path}")
