@@ -67,7 +67,13 @@ def make_partition(pool: Pool, settings: DataSettings, num_clients: int) -> Part
         splits = _official_tests(pool, deal.rows, rng)
     else:
         splits = tuple(split_share(rows, settings.train_share, rng) for rows in deal.rows)
-    partition = _finish(pool, settings, splits, deal.notes)
+    notes = deal.notes
+    if official and (left := len(pool.labels) - pool.num_train - sum(len(split.test) for split in splits)):
+        whose = (
+            "other natural clients" if settings.partition == "natural" else "classes that nobody trains on"
+        )
+        notes = (*notes, f"{left:,} official test samples are left out, of {whose}")
+    partition = _finish(pool, settings, splits, notes)
     if settings.partition == "pathological":
         return _with_few_noted(partition, settings.classes_per_client)
     return _named(partition, pool) if settings.partition == "natural" else partition
@@ -142,12 +148,15 @@ def _natural(pool: Pool, total: int, settings: DataSettings, num_clients: int) -
         raise PbflError(f"partition = natural: dataset '{settings.dataset}' has no client column")
     owner = pool.owner[:total]
     owners = np.unique(owner)
+    drawn = f" among max-samples = {settings.max_samples}" if settings.max_samples else ""
     if num_clients > len(owners):
         raise PbflError(
-            f"num-clients = {num_clients}: the dataset has {len(owners)} natural clients, no more are allowed"
+            f"num-clients = {num_clients}: the dataset has {len(owners)} natural clients{drawn}, no more are allowed"
         )
     notes = (
-        (f"the first {num_clients} of {len(owners)} natural clients",) if num_clients < len(owners) else ()
+        (f"the first {num_clients} of {len(owners)} natural clients{drawn}",)
+        if num_clients < len(owners)
+        else ()
     )
     return Assignment(tuple(_rows_of(owner, owners[:num_clients])), notes)
 

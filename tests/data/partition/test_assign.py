@@ -49,6 +49,9 @@ def test_the_official_test_part_follows_the_training_counts(pool_of):
         available = 20 if split.train[0] < 40 else 10
         assert abs(len(split.test) - share * available) < 1
         assert np.unique(pool.labels[split.test]).tolist() == np.unique(pool.labels[split.train]).tolist()
+    (lacking,) = [note for note in make_partition(pool, settings, 1).notes if "official" in note]
+    assert lacking == "10 official test samples are left out, of classes that nobody trains on"
+    assert not any("official" in note for note in part.notes)
 
 
 @pytest.mark.parametrize("way", ["dirichlet", "way-shot"])
@@ -65,8 +68,10 @@ def test_natural_clients_are_the_owners_in_order(pool_of):
     assert part.notes == ()
     fewer = make_partition(pool, DataSettings(partition="natural"), 2)
     assert fewer.notes == ("the first 2 of 3 natural clients",)
-    with pytest.raises(PbflError, match="num-clients = 4: the dataset has 3 natural clients"):
+    with pytest.raises(PbflError, match="num-clients = 4: the dataset has 3 natural clients, no more"):
         make_partition(pool, DataSettings(partition="natural"), 4)
+    with pytest.raises(PbflError, match="has 2 natural clients among max-samples = 3, no more"):
+        make_partition(pool, DataSettings(partition="natural", max_samples=3), 3)
     with pytest.raises(PbflError, match="client 0 has 2 samples, min-samples is 3"):
         make_partition(pool, DataSettings(partition="natural", min_samples=3), 2)
     with pytest.raises(PbflError, match="no client column"):

@@ -73,6 +73,9 @@ def test_a_writer_is_tested_on_its_own_samples(leaf: Path, tmp_path: Path) -> No
     assert [(s.train.tolist(), s.test.tolist()) for s in part.splits] == [
         ([2, 3, 4, 5], [9]), ([6, 7, 8], [10, 11]), ([0, 1], [])
     ]  # fmt: skip
+    assert not any("left out" in note for note in part.notes)
+    fewer = check_data(settings(leaf, partition="natural", test_split="official"), 1)
+    assert "2 official test samples are left out, of other natural clients" in fewer.notes
     for name, who in (("train", "ann"), ("test", "bob")):  # LEAF's split by user
         write(tmp_path / "by-user" / name / "all_data_0.json", {who: drawn(who, [1, 2])})
     keys = settings(tmp_path / "by-user", partition="natural", test_split="official")
