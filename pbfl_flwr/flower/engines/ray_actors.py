@@ -207,13 +207,11 @@ def _read(states: Path, client: int) -> Files:
 
 
 def _write(states: Path, files: Mapping[str, bytes], *, replaced: Mapping[str, bytes]) -> None:
-    """Write the files that changed, and remove those that are no longer there."""
+    """Write the files that changed; nothing removes a client's state."""
     for name, data in files.items():
         if replaced.get(name) != data:
             make_directory((states / name).parent)
             write_atomically(states / name, data, locked=True, flushed=False)
-    for name in replaced.keys() - files.keys():
-        (states / name).unlink()
 
 
 def _scratch_directory() -> Path:
