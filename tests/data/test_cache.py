@@ -227,3 +227,12 @@ def test_reads_paths_that_are_not_utf8(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("this file system takes UTF-8 alone")
     assert cache.cached(SET, [path], Decoder()).labels.tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]", b"\xff"])
+def test_an_entry_whose_description_is_damaged_is_named(source: Path, home: Path, content: bytes) -> None:
+    cache.cached(SET, [source], Decoder())
+    entry = next(path for path in (home / "cache").iterdir() if path.is_dir())
+    (entry / "meta.json").write_bytes(content)
+    with pytest.raises(PbflError, match=f"{entry} is damaged"):
+        cache.cached(SET, [source], Decoder())

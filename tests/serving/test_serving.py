@@ -794,3 +794,14 @@ def test_other_files_are_refused_in_a_line(exported: dict[str, Path], tmp_path: 
             list(predict(model, [tmp_path / file]))
     np.savez(tmp_path / "ids.npz", x=np.ones((2, 200), int))
     assert len(list(predict(model, [tmp_path / "ids.npz"]))) == 2
+
+
+def test_a_card_has_a_name_for_every_column() -> None:
+    with pytest.raises(ValueError, match="there must be as many columns as an input has values"):
+        card_of("mlp5", columns=("only one",))
+
+
+def test_a_client_that_predicts_with_two_networks_is_not_exported(tmp_path: Path) -> None:
+    federation(tmp_path, "fedmrl", on_disk=True, num_clients=1, num_server_rounds=1).run()
+    with pytest.raises(PbflError, match=r"does not describe its model's inputs: .* two networks \(fedmrl\)"):
+        read_state(state_file(tmp_path / "run", "0"))

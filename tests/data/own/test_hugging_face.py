@@ -450,3 +450,31 @@ def test_an_id_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert len(load_pool(settings("hf://someone/pictures", download=True)).labels) == 10
     assert asked == ["someone/pictures"]
+
+
+def test_the_only_classlabel_has_the_classes(tmp_path: Path) -> None:
+    kinds = datasets.ClassLabel(names=["b", "a"])
+    features = datasets.Features({"x": datasets.Value("float32"), "kind": kinds})
+    datasets.Dataset.from_dict({"x": [1.0, 2.0], "kind": [1, 0]}, features=features).save_to_disk(
+        tmp_path / "k"
+    )
+    pool = load_pool(settings(tmp_path / "k"))
+    assert (pool.columns, pool.label_names, pool.labels.tolist()) == (("x",), ("b", "a"), [1, 0])
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"x": [[1.0], [2.0]], "z": [[1.0, 2.0], [3.0, 4.0]]},
+            "several columns of inputs: x, z; must be one",
+        ),
+        ({"client": ["a", "b"]}, "has no column besides 'label'"),
+    ],
+)
+def test_one_column_of_arrays_or_any_of_numbers(
+    tmp_path: Path, columns: dict[str, Any], message: str
+) -> None:
+    datasets.Dataset.from_dict({**columns, "label": [1, 0]}).save_to_disk(tmp_path / "set")
+    with pytest.raises(PbflError, match=message):
+        load_pool(settings(tmp_path / "set"))

@@ -1,6 +1,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -390,3 +391,23 @@ def test_folders_made_or_removed_after_the_first_reading_count(tmp_path, hospita
     ignored, unread = load_pool(one).notes
     assert ignored.startswith("1 files ignored")
     assert unread == "folders ignored next to train and test: val"
+
+
+def test_a_class_without_an_image_is_named(tmp_path: Path, write_image: Any) -> None:
+    for name in ("cat", "cow", "dog"):
+        write_image(tmp_path / name / "0.png", 3)
+    (tmp_path / "cow/0.png").rename(tmp_path / "cow/0.txt")
+    with pytest.raises(PbflError, match=r"no image for the classes cow; .* should hold <class>/"):
+        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
+    for name in ("cat", "dog"):
+        (tmp_path / name / "0.png").unlink()
+    with pytest.raises(PbflError, match=f"^no image in {tmp_path}$"):
+        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path), labels="cat,cow,dog"))
+
+
+def test_without_train_a_folder_test_is_a_class(tmp_path: Path, write_image: Any) -> None:
+    for name in ("control", "test"):
+        write_image(tmp_path / name / "0.png", 3)
+        write_image(tmp_path / name / "more" / "1.png", 3)
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
+    assert (pool.label_names, pool.labels.tolist(), pool.num_train) == (("control", "test"), [0, 0, 1, 1], 4)

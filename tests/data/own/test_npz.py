@@ -1,6 +1,7 @@
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,3 +226,18 @@ def test_survives_any_flipped_byte(tmp_path: Path) -> None:
         except PbflError:
             refused += 1
     assert refused > len(whole) / 2
+
+
+def test_complex_numbers_lose_no_part(save: Any) -> None:
+    with pytest.raises(PbflError, match="is complex; must be real numbers"):
+        load_pool(save(x=np.ones((4, 2)) * 1j, y=np.array([0, 1, 0, 1])))
+
+
+def test_har_takes_names_in_its_own_order_and_needs_the_people(tmp_path: Path) -> None:
+    har = DataSettings(dataset="har", data_dir=str(tmp_path), partition="iid")
+    x, y = np.zeros((3, 9, 128)), np.array(["laying", "sitting", "walking"])
+    np.savez(tmp_path / "har.npz", x=x, y=y, subject=np.arange(3))
+    assert load_pool(har).labels.tolist() == [5, 3, 0]
+    np.savez(tmp_path / "har.npz", x=x, y=y)
+    with pytest.raises(PbflError, match="has no array 'subject'"):
+        load_pool(har)

@@ -1,6 +1,7 @@
 import json
 import os
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -248,3 +249,26 @@ def test_check_data_takes_large_numbers_in_silence(tmp_path):
     write_client(tmp_path, 0, *[(np.linspace(-1e30, 1e30, 160).reshape(2, 4, 20), np.array([0, 1]))] * 2)
     (tmp_path / "config.json").write_text('{"num_clients": 1, "num_classes": 2}')
     assert inspect(settings_for(tmp_path)).maximum == pytest.approx(1e30)
+
+
+def test_a_test_part_that_is_an_empty_list_survives(directory: Path) -> None:
+    """As the references write a client without test samples: no axes, and float64."""
+    write_client(directory, 1, (np.ones((3, 1, 4, 4), "f4"), np.arange(3)), ([], []))
+    data = client_data(DataSettings(dataset="pflib", data_dir=str(directory)), 2, 1)
+    assert (len(data.train), data.test.inputs.shape) == (3, (0, 1, 4, 4))
+
+
+@pytest.mark.parametrize("labels", [np.zeros(2, int), np.zeros((3, 1), int)])
+def test_another_number_of_labels_than_inputs_is_named(directory: Path, labels: np.ndarray) -> None:
+    write_client(directory, 0, (np.ones((3, 1, 4, 4), "f4"), labels), ([], []))
+    with pytest.raises(PbflError, match=r"train/0\.npz: x is float32 \(3, 1, 4, 4\), y int64 .* must be \(n"):
+        load_pool(DataSettings(dataset="pflib", data_dir=str(directory)))
+
+
+@pytest.mark.parametrize("clients", ["0", "100001", "Infinity"])
+def test_a_number_of_clients_that_none_can_have_is_refused(directory: Path, clients: str) -> None:
+    (directory / "config.json").write_text(f'{{"num_clients": {clients}, "num_classes": 4}}')
+    with pytest.raises(
+        PbflError, match=r"config\.json(: num_clients = .*; must be 1 to 100000| must be JSON)"
+    ):
+        load_pool(DataSettings(dataset="pflib", data_dir=str(directory)))

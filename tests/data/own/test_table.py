@@ -214,3 +214,18 @@ def test_a_long_text_among_numbers_takes_its_own_room_alone(tmp_path: Path) -> N
         assert tracemalloc.get_traced_memory()[1] < 50e6  # as an array of strings 1.2 GB
     finally:
         tracemalloc.stop()
+
+
+def test_words_that_pandas_takes_for_missing_are_classes(tmp_path: Path) -> None:
+    pool = load_pool(settings(write(tmp_path, "a,label,client\n1,NA,null\n2,None,NA\n3,null,None\n")))
+    assert (pool.label_names, pool.labels.tolist()) == (("NA", "None", "null"), [0, 1, 2])
+    assert pool.owner_names == ("NA", "None", "null")
+
+
+def test_a_label_column_or_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "a,label\n1,x\n2,y\n")
+    with pytest.raises(PbflError, match=r"^label-column = 'kind': .* has no such column; it has a, label$"):
+        load_pool(settings(path, label_column="kind"))
+    for other in (tmp_path, write(tmp_path, "a,label\n1,x\n", "t.txt")):
+        with pytest.raises(PbflError, match=r"is not a table; must be a file that ends in \.csv"):
+            load_pool(settings(other))

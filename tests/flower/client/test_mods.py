@@ -292,3 +292,16 @@ def test_mods_give_the_same_bits_on_every_engine(tmp_path: Path) -> None:
     plainly = pbfl("run", "--engine", "processes", "--workers", 1, "--run-dir", tmp_path / "plain", *words)
     assert plainly.exit_code == 0
     assert result_of(tmp_path / "plain") not in results.values()
+
+
+def test_no_two_messages_have_the_same_draws(tmp_path: Path) -> None:
+    """Noise that came again in the next round could be subtracted."""
+    drawn: list[float] = []
+
+    def draws(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        drawn.append(float(torch.rand(1, dtype=torch.float64)))
+        return call_next(message, context)
+
+    for seed in (0, 1):
+        with_given(tmp_path / f"{seed}", [draws], seed=seed, num_server_rounds=2).run()
+    assert len({*drawn}) == len(drawn) > 0

@@ -220,6 +220,100 @@ def test_another_server_is_no_cluster() -> None:
             server.shutdown()
 
 
+def node(name: str = "a", *, alive: bool = True, **resources: float) -> dict[str, Any]:
+    """A node as ray.nodes() describes it."""
+    return {"Alive": alive, "NodeID": "0" * 56, "NodeManagerHostname": name, "Resources": resources}
+
+
+@pytest.mark.parametrize("seen", [(True, True), (True, False), (False, True)])
+def test_states_travel_unless_every_living_node_sees_them(
+    seen: tuple[bool, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, _ = ray_actors._inspector("/")()
+    monkeypatch.setattr(ray, "nodes", lambda: [node("gone", alive=False), node("a"), node("b")])
+    monkeypatch.setattr(ray, "remote", Mock())
+    monkeypatch.setattr(ray, "get", Mock(side_effect=[(version, each) for each in seen]))
+    assert ray_actors.check_nodes(tmp_path) is all(seen)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_node_that_cannot_run_python_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: [node("a")])
+    monkeypatch.setattr(ray, "remote", Mock())
+    monkeypatch.setattr(ray, "get", Mock(side_effect=ray.exceptions.GetTimeoutError("no answer\nin time")))
+    with pytest.raises(PbflError, match=r"^Ray node a cannot run clients: in time$"):
+        ray_actors.check_nodes(tmp_path)
+
+
+def test_an_actor_has_its_share_and_keeps_no_clients_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def app(message: Any, context: Any) -> Any:
+        ray_actors._write(Path(context.run_config["state-dir"]), {f"x/{name}": b"new"}, replaced={})
+        return Mock(**{"has_error.return_value": True})
+
+    name, threads = "client-00003.safetensors", Mock()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(ray_actors, "threadpool_limits", threads)
+    monkeypatch.setattr(ray_actors, "make_client_app", lambda: app)
+    monkeypatch.setattr(ray_actors, "release_gpu_memory", lambda: False)
+    monkeypatch.setattr(ray_actors, "_scratch_directory", lambda: tmp_path)
+    actor = ray_actors._Actor(2, 0, travelling=True)
+    threads.assert_called_once_with(2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    context = Mock(run_config={}, node_config={"partition-id": 3})
+    _, state, files, spent = actor.handle(Mock(), context, {f"x/{name}": b"old"})
+    assert (state, files, spent) == (context.state, {f"x/{name}": b"new"}, True)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_reply_comes_with_flowers_state_and_the_end_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get", Mock(return_value=("reply", "state", {}, True)))
+    executor = ray_actors.RayExecutor(Resources(), None)
+    executor._actor = Mock()
+    context = Mock(node_config={"partition-id": 0})
+    assert str(executor.handle(Mock(), context)) == "reply"
+    assert (context.state, executor.spent) == ("state", True)
+
+
+def test_a_ray_of_ones_own_leaves_no_files_and_no_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own handler of SIGTERM would end this process without its last record."""
+    made: list[Path] = []
+
+    def init(**options: Any) -> None:
+        made.append(Path(options["_temp_dir"]))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", Mock())
+    try:
+        with ray_cluster.connected("", 1):
+            assert signal.getsignal(signal.SIGTERM) is before
+            assert made[0].is_dir()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not made[0].exists()
+
+
+def test_a_worker_must_fit_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [node(CPU=8), node(CPU=2, GPU=1), node(CPU=2, GPU=2), node(alive=False, CPU=64, GPU=8)]
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    assert ray_cluster.cluster_resources("auto", 2, 2) == (12, 3)
+    with pytest.raises(PbflError, match="8 CPUs and 0 GPUs"):
+        ray_cluster.cluster_resources("auto", 4, 1)
+
+
+def test_an_actor_asks_for_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = Mock()
+    monkeypatch.setattr(ray, "remote", remote)
+    ray_actors.RayExecutor(Resources(cpus_per_client=2, gpus_per_client=0.5), None)
+    remote.return_value.options.assert_called_once_with(
+        num_cpus=2, num_gpus=0.5, scheduling_strategy="SPREAD"
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_names_an_address_without_a_cluster(tmp_path: Path) -> None:
