@@ -36,25 +36,38 @@ from tests.real_runs import ROOT
 pytestmark = pytest.mark.timeout(600)
 
 
+# free ports: the workers of all nodes would count up from the same one
+START = ("start", "--block", "--num-cpus=1", "--min-worker-port=0", "--max-worker-port=0")
+
+
 class Cluster:
     """Two nodes with a CPU each on this machine."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self.port = directory, free_port()
+        self._directory = directory
         self.scratch = directory / "scratch"
         self.scratch.mkdir()
-        head = ["--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={directory}"]
-        self.head = self._start("head", *head)
-        self.node = self._start("node", f"--address=127.0.0.1:{self.port}")
-        self.resources = Resources(engine="ray", ray_address=f"127.0.0.1:{self.port}")
+        self._processes: list[subprocess.Popen[bytes]] = []
 
-    def _start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
-        """Start a node; Ray gives up after 30 s, which a busy machine may take."""
+    def start(self) -> None:
+        head = ["--head", "--port=0", "--include-dashboard=false", f"--temp-dir={self._directory}"]
+        (address,) = re.findall("--address='(.*)'", self._start("head", *head))
+        self._start("node", f"--address={address}")
+        self.node = self._processes[-1]
+        self.resources = Resources(engine="ray", ray_address=address)
+
+    def end(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                self.kill(process)
+
+    def _start(self, name: str, *options: str) -> str:
+        """Start a node, and return what it says; Ray gives up after 30 s, which a busy machine may take."""
         output = self._directory / f"{name}.log"
         for _ in range(3):
             with output.open("wb") as log:
                 process = subprocess.Popen(
-                    [Path(sys.executable).parent / "ray", "start", "--block", "--num-cpus=1", *options],
+                    [Path(sys.executable).parent / "ray", *START, *options],
                     env={
                         **os.environ,
                         "PYTHONPATH": str(ROOT),
@@ -66,8 +79,9 @@ class Cluster:
                     start_new_session=True,
                 )
             while process.poll() is None:
-                if "Ray runtime started" in output.read_text():
-                    return process
+                if "will now block forever" in (said_so_far := output.read_text()):  # what it says last
+                    self._processes.append(process)
+                    return said_so_far
                 time.sleep(0.2)
         raise AssertionError(output.read_text())
 
@@ -77,12 +91,15 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    two_nodes = Cluster(tmp_path_factory.mktemp("r"))
-    yield two_nodes
-    for process in (two_nodes.node, two_nodes.head):
-        if process.poll() is None:
-            two_nodes.kill(process)
+def cluster() -> Iterator[Cluster]:
+    # not below tmp_path: the path of a socket of Ray is at most 107 bytes long
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        two_nodes = Cluster(Path(directory))
+        try:
+            two_nodes.start()
+            yield two_nodes
+        finally:
+            two_nodes.end()
 
 
 def wait_until_gone(paths: Iterable[Path]) -> None:
