@@ -11,7 +11,7 @@ with a dot (``.git``, ``._a.png``) are ignored.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,16 @@ def _of_clients(settings: DataSettings, root: Path) -> Pool:
     read = [labelled_files(folder, settings.dataset, numbered) for folder in folders]
     samples = [files for files, *_ in read]
     sizes = [len(files) for files in samples]
-    reasons = (_not_of_a_client(*of, classes, settings.classes) for of in zip(folders, samples, strict=True))
+    sure: Collection[str] = settings.classes
+    if not sure and not all(map(_is_part, classes)):
+        directly = (
+            path.parent
+            for folder, files in zip(folders, samples, strict=True)
+            for path, _ in files
+            if path.parent.parent == folder
+        )
+        sure = {class_name(path.name) for path in directly}
+    reasons = (_not_of_a_client(*of, sure) for of in zip(folders, samples, strict=True))
     if found := next(filter(None, reasons), "" if folders else "no client"):
         raise PbflError(
             f"partition = natural: {root} must be <client>/<class>/* with images, no train and test; it has {found}"
@@ -121,31 +130,25 @@ def _of_clients(settings: DataSettings, root: Path) -> Pool:
     return replace(pool, notes=(*pool.notes, *_ignored_files(ignored)))
 
 
-def _not_of_a_client(
-    client: Path, files: Sequence[tuple[Path, int]], classes: Sequence[str], given: Sequence[str]
-) -> str:
+def _not_of_a_client(client: Path, files: Sequence[tuple[Path, int]], classes: Collection[str]) -> str:
     """Return what shows that a folder is not a client's, or that its folders are not the classes; else empty.
 
     Args:
         client: the folder.
         files: the images below it.
-        classes: those of all clients.
-        given: ``labels``; what has the name of one of these is a class.
+        classes: those that are sure: of ``labels``, or with images directly in a folder of some client.
     """
     if _is_part(client.name):
         return f"a folder '{client.name}'"
     if not files:
         return f"no image in the folders of '{client.name}'"
-    with_images = {path.parent for path, _ in files}
-    only_parts = all(map(_is_part, classes))
-    for folder in sorted(_folders(client)) if not given else ():
-        if _is_part(folder.name) and (only_parts or folder not in with_images):
-            return f"a folder '{client.name}/{folder.name}'; if that is a class, labels must name it"
-    if not given and not any(folder.parent == client for folder in with_images):
+    doubtful = {folder for folder in _folders(client) if class_name(folder.name) not in classes}
+    remedy = "is a class, set labels to all classes"
+    if parts := sorted(folder.name for folder in doubtful if _is_part(folder.name)):
+        return f"a folder '{client.name}/{parts[0]}'; if that {remedy}"
+    if all(client / path.relative_to(client).parts[0] in doubtful for path, _ in files):
         deep = files[0][0].parent.relative_to(client.parent)
-        return (
-            f"images only further down, e.g. in {deep}; if '{deep.parts[1]}' is a class, labels must name it"
-        )
+        return f"images only further down, e.g. in {deep}; if '{deep.parts[1]}' {remedy}"
     return ""
 
 

@@ -148,7 +148,7 @@ def _natural(pool: Pool, total: int, settings: DataSettings, num_clients: int) -
         raise PbflError(f"partition = natural: dataset '{settings.dataset}' has no client column")
     owner = pool.owner[:total]
     owners = np.unique(owner)
-    drawn = f" among max-samples = {settings.max_samples}" if settings.max_samples else ""
+    drawn = f" among max-samples = {settings.max_samples}" if len(pool.labels) == settings.max_samples else ""
     if num_clients > len(owners):
         raise PbflError(
             f"num-clients = {num_clients}: the dataset has {len(owners)} natural clients{drawn}, no more are allowed"

@@ -348,9 +348,10 @@ def test_what_is_no_class_of_a_client(tmp_path, write_image, paths, found):
 
 
 def test_a_class_of_clients_may_be_called_test_and_have_folders(tmp_path, write_image):
-    for path in ("a/control/day/0", "a/test/0", "b/test/0"):
-        write_image(tmp_path / f"{path}.png", 3)
-    settings = DataSettings(dataset="image-folder", data_dir=str(tmp_path), partition="natural")
+    for path in ("a/control/day/0", "a/test/0", "b/test/day/0", "c/test/0"):
+        write_image(tmp_path / "set" / f"{path}.png", 3)
+    (tmp_path / "set" / "c" / "control").mkdir()
+    settings = DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set"), partition="natural")
     assert load_pool(settings).label_names == ("control", "test")
 
 
