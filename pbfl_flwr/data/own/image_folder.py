@@ -11,7 +11,7 @@ with a dot (``.git``, ``._a.png``) are ignored.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,15 @@ def image_folder(settings: DataSettings) -> Pool:
     train_dir = root / "train" if (root / "train").is_dir() else root
     numbered = _numbered(settings)
     train, names, ignored = labelled_files(train_dir, settings.dataset, numbered)
-    if not settings.classes and all(map(_is_part, names)):
+    direct, deep = _by_depth(train_dir, train)
+    if not settings.classes and (
+        parts := names if all(map(_is_part, names)) else sorted(filter(_is_part, deep))
+    ):
         raise PbflError(
-            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(names)}, which would become the "
-            "classes; must be train/<class>/* and test/<class>/*, in lower case"
+            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(parts)}, which would become the "
+            "classes; must be train/<class>/* and test/<class>/*, in lower case, or labels must be set to all classes"
         )
-    if train and all(path.parent.parent != train_dir for path, _ in train):
+    if deep and not direct:
         raise PbflError(
             f"dataset '{settings.dataset}': the folders of {train_dir} hold only folders, e.g. "
             f"{train[0][0].parent.relative_to(train_dir)}; must be <class>/* with images. If it is <client>/<class>/*, "
@@ -102,16 +105,11 @@ def _of_clients(settings: DataSettings, root: Path) -> Pool:
     read = [labelled_files(folder, settings.dataset, numbered) for folder in folders]
     samples = [files for files, *_ in read]
     sizes = [len(files) for files in samples]
-    sure: Collection[str] = settings.classes
+    depths = [_by_depth(folder, files) for folder, files in zip(folders, samples, strict=True)]
+    sure: set[str] = set(settings.classes)
     if not sure and not all(map(_is_part, classes)):
-        directly = (
-            path.parent
-            for folder, files in zip(folders, samples, strict=True)
-            for path, _ in files
-            if path.parent.parent == folder
-        )
-        sure = {class_name(path.name) for path in directly}
-    reasons = (_not_of_a_client(*of, sure) for of in zip(folders, samples, strict=True))
+        sure.update(*(direct for direct, _ in depths))  # a class is one of all clients
+    reasons = (_not_of_a_client(folder.name, *of, sure) for folder, of in zip(folders, depths, strict=True))
     if found := next(filter(None, reasons), "" if folders else "no client"):
         raise PbflError(
             f"partition = natural: {root} must be <client>/<class>/* with images, no train and test; it has {found}"
@@ -130,25 +128,33 @@ def _of_clients(settings: DataSettings, root: Path) -> Pool:
     return replace(pool, notes=(*pool.notes, *_ignored_files(ignored)))
 
 
-def _not_of_a_client(client: Path, files: Sequence[tuple[Path, int]], classes: Collection[str]) -> str:
+def _by_depth(folder: Path, files: Sequence[tuple[Path, int]]) -> tuple[set[str], dict[str, Path]]:
+    """Return the classes with images directly in their folder; and those with images only below, each with a place."""
+    depth = len(folder.parts)
+    direct = {class_name(path.parts[depth]) for path, _ in files if len(path.parts) == depth + 2}
+    places = {class_name(path.parts[depth]): path.parent for path, _ in files}
+    return direct, {name: place for name, place in places.items() if name not in direct}
+
+
+def _not_of_a_client(client: str, direct: set[str], deep: Mapping[str, Path], sure: set[str]) -> str:
     """Return what shows that a folder is not a client's, or that its folders are not the classes; else empty.
 
     Args:
-        client: the folder.
-        files: the images below it.
-        classes: those that are sure: of ``labels``, or with images directly in a folder of some client.
+        client: its name.
+        direct: its classes with images directly in their folder.
+        deep: the others with images, and a place of these.
+        sure: what are classes: ``labels``, or the names with images directly in a folder of some client.
     """
-    if _is_part(client.name):
-        return f"a folder '{client.name}'"
-    if not files:
-        return f"no image in the folders of '{client.name}'"
-    doubtful = {folder for folder in _folders(client) if class_name(folder.name) not in classes}
+    if _is_part(client):
+        return f"a folder '{client}'"
+    if not direct and not deep:
+        return f"no image in the folders of '{client}'"
+    doubtful = sorted({*direct, *deep} - sure)
     remedy = "is a class, set labels to all classes"
-    if parts := sorted(folder.name for folder in doubtful if _is_part(folder.name)):
-        return f"a folder '{client.name}/{parts[0]}'; if that {remedy}"
-    if all(client / path.relative_to(client).parts[0] in doubtful for path, _ in files):
-        deep = files[0][0].parent.relative_to(client.parent)
-        return f"images only further down, e.g. in {deep}; if '{deep.parts[1]}' {remedy}"
+    if parts := [*filter(_is_part, doubtful)]:
+        return f"a folder '{client}/{parts[0]}'; if that {remedy}"
+    if len(doubtful) == len(direct) + len(deep):
+        return f"images only further down, e.g. in {deep[doubtful[0]]}; if '{doubtful[0]}' {remedy}"
     return ""
 
 

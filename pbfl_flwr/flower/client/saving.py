@@ -93,6 +93,7 @@ def _build_card(session: ClientSession, participations: int) -> Card:
 
 
 def _by_channel(name: str, values: Tensor, input_shape: tuple[int, ...]) -> tuple[float, ...]:
+    """Return the number of each channel, as which a card has scale and shift; raises ValueError if one has several."""
     channels = values.broadcast_to(input_shape).reshape(input_shape[0], -1)
     if not torch.equal(channels, channels[:, :1].expand_as(channels)):
         raise ValueError(f"{name} has the shape {tuple(values.shape)}; must be a number by channel")

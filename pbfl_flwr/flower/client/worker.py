@@ -139,12 +139,12 @@ class Worker:
             with quoting_data(f"the data at {data.data_dir}"):
                 return self._loaded.own(data, identity.files)
         if isinstance(identity.client, str):
-            reason = "a name is for devices that bring their own data; this one needs data-path in --node-config, or "
-            reason += "a number instead, which takes that share of the common dataset"
-            if not self.configured:
-                reason = (
-                    "the data function of this app is called with a number; must be a whole number from 0"
-                )
+            reason = (
+                "a name is for devices that bring their own data; this one needs data-path in --node-config, or a "
+                "number instead, which takes that share of the common dataset"
+                if self.configured
+                else "the data function of this app is called with a number; must be a whole number from 0"
+            )
             raise PbflError(f"client-id = '{identity.client}': {reason}")
         if self.source is None:
             own = of_code or "\n" in data.labels  # of a file

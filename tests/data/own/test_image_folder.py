@@ -89,6 +89,19 @@ def test_parts_of_a_set_are_no_classes(tmp_path, write_image):
     assert (len(pool.labels), pool.notes) == (2, ("folders ignored next to train and test: val",))
 
 
+def test_a_part_beside_the_classes_is_no_class(tmp_path, write_image):
+    for path in ("cat/0", "dog/0", "val/cat/0", "val/dog/0"):
+        write_image(tmp_path / "set" / f"{path}.png", 3)
+    settings = DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set"))
+    with pytest.raises(
+        PbflError, match=r"set holds val, which would become the classes; must be train/<class>"
+    ):
+        load_pool(settings)
+    assert load_pool(settings.model_copy(update={"labels": "cat,dog,val"})).labels.tolist() == [0, 1, 2, 2]
+    write_image(tmp_path / "set" / "val" / "1.png", 3)
+    assert load_pool(settings).label_names == ("cat", "dog", "val")
+
+
 def test_images_behind_a_link_count_as_all_others(tmp_path, write_image):
     for path in ("set/cat/0.png", "set/dog/0.png", "scans/0.png", "scans/1.png"):
         write_image(tmp_path / path, 3)
@@ -334,7 +347,10 @@ def test_folders_of_clients(tmp_path, hospitals, write_image):
         (["a/train/cat/0", "a/test/cat/0"], "a folder 'a/test'"),
         (["a/train/0", "a/test/0", "b/val/0"], "a folder 'a/test'"),  # the only classes
         (["a/cat/0", "a/dog/0", "b/cat/0", "b/Train/cat/0"], "a folder 'b/Train'"),
-        (["a/cat/0", "b/2024/cat/0", "b/2025/dog/0"], "images only further down, e.g. in b/2024/cat"),
+        (
+            ["a/cat/0", "b/2024/cat/0", "b/2025/dog/0"],
+            "images only further down, e.g. in .*/b/2024/cat; if '2024' is",
+        ),
     ],
 )
 def test_what_is_no_class_of_a_client(tmp_path, write_image, paths, found):
